@@ -89,19 +89,23 @@ def round_cost(members: int, length: int) -> Cost:
     """
     plan = plan_of(members)
     parameters = plan.sum_parameters
+    neighbours = degree(members, parameters.neighbors)
+    graph = graph_of(draw_order(members, np.random.default_rng()), neighbours)
     context = RoundContext(
         run=b"benchmark",
         round_number=1,
-        order=draw_order(members, np.random.default_rng()),
+        members=members,
+        graph=graph_digest(graph),
         bits=plan.sum_bits,
         length=length,
-        neighbours=degree(members, parameters.neighbors),
+        neighbours=neighbours,
         threshold=parameters.threshold,
         least_answers=parameters.least_answers,
     )
     each, masking, serving = Clock(), Clock(), Clock()
     noising = _noising(plan, length)
-    server, parties = SumServer(context), [Member(context, index) for index in range(members)]
+    server = SumServer(context, graph)
+    parties = [Member(context, index, near) for index, near in enumerate(graph)]
     values = np.arange(length, dtype=context.dtype)
 
     adverts = [each(party.advertise) for party in parties]
@@ -120,17 +124,18 @@ def round_cost(members: int, length: int) -> Cost:
         for index in answering[MEASURED:]:
             masked = parties[index].mask(deliveries[index], values)
             serving(server.add_masked, masked)
-    question = serving(server.question)
-    revealed = [each(parties[index].unmask, question) for index in sorted(server.answered)]
+    questions = serving(server.questions)
+    revealed = [each(parties[index].unmask, question) for index, question in questions.items()]
     for one in revealed:
         serving(server.add_revealed, one)
     total = serving(server.total)
     expected = values[:CHECKED] * context.dtype.type(len(answering))
     np.testing.assert_array_equal(total[:CHECKED], expected)
 
-    sent = [*adverts, *shares, *revealed, *keys.values(), *deliveries.values()]
+    sent = [*adverts, *shares, *revealed]
+    sent += [*keys.values(), *deliveries.values(), *questions.values()]
     extra = sum(len(message.to_bytes()) for message in sent) / members
-    extra += len(context.to_bytes()) + len(question.to_bytes())
+    extra += len(context.to_bytes()) + 8 * neighbours
     return Cost(
         client=each.seconds / members + masking.seconds / MEASURED + noising,
         noising=noising,

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
-from flower_ext.federation.client.sum_member import CONTEXT, INDEX, SENT
+from flower_ext.federation.client.sum_member import BEGIN, INDEX, NEIGHBOURS, SENT
 from flower_ext.secure.aggregation import (
     Advert,
     MaskedInput,
@@ -44,6 +44,7 @@ class SecureTranscript:
     def __init__(self) -> None:
         self._context: RoundContext | None = None
         self._members: dict[int, int] = {}
+        self._graph: dict[int, list[int]] = {}
         self._heard: list[Message] = []
 
     def hear(self, asked: Iterable[Message], replies: Iterable[Message]) -> None:
@@ -51,10 +52,14 @@ class SecureTranscript:
         for message in asked:
             if is_secure(message):
                 told = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-                context = RoundContext.from_bytes(told[CONTEXT].tobytes())
+                if BEGIN not in told:
+                    continue
+                context = RoundContext.from_bytes(told[BEGIN].tobytes())
                 self._context = self._context or context
                 if context.digest == self._context.digest:
-                    self._members[message.metadata.dst_node_id] = int(told[INDEX])
+                    member = int(told[INDEX])
+                    self._members[message.metadata.dst_node_id] = member
+                    self._graph[member] = told[NEIGHBOURS].tolist()
         if self._context is not None:
             self._heard += [reply for reply in replies if not reply.has_error()]
 
@@ -62,11 +67,11 @@ class SecureTranscript:
         """Return the sum in whole cells, with names and shapes of ``like``; None without a sum."""
         if self._context is None or not self._is_of(like):
             return None
-        server = SumServer(self._context)
+        server = SumServer(self._context, [self._graph[m] for m in sorted(self._graph)])
         stages: tuple[tuple[Any, Any, Any], ...] = (
             (Advert, server.add_advert, server.keys),
             (SealedShares, server.add_shares, server.deliveries),
-            (MaskedInput, server.add_masked, server.question),
+            (MaskedInput, server.add_masked, server.questions),
         )
         try:
             for kind, add, close in stages:

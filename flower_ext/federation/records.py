@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from logging import getLogger
 from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.arrays import Arrays as Arrays
 from flower_ext.federation.arrays import read_array
 from flower_ext.federation.arrays import to_arrays as to_arrays
@@ -29,6 +30,8 @@ from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
 from flower_ext.privacy.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
+
+log = getLogger("flwr")
 
 T = TypeVar("T")
 K = TypeVar("K", ArrayRecord, ConfigRecord, MetricRecord)
@@ -163,7 +166,8 @@ def accept(
     questions : Mapping[int, Message], optional
         The message to each node. A reply must have the same type and refer to this message.
     read : Callable[[Message], T]
-        Reads one reply, or raises `RefusedReply`.
+        Reads one reply, or raises `RefusedReply`. Any other error refuses the reply as well: bytes
+        from outside may provoke each of them, and one message must not end a run.
     refuse : Callable[[str], None]
         Called with the reason for each refusal.
     """
@@ -187,8 +191,8 @@ def accept(
                 _check_answers(reply, question)
             early[waiting[node]] = read(reply)
             del waiting[node]
-        except RefusedReply as refusal:
-            refuse(f"round {server_round}, node {node}: {refusal}"[:LONGEST_REASON])
+        except Exception as error:
+            refuse(f"round {server_round}, node {node}: {_reason(error)}"[:LONGEST_REASON])
             if node in waiting:  # stop waiting for it, though it may answer again
                 refused.add(waiting[node])
         while due and (due[0] in early or due[0] in refused):
@@ -196,6 +200,13 @@ def accept(
                 yield first, early.pop(first)
     for partition in sorted(early):
         yield partition, early.pop(partition)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FlowerExtError):
+        return str(error)
+    log.debug("a reply cannot be read", exc_info=error)
+    return f"the reply cannot be read: {type(error).__name__}: {error}"
 
 
 def _check_answers(reply: Message, question: Message | None) -> None:

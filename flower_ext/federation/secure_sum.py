@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from logging import getLogger
 from typing import TypeVar
 
 import numpy as np
@@ -21,10 +22,10 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.client.sum_member import (
     BEGIN,
-    CONTEXT,
     DELIVERY,
     INDEX,
     KEYS,
+    NEIGHBOURS,
     QUESTION,
     SENT,
 )
@@ -35,14 +36,21 @@ from flower_ext.privacy.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation import (
     Advert,
+    Delivery,
+    Keys,
     MaskedInput,
+    Question,
     Revealed,
     RoundContext,
     SealedShares,
     SumServer,
     degree,
     draw_order,
+    graph_digest,
+    graph_of,
 )
+
+log = getLogger("flwr")
 
 T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
@@ -91,18 +99,21 @@ class SecureRound:
         self.parameters = parameters = plan.sum_parameters
         self._places = {partition: place for place, partition in enumerate(self._partitions)}
         members = len(self._partitions)
+        neighbours = degree(members, parameters.neighbors)
+        graph = graph_of(draw_order(members, secure_generator()), neighbours)
         self._context = RoundContext(
             run=secrets.token_bytes(16),  # a repeated round is a new one
             round_number=number,
-            order=draw_order(members, secure_generator()),
+            members=members,
+            graph=graph_digest(graph),
             bits=plan.sum_bits,
             length=sum(array.size for array in like.values()),
-            neighbours=degree(members, parameters.neighbors),
+            neighbours=neighbours,
             threshold=parameters.threshold,
             least_answers=parameters.least_answers,
         )
-        self._server = SumServer(self._context)
-        self._deliveries: Mapping[int, bytes] = {}
+        self._server = SumServer(self._context, graph)
+        self._deliveries: Mapping[int, records.Arrays] = {}
         self._unmasking = False
 
     @property
@@ -128,20 +139,27 @@ class SecureRound:
             Too few clients are left.
         """
         try:
-            begin = {place: {BEGIN: b""} for place in range(len(self._partitions))}
+            begin = {
+                member: {
+                    BEGIN: records.to_bytes_array(self._context.to_bytes()),
+                    INDEX: np.array(member, dtype=np.int64),
+                    NEIGHBOURS: np.array(neighbours, dtype=np.int64),
+                }
+                for member, neighbours in enumerate(self._server.graph)
+            }
             self._take(self._ask(begin, Advert), self._server.add_advert)
-            keys = {m: {KEYS: told.to_bytes()} for m, told in self._server.keys().items()}
-            self._take(self._ask(keys, SealedShares), self._server.add_shares)
+            keys = self._server.keys()
+            self._take(self._ask(_told(KEYS, keys), SealedShares), self._server.add_shares)
             deliveries = self._server.deliveries()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
-        self._deliveries = {member: told.to_bytes() for member, told in deliveries.items()}
+        self._deliveries = _told(DELIVERY, deliveries)
         return sorted(self._partitions[member] for member in deliveries)
 
     def own(self, partition: int) -> dict[str, ArrayRecord]:
         """Return the record of the secure sum for one client's training message."""
-        told = {DELIVERY: self._deliveries[self._places[partition]]}
-        return {records.SECURE_SUM: self._record(self._places[partition], told)}
+        delivery = self._deliveries[self._places[partition]]
+        return {records.SECURE_SUM: records.to_record(delivery)}
 
     def read(self, reply: Message) -> MaskedUpdate:
         """Read a masked upload; raise `RefusedReply` for anything else."""
@@ -157,17 +175,16 @@ class SecureRound:
         RoundDiscarded
             Too few clients answered in one of the stages. Nobody learns any part of a sum.
         """
-        for _, update in updates:
-            assert isinstance(update, MaskedUpdate)
-            self._server.add_masked(update.message)
+        self._take(map(_message_of, updates), self._server.add_masked)
         try:
-            question = self._server.question()
+            questions = self._server.questions()
             self._unmasking = True
-            told = {member: {QUESTION: question.to_bytes()} for member in question.answered}
-            self._take(self._ask(told, Revealed), self._server.add_revealed)
+            self._take(self._ask(_told(QUESTION, questions), Revealed), self._server.add_revealed)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
+        finally:
+            self._report_bad_shares()
         whole = total.view(np.int32 if self._context.bits == 32 else np.int64).astype(np.int64)
         cells, at = {}, 0
         for name in sorted(self._like):
@@ -179,11 +196,11 @@ class SecureRound:
             cells, answered=answered, noise=self._noise, like=self._like
         )
 
-    def _ask(self, told: Mapping[int, Mapping[str, bytes]], kind: type[T]) -> list[T]:
+    def _ask(self, told: Mapping[int, records.Arrays], kind: type[T]) -> list[T]:
         """Ask members a stage's question, and return the accepted answers."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: self._record(member, parts)}
-            for member, parts in told.items()
+            self._partitions[member]: {records.SECURE_SUM: records.to_record(arrays)}
+            for member, arrays in told.items()
         }
         asked = self._exchange.ask("query", contents, self._server_round)
         heard = replies(self._grid, asked, timeout=self._exchange.timeout)
@@ -201,7 +218,7 @@ class SecureRound:
             try:
                 add(message)
             except (ProtocolError, InvalidValue) as error:
-                self._exchange.refusals.append(f"round {self._server_round}: {error}")
+                self._refuse(f"client {self._partitions[message.member]}: {error}")
 
     def _read(self, reply: Message, kind: type[T], record: str) -> T:
         arrays = records.read_answer(reply, record)
@@ -209,10 +226,7 @@ class SecureRound:
             raise records.RefusedReply(
                 f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
             )
-        try:
-            message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
-        except (ProtocolError, InvalidValue) as error:
-            raise records.RefusedReply(str(error)) from error
+        message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
         partition = self._exchange.partition_of(reply)
         if message.member != self._places[partition]:
             raise records.RefusedReply(
@@ -221,7 +235,36 @@ class SecureRound:
             )
         return message
 
-    def _record(self, member: int, parts: Mapping[str, bytes]) -> ArrayRecord:
-        told = {CONTEXT: self._context.to_bytes(), **parts}
-        arrays = {name: records.to_bytes_array(data) for name, data in told.items()}
-        return records.to_record({**arrays, INDEX: np.array(member, dtype=np.int64)})
+    def _report_bad_shares(self) -> None:
+        """Name the clients whose shares could not be opened, or did not fit the others."""
+        for owner, holders in sorted(self._server.unopened.items()):
+            self._refuse(
+                f"client {self._partitions[owner]}: its sealed shares could not be opened by "
+                f"{self._named(holders)}"
+            )
+        for sender, owners in sorted(self._server.wrong.items()):
+            self._refuse(
+                f"client {self._partitions[sender]}: it revealed wrong shares of the secrets of "
+                f"{self._named(owners)}, unless these dealt them wrongly"
+            )
+
+    def _named(self, members: Iterable[int]) -> str:
+        return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
+
+    def _refuse(self, reason: str) -> None:
+        said = f"round {self._server_round}: {reason}"[: records.LONGEST_REASON]
+        log.warning("%s", said)
+        self._exchange.refusals.append(said)
+
+
+def _told(name: str, messages: Mapping[int, Keys | Delivery | Question]) -> dict[int, records.Arrays]:
+    """Return each member's message as an array of that name."""
+    return {
+        member: {name: records.to_bytes_array(message.to_bytes())}
+        for member, message in messages.items()
+    }
+
+
+def _message_of(update: tuple[int, records.Update]) -> MaskedInput:
+    assert isinstance(update[1], MaskedUpdate)
+    return update[1].message

@@ -48,8 +48,8 @@ RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 """Environment variable that names the folder for new run directories."""
 
 _LOCK = ".lock"
-_BEFORE_A_RUN = (_LOCK, ".run.json.draft")
-"""Files that a run leaves if it ends before its ``run.json`` is written."""
+_BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
+"""Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
 _FACTS = {"config", "status", "started", "versions"}
 """Facts that every ``run.json`` holds."""
 _RENEWED = ("guarantee.json", "clients.csv", "users.csv", "use.json")
@@ -92,7 +92,7 @@ class RunDirectory:
         run = cls(path)
         try:
             if path.exists() and (
-                not path.is_dir() or any(each.name not in _BEFORE_A_RUN for each in path.iterdir())
+                not path.is_dir() or any(not any(map(each.match, _BEFORE_A_RUN)) for each in path.iterdir())
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)

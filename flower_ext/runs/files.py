@@ -6,8 +6,11 @@ import csv
 import fcntl
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
+from secrets import token_hex
 from typing import IO
 
 from flower_ext.errors import FlowerExtError
@@ -32,11 +35,14 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     OSError
         The file could not be written and keeps its old content; the message names it.
     """
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
     try:
-        draft.unlink(missing_ok=True)
-        _write(draft, content, os.O_EXCL, sync, private)
-        draft.replace(path)
+        _remove_drafts_of_the_dead(path)
+        try:
+            _write(draft, content, os.O_EXCL, sync, private)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
         if sync:
             sync_to_disk(path.parent)
     except OSError as error:
@@ -83,6 +89,17 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock during the block, and wait for it first; for work of milliseconds."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def lock(path: Path) -> IO[bytes]:
     """Take a lock, which the caller releases by closing the returned file.
 
@@ -117,3 +134,21 @@ def _write(path: Path, content: bytes, how: int, sync: bool, private: bool) -> N
         stream.flush()
         if sync:
             os.fsync(descriptor)
+
+
+def _remove_drafts_of_the_dead(path: Path) -> None:
+    """Remove drafts of a file that killed processes of this machine left; they may hold secrets."""
+    for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
+        writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
+        if writer.isdecimal() and not _lives(int(writer)):
+            draft.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's process
+        return True
+    return True

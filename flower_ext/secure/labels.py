@@ -1,9 +1,15 @@
-"""Keys that serve one purpose each: every use of a secret has its own label."""
+"""Keys that two parties agree on, and keys that serve one purpose each, with a label for it."""
 
 from __future__ import annotations
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from flower_ext.errors import InvalidValue
+
+_FIELD = 2**255 - 19
+_ANY_PRIVATE = bytes(range(32))
 
 
 def derive(key: bytes, *label: str | int | bytes) -> bytes:
@@ -16,3 +22,33 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
         raw = part if isinstance(part, bytes) else str(part).encode()
         parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
     return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)
+
+
+def agreed(private: bytes, public: bytes) -> bytes:
+    """Return the shared secret of two X25519 keys, 32 bytes. Use it only to derive keys.
+
+    Raises
+    ------
+    InvalidValue
+        The public key does not have 32 bytes, is of low order, or is not written as a number below
+        the field's prime. A key of low order gives the same secret with every private key, and a
+        number above the prime would be a second name of another key.
+    """
+    try:
+        if int.from_bytes(public, "little") >= _FIELD:
+            raise ValueError("not canonical")
+        mine = X25519PrivateKey.from_private_bytes(private)
+        return mine.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise InvalidValue(
+            "public key: expected 32 bytes that are an X25519 key of full order"
+        ) from error
+
+
+def check_public(public: bytes) -> None:
+    """Raise the `InvalidValue` of `agreed` for a public key that nobody can agree with.
+
+    Every private key is a multiple of 8, the order of the curve's small subgroup, so one exchange
+    finds all keys of low order.
+    """
+    agreed(_ANY_PRIVATE, public)

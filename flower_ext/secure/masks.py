@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Mapping
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
@@ -26,7 +26,7 @@ from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.inverses import invert_all
-from flower_ext.secure.labels import derive
+from flower_ext.secure.labels import agreed, derive
 
 _SURPLUS_BITS = 128
 _NONCE_BYTES = 12
@@ -79,7 +79,7 @@ class PairKeys:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of all public keys, including the server's.
+        """SHA-256 of all public keys, including the server's, in 64 hexadecimal digits.
 
         All silos have the same fingerprint unless somebody swapped a key.
         """
@@ -111,14 +111,13 @@ class PairKeys:
             )
         if len(set(public_keys.values())) != len(public_keys):
             raise InvalidValue("public_keys: expected a different key for every silo")
-        mine = X25519PrivateKey.from_private_bytes(self._private)
         keys = {}
         for other, public in public_keys.items():
             if other == self._index:
                 continue
             try:
-                shared = mine.exchange(X25519PublicKey.from_public_bytes(public))
-            except ValueError as error:  # wrong length, or a point of low order
+                shared = agreed(self._private, public)
+            except InvalidValue as error:
                 raise InvalidValue(
                     f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
                 ) from error
@@ -128,7 +127,7 @@ class PairKeys:
         self._keys = keys
         ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
         told = self._context + ordered + server_key
-        self._fingerprint = hashlib.sha256(told).hexdigest()[:32]
+        self._fingerprint = hashlib.sha256(told).hexdigest()
 
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz

@@ -10,7 +10,7 @@ from scipy import stats
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.federation import records
-from flower_ext.federation.client.sum_member import BEGIN, CONTEXT, KEYS, QUESTION
+from flower_ext.federation.client.sum_member import BEGIN, KEYS, QUESTION
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,
@@ -117,7 +117,7 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
     strategy = strategy_of()
     grid, _ = run(strategy, Losing, rounds=2, answers=[(0, KEYS)])
     rounds = {
-        m.content[records.SECURE_SUM][CONTEXT].numpy().tobytes()
+        m.content[records.SECURE_SUM][BEGIN].numpy().tobytes()
         for m in grid.sent
         if stage_of(m) == BEGIN
     }

@@ -10,7 +10,29 @@ from flower_ext.secure.aggregation import (
     SumServer,
     degree,
     draw_order,
+    graph_digest,
+    graph_of,
 )
+
+_FIELD = 2**255 - 19
+_OF_ORDER_EIGHT = (
+    325606250916557431795983626356110631294008115727848805560023387167927233504,
+    39382357235489614581723060781553021112529911719440698176882885853963445705823,
+)
+LOW_ORDER = tuple(
+    number.to_bytes(32, "little")
+    for number in (
+        *(0, 1, _FIELD - 1, *_OF_ORDER_EIGHT),
+        *(_FIELD, _FIELD + 1, 2**255, 2**255 + 1, 2**256 - 1),  # the same, and others, not reduced
+    )
+)
+"""X25519 keys with which everybody agrees on zero, and keys that are not written canonically."""
+
+
+def graph_for(members=6, neighbours=4, number=1):
+    """Return the graph of `round_context`."""
+    order = draw_order(members, np.random.default_rng(number))
+    return graph_of(order, degree(members, neighbours))
 
 
 def round_context(members=6, neighbours=4, threshold=2, least=3, *, bits=32, length=50, number=1):
@@ -18,7 +40,8 @@ def round_context(members=6, neighbours=4, threshold=2, least=3, *, bits=32, len
     return RoundContext(
         run=b"run",
         round_number=number,
-        order=draw_order(members, np.random.default_rng(number)),
+        members=members,
+        graph=graph_digest(graph_for(members, neighbours, number)),
         bits=bits,
         length=length,
         neighbours=degree(members, neighbours),
@@ -34,19 +57,22 @@ def vectors_of(context, seed=0):
     )
 
 
-def stored(member, context, **options):
+def stored(member, **options):
     """Return the member as another process would restore it."""
-    return Member.from_bytes(member.to_bytes(), context, **options)
+    return Member.from_bytes(member.to_bytes(), **options)
 
 
 class Round:
     """Server and members, stage by stage; each stage takes the members that are lost before it."""
 
     def __init__(self, context, *, seed=0, token_bytes=None):
-        self.context, self.server = context, SumServer(context)
+        self.context = context
+        self.graph = graph_for(context.members, context.neighbours, context.round_number)
+        self.server = SumServer(context, self.graph)
         self.options = {} if token_bytes is None else {"token_bytes": token_bytes}
         self.members = {
-            index: Member(context, index, **self.options) for index in range(context.members)
+            index: Member(context, index, near, **self.options)
+            for index, near in enumerate(self.graph)
         }
         self.vectors = vectors_of(context, seed)
         self.wire = []
@@ -56,7 +82,7 @@ class Round:
         return type(message).from_bytes(self.wire[-1], self.context)
 
     def restore(self):
-        self.members = {i: stored(m, self.context, **self.options) for i, m in self.members.items()}
+        self.members = {i: stored(m, **self.options) for i, m in self.members.items()}
 
     def advertise(self, lost=()):
         for index, member in self.members.items():
@@ -78,16 +104,16 @@ class Round:
                 masked = self.members[index].mask(message, self.vectors[index])
                 self.server.add_masked(self.sent(masked))
         self.restore()
-        return self.sent(self.server.question())
+        return {index: self.sent(one) for index, one in self.server.questions().items()}
 
-    def unmask(self, question, lost=()):
+    def unmask(self, questions, lost=()):
         for index in sorted(self.server.answered - set(lost)):
-            self.server.add_revealed(self.sent(self.members[index].unmask(question)))
+            self.server.add_revealed(self.sent(self.members[index].unmask(questions[index])))
         return self.server.total()
 
     def run(self, lost=((), (), (), ())):
-        question = self.mask(self.share(self.advertise(lost[0]), lost[1]), lost[2])
-        return self.unmask(question, lost[3])
+        questions = self.mask(self.share(self.advertise(lost[0]), lost[1]), lost[2])
+        return self.unmask(questions, lost[3])
 
     def plain_sum(self):
         return self.vectors[sorted(self.server.answered)].sum(axis=0, dtype=self.context.dtype)

@@ -1,7 +1,11 @@
 """A client's part of a secure sum: it agrees on keys, masks its upload, and helps to unmask a sum.
 
-The client stores its secrets in its `ClientVault` before a reply leaves. A process that is killed
-and started again therefore never answers twice.
+The client stores its secrets in its `ClientVault` before a reply leaves, and the vault refuses to
+store if another process did so meanwhile. A client therefore never answers twice, whether its
+process is killed and started again or runs a second time beside the first.
+
+The first message of a round has its `RoundContext` and this client's neighbours. Every later one
+begins with the digest of the context.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from flower_ext.federation import records
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.secure.aggregation import Delivery, Keys, Member, Question, RoundContext
 
-CONTEXT, INDEX = "context", "index"
+INDEX, NEIGHBOURS = "index", "neighbours"
 BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
 SENT = "message"
 """Names of the arrays in the record `records.SECURE_SUM`, and of the one in an answer."""
@@ -33,16 +37,17 @@ def answer(message: Message, context: Context, method: str) -> Message:
     """
     with knowing_no_data():
         asked = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        vault, here = _vault(context, method), _round(asked)
+        vault = _vault(context, method)
         if BEGIN in asked:
-            member = _new(vault, here, int(asked[INDEX]))
+            member = _new(vault, asked)
             told = member.advertise().to_bytes()
         else:
-            member = _stored(vault, here)
+            member = _stored(vault)
             if KEYS in asked:
-                told = member.share(Keys.from_bytes(asked[KEYS].tobytes(), here)).to_bytes()
+                keys = Keys.from_bytes(_bytes(asked, KEYS), member.context)
+                told = member.share(keys).to_bytes()
             elif QUESTION in asked:
-                question = Question.from_bytes(asked[QUESTION].tobytes(), here)
+                question = Question.from_bytes(_bytes(asked, QUESTION), member.context)
                 told = member.unmask(question).to_bytes()
             else:
                 raise ProtocolError(
@@ -70,12 +75,11 @@ def masked(
         The server's message is malformed or out of order, or this upload was masked before.
     """
     with knowing_no_data():
-        told = {name: np.asarray(array) for name, array in asked.items()}
-        vault, here = _vault(context, method), _round(told)
-        member = _stored(vault, here)
+        vault = _vault(context, method)
+        member = _stored(vault)
         vector = np.concatenate([cells[name].reshape(-1) for name in sorted(cells)])
-        delivery = Delivery.from_bytes(told[DELIVERY].tobytes(), here)
-        upload = member.mask(delivery, vector.astype(here.dtype)).to_bytes()
+        delivery = Delivery.from_bytes(_bytes(asked, DELIVERY), member.context)
+        upload = member.mask(delivery, vector.astype(member.context.dtype)).to_bytes()
         vault.store(member.to_bytes())
     return _sent(upload)
 
@@ -84,35 +88,43 @@ def _vault(context: Context, method: str) -> ClientVault:
     return ClientVault(context, f"{method}-sum")
 
 
-def _round(asked: Mapping[str, np.ndarray]) -> RoundContext:
-    if CONTEXT not in asked:
-        raise InvalidValue(f"the server's message has no {CONTEXT!r}: expected the round's context")
-    return RoundContext.from_bytes(asked[CONTEXT].tobytes())
+def _bytes(asked: Mapping[str, Any], name: str) -> bytes:
+    array = np.asarray(_array(asked, name))
+    if array.dtype != np.uint8:
+        raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
+    return array.tobytes()
 
 
-def _new(vault: ClientVault, here: RoundContext, index: int) -> Member:
-    if (stored := vault.load()) is not None and _is_of(stored, here):
+def _array(asked: Mapping[str, Any], name: str) -> Any:
+    if name not in asked:
+        raise InvalidValue(f"the server's message has no {name!r}: expected one")
+    return asked[name]
+
+
+def _new(vault: ClientVault, asked: Mapping[str, Any]) -> Member:
+    begun = RoundContext.from_bytes(_bytes(asked, BEGIN))
+    if (stored := vault.load()) is not None and _is_of(stored, begun):
         raise ProtocolError(
-            f"round {here.round_number}: this client has begun it before; expected a new round"
+            f"round {begun.round_number}: this client has begun it before; expected a new round"
         )
-    return Member(here, index)
+    neighbours = np.asarray(_array(asked, NEIGHBOURS))
+    return Member(begun, int(_array(asked, INDEX)), [int(other) for other in neighbours])
 
 
-def _is_of(stored: bytes, here: RoundContext) -> bool:
+def _is_of(stored: bytes, begun: RoundContext) -> bool:
     try:
-        Member.from_bytes(stored, here)
+        return Member.from_bytes(stored).context == begun
     except InvalidValue:
         return False
-    return True
 
 
-def _stored(vault: ClientVault, here: RoundContext) -> Member:
+def _stored(vault: ClientVault) -> Member:
     if (stored := vault.load()) is None:
         raise ProtocolError(
-            f"round {here.round_number}: this client has not begun it; if the SuperNode was "
-            "restarted, name a state-folder in its node config"
+            "this client has begun no round; if the SuperNode was restarted, name a state-folder "
+            "in its node config"
         )
-    return Member.from_bytes(stored, here)
+    return Member.from_bytes(stored)
 
 
 def _sent(data: bytes) -> Any:

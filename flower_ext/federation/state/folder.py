@@ -7,6 +7,9 @@ node config           meaning
 ``state-key-file``    32 random bytes with which its files are encrypted
 ====================  =====================================================
 
+Keys are in its folder `SECRETS`. Leave that folder out of backups: a client that goes on from an
+older state could use a mask twice, and two messages under one mask reveal their difference.
+
 A SuperNode reads these values from its own node config only, because a server must not name paths
 on other people's machines. A simulation, where one person owns everything, reads the run's
 ``state-folder``. Its files outlive the process, but are not synced against a loss of power.
@@ -17,6 +20,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +32,10 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.sealed import Damaged
-from flower_ext.runs.files import sync_to_disk, write_whole
+from flower_ext.runs.files import held, sync_to_disk, write_whole
 
 KEY_BYTES = 32
+SECRETS = "secrets"
 _SEALED = b"flower_ext sealed 1\n"
 _NONCE_BYTES = 12
 
@@ -70,13 +76,7 @@ class StateFolder:
             The file could not be written; its old content is intact.
         """
         file = self.path / name
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        inside = [self.path, *reversed([self.path / part for part in Path(name).parents][:-1])]
-        for folder in inside:
-            if not folder.exists():
-                folder.mkdir(mode=0o700, exist_ok=True)
-                if self.sync:
-                    sync_to_disk(folder.parent)
+        self._make(Path(name).parent)
         write_whole(file, self._sealed(name, content), sync=self.sync)
 
     def read(self, name: str) -> bytes | None:
@@ -116,6 +116,23 @@ class StateFolder:
                 "config's state-key-file"
             ) from None
 
+    @contextmanager
+    def one_at_a_time(self, folder: str) -> Iterator[Path]:
+        """Let one process at a time enter the block, and give it the path of ``folder`` inside."""
+        self._make(Path(folder))
+        with held(self.path / folder / ".lock"):
+            yield self.path / folder
+
+    def _make(self, inside: Path) -> None:
+        """Make the folder ``inside`` and those above it, which only their owner can read."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        above = [self.path / part for part in (inside, *inside.parents)]
+        for folder in reversed(above):
+            if not folder.exists():
+                folder.mkdir(mode=0o700, exist_ok=True)
+                if self.sync:
+                    sync_to_disk(folder.parent)
+
     def _sealed(self, name: str, content: bytes) -> bytes:
         if self.key is None:
             return content
@@ -150,9 +167,9 @@ def safe_name(text: str) -> str:
     Raises
     ------
     InvalidValue
-        The name is not made of 1 to 64 letters, digits, ``-`` and ``_``.
+        The name is not made of 1 to 64 letters, digits, ``-`` and ``_``, or is `SECRETS`.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) or text == SECRETS:
         raise InvalidValue(
             f"run={text!r} in the server's message: expected 1 to 64 letters, digits, - and _"
         )

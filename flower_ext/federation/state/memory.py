@@ -7,15 +7,17 @@ both. No reply ever contains memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import Tensor
 
+from flower_ext.errors import ProtocolError
 from flower_ext.federation.arrays import to_arrays, to_params, to_record
 from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.state.folder import StateFolder, safe_name
+from flower_ext.federation.state.folder import SECRETS, StateFolder, safe_name
 from flower_ext.federation.state.sealed import Damaged, pack, unpack
 from flower_ext.training import Params
 
@@ -23,6 +25,10 @@ _KEPT = "memory"
 _VERSION, _BEFORE = ".version", ".before"
 _EARLIER = 2
 """Number of older versions to keep. If a checkpoint is damaged, a repeated round needs them."""
+
+_SECRETS_SECONDS = 24 * 60 * 60
+"""Age at which a run's secrets are removed when another run begins. A run stores them in each round
+that a client takes part in, and two runs may use a folder at the same time."""
 
 
 class ClientMemory:
@@ -142,23 +148,54 @@ class ClientVault:
     A SuperNode saves the context's state only after it received the reply, and loses it when it
     stops. If its owner names a folder (``--node-config "state-folder='/path'"``), every change is
     on disk before `store` returns, in a file that only its owner can read.
+
+    Load the bytes, take one step, store the outcome, and only then send it. If two processes do so
+    at the same time, the folder accepts one outcome, and the other process sends nothing.
     """
 
     def __init__(self, context: Context, method: str) -> None:
         self._context, self._key = context, f"flower_ext.{method}.vault"
-        self._name = f"{context.run_id}-{context.node_id}-{method}.secret"
+        self._name = f"{SECRETS}/{context.run_id}-{context.node_id}-{method}.secret"
+        self._loaded = False
+        self._on_disk: bytes | None = None
 
     def load(self) -> bytes | None:
         """Return the bytes that were stored last, or None."""
+        self._loaded = True
         folder = StateFolder.of(self._context)
-        if folder is not None and (stored := folder.read(self._name)) is not None:
-            return stored
+        if folder is not None:
+            self._on_disk = folder.read(self._name)
+            if self._on_disk is not None:
+                return self._on_disk
         kept = self._context.state.get(self._key)
         secret = kept.get("secret") if isinstance(kept, ConfigRecord) else None
         return secret if isinstance(secret, bytes) else None
 
     def store(self, secret: bytes) -> None:
-        """Replace the stored bytes."""
+        """Replace the stored bytes.
+
+        Raises
+        ------
+        ProtocolError
+            Another process stored something after this one loaded, so nothing may leave this one.
+        """
         if (folder := StateFolder.of(self._context)) is not None:
-            folder.write(self._name, secret)
+            with folder.one_at_a_time(SECRETS) as secrets:
+                before = folder.read(self._name)
+                if self._loaded and before != self._on_disk:
+                    raise ProtocolError(
+                        "this client's state changed while it answered, so it answers nothing: "
+                        "expected one process for each client, and one answer to each message"
+                    )
+                if before is None:
+                    _remove_old(secrets)
+                folder.write(self._name, secret)
+            self._loaded, self._on_disk = True, secret
         self._context.state[self._key] = ConfigRecord({"secret": secret})
+
+
+def _remove_old(secrets: Path) -> None:
+    """Remove secrets of earlier runs: Flower tells no client that a run ended."""
+    for file in secrets.glob("*.secret"):
+        if time.time() - file.stat().st_mtime > _SECRETS_SECONDS:
+            file.unlink()

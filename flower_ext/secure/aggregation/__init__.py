@@ -13,7 +13,7 @@ adversaries. This package needs NumPy and ``cryptography``, but no extra.
 """
 
 from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.aggregation.graph import degree, draw_order
+from flower_ext.secure.aggregation.graph import degree, draw_order, graph_digest, graph_of
 from flower_ext.secure.aggregation.member import Member
 from flower_ext.secure.aggregation.messages import (
     Advert,
@@ -39,4 +39,6 @@ __all__ = [
     "SumServer",
     "degree",
     "draw_order",
+    "graph_digest",
+    "graph_of",
 ]

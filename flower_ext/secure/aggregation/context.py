@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.aggregation.graph import degree, neighbours_of
+from flower_ext.secure.aggregation.graph import degree
+
+GRAPH_BYTES = 32
+_HEX = ("run", "graph")
+"""Fields of bytes, which are written in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +28,10 @@ class RoundContext:
         Name of the run, different for every run.
     round_number : int
         Number of the round, different for every round of the run, even for a repeated one.
-    order : tuple[int, ...]
-        The members, numbered from 0, in the order of `graph.draw_order`.
+    members : int
+        Number of members, which are numbered from 0.
+    graph : bytes
+        `graph_digest` of all members' neighbours. Each member learns its own neighbours only.
     bits : int
         32 or 64; sums are modulo 2^bits.
     length : int
@@ -45,7 +51,8 @@ class RoundContext:
 
     run: bytes
     round_number: int
-    order: tuple[int, ...]
+    members: int
+    graph: bytes
     bits: int
     length: int
     neighbours: int
@@ -53,11 +60,9 @@ class RoundContext:
     least_answers: int
 
     def __post_init__(self) -> None:
-        size = len(self.order)
-        if sorted(self.order) != list(range(size)):
-            raise InvalidValue(
-                "order: expected the numbers from 0 to the count of members - 1, each once"
-            )
+        size = self.members
+        if len(self.graph) != GRAPH_BYTES:
+            raise InvalidValue(f"graph of {len(self.graph)} bytes: expected {GRAPH_BYTES}")
         if self.round_number < 0:
             raise InvalidValue(f"round_number={self.round_number}: expected 0 or more")
         if self.bits not in (32, 64):
@@ -81,11 +86,6 @@ class RoundContext:
             )
 
     @property
-    def members(self) -> int:
-        """Return the number of members."""
-        return len(self.order)
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """Return the type of a vector's numbers in messages."""
         return np.dtype("<u4" if self.bits == 32 else "<u8")
@@ -95,29 +95,21 @@ class RoundContext:
         """Return a hash of all fields, 32 bytes, which identifies this round."""
         return sha256(b"flower-ext secure sum 1" + self.to_bytes()).digest()
 
-    @cached_property
-    def graph(self) -> tuple[tuple[int, ...], ...]:
-        """Return the neighbours of every member, ascending."""
-        return tuple(
-            neighbours_of(member, self.order, self.neighbours) for member in range(self.members)
-        )
-
     def to_bytes(self) -> bytes:
         """Return the context as bytes, for a message or a file."""
         facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps({**facts, "run": self.run.hex()}, sort_keys=True).encode()
+        return json.dumps({**facts, **{n: facts[n].hex() for n in _HEX}}, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RoundContext:
         """Undo `to_bytes`; raise `InvalidValue` for anything else."""
         try:
             facts = json.loads(data)
-            numbers = {name: facts[name] for name in cls.__dataclass_fields__ if name != "run"}
-            order = tuple(numbers.pop("order"))
-            if not all(type(number) is int for number in (*order, *numbers.values())):
+            numbers = {n: facts[n] for n in cls.__dataclass_fields__ if n not in _HEX}
+            if not all(type(number) is int for number in numbers.values()):
                 raise TypeError("expected integers")
-            return cls(run=bytes.fromhex(facts["run"]), order=order, **numbers)
+            return cls(**{name: bytes.fromhex(facts[name]) for name in _HEX}, **numbers)
         except InvalidValue:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InvalidValue("context: expected bytes from RoundContext.to_bytes") from error

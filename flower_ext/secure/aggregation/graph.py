@@ -5,11 +5,17 @@ Bell et al. 2020: a circulant (Harary) graph on a secretly drawn order needs O(l
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from hashlib import sha256
+from typing import TypeAlias
 
 import numpy as np
 
 from flower_ext.errors import InvalidValue
+
+Graph: TypeAlias = Sequence[Sequence[int]]
+"""The neighbours of every member, ascending, in the order of the members."""
 
 
 def degree(members: int, neighbours: int) -> int:
@@ -40,14 +46,26 @@ def draw_order(members: int, generator: np.random.Generator) -> tuple[int, ...]:
     return tuple(int(member) for member in generator.permutation(members))
 
 
-def neighbours_of(member: int, order: Sequence[int], neighbours: int) -> tuple[int, ...]:
-    """Return the members next to ``member`` in ``order``, ascending; the relation is symmetric.
+def graph_of(order: Sequence[int], neighbours: int) -> Graph:
+    """Return each member's neighbours on the circle of ``order``, ascending.
 
-    ``neighbours`` must come from `degree`.
+    The relation is symmetric. ``neighbours`` must come from `degree`.
     """
     size = len(order)
     if neighbours >= size - 1:
-        return tuple(other for other in sorted(order) if other != member)
-    place, half = order.index(member), neighbours // 2
+        members = sorted(order)
+        return tuple((*members[:place], *members[place + 1 :]) for place in range(size))
+    half = neighbours // 2
+    rows: list[tuple[int, ...]] = [()] * size
     steps = [*range(-half, 0), *range(1, half + 1)]
-    return tuple(sorted(order[(place + step) % size] for step in steps))
+    for place, member in enumerate(order):
+        rows[member] = tuple(sorted(order[(place + step) % size] for step in steps))
+    return tuple(rows)
+
+
+def graph_digest(graph: Graph) -> bytes:
+    """Return a hash of all members' neighbours, 32 bytes."""
+    hashed = sha256(b"flower-ext secure sum graph 1")
+    for row in graph:
+        hashed.update(struct.pack(f"<{len(row) + 1}I", len(row), *row))
+    return hashed.digest()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flower_ext.errors import InvalidValue
-from flower_ext.secure.labels import derive
+from flower_ext.secure.labels import agreed, derive
 
 Residues: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -49,23 +48,6 @@ def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
 def public_of(private: bytes) -> bytes:
     """Return the X25519 public key, 32 bytes, of a private one."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
-
-
-def agreed(private: bytes, public: bytes) -> bytes:
-    """Return the shared secret of two X25519 keys, 32 bytes. Use it only to derive keys.
-
-    Raises
-    ------
-    InvalidValue
-        The public key does not have 32 bytes, or is of low order.
-    """
-    try:
-        mine = X25519PrivateKey.from_private_bytes(private)
-        return mine.exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError as error:
-        raise InvalidValue(
-            "public key: expected 32 bytes that are an X25519 key of full order"
-        ) from error
 
 
 def pair_mask_key(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -23,7 +23,6 @@ from flower_ext.secure.aggregation.masks import (
 from flower_ext.secure.aggregation.member_state import MemberState, Stage
 from flower_ext.secure.aggregation.messages import (
     KEY_BYTES,
-    OF_KEY,
     OF_SEED,
     Advert,
     Delivery,
@@ -32,8 +31,10 @@ from flower_ext.secure.aggregation.messages import (
     Question,
     Revealed,
     SealedShares,
+    key_pair,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
+from flower_ext.secure.labels import check_public
 
 _NONCE_BYTES = 12
 
@@ -50,6 +51,8 @@ class Member:
         The context that the server announced.
     index : int
         Number of this member, from 0.
+    neighbours : Sequence[int]
+        Numbers of its neighbours, from the server.
     token_bytes : Callable[[int], bytes]
         Source of random bytes; by default the operating system.
     """
@@ -58,34 +61,44 @@ class Member:
         self,
         context: RoundContext,
         index: int,
+        neighbours: Sequence[int],
         *,
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
+        near = tuple(sorted(set(neighbours)))
         if not 0 <= index < context.members:
             raise InvalidValue(f"index={index}: expected 0 to {context.members - 1}")
-        self._context = context
-        self._index = index
+        if index in near or not all(0 <= other < context.members for other in near):
+            raise InvalidValue(f"neighbours: expected members below {context.members}, not {index}")
+        if not len(neighbours) == len(near) == context.neighbours:
+            raise InvalidValue(
+                f"{len(near)} different neighbours: expected {context.neighbours}, as the context"
+            )
         self._token_bytes = token_bytes
-        self._state = MemberState()
+        self._state = MemberState(context=context, index=index, neighbours=near)
+
+    @property
+    def context(self) -> RoundContext:
+        """The context that the server announced."""
+        return self._state.context
 
     def __repr__(self) -> str:
-        return f"Member(index={self._index}, stage={self._state.stage.name})"
+        return f"Member(index={self._state.index}, stage={self._state.stage.name})"
 
     def to_bytes(self) -> bytes:
         """Return the member's state, with secrets in the clear. Store it on this node only."""
-        return self._state.encode(self._context, self._index)
+        return self._state.encode()
 
     @classmethod
     def from_bytes(
         cls,
         data: bytes,
-        context: RoundContext,
         *,
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> Member:
-        """Restore a member; raise `InvalidValue` for a state of another round."""
-        state, index = MemberState.decode(data, context)
-        member = cls(context, index, token_bytes=token_bytes)
+        """Restore a member; raise `InvalidValue` for anything but a member's state."""
+        state = MemberState.decode(data)
+        member = cls(state.context, state.index, state.neighbours, token_bytes=token_bytes)
         member._state = state
         return member
 
@@ -93,13 +106,13 @@ class Member:
         """Draw this round's secrets and return the public keys, for the server."""
         self._expect(Stage.NEW)
         draw = self._token_bytes
-        self._state = MemberState(
+        self._state = self._state.after(
             stage=Stage.ADVERTISED,
             mask_private=draw(KEY_BYTES),
             channel_private=draw(KEY_BYTES),
             seed=draw(KEY_BYTES),
         )
-        return Advert(digest=self._context.digest, member=self._index, keys=self._public)
+        return Advert(digest=self.context.digest, member=self._state.index, keys=self._public)
 
     def share(self, message: Keys) -> SealedShares:
         """Return shares of this member's secrets, each sealed for one neighbour.
@@ -110,40 +123,44 @@ class Member:
             The call is out of order, the message belongs to another round, this member's key was
             changed, or fewer neighbours than the threshold have keys.
         InvalidValue
-            A key is malformed, given twice, or does not belong to a neighbour.
+            A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """
         self._expect(Stage.ADVERTISED)
-        message.check(self._context)
+        context, state = self.context, self._state
+        message.check(context)
         keys = dict(message.keys)
-        if keys.pop(self._index, None) != self._public:
-            raise ProtocolError(f"keys[{self._index}]: expected this member's own keys, unchanged")
+        if keys.pop(state.index, None) != self._public:
+            raise ProtocolError(f"keys[{state.index}]: expected this member's own keys, unchanged")
         self._check_neighbours(set(keys))
-        parts = [self._public, *keys.values()]
-        halves = [part[at : at + KEY_BYTES] for part in parts for at in (0, KEY_BYTES)]
+        halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
         if len(set(halves)) != len(halves):
             raise InvalidValue(
                 "keys: the same key occurs twice; expected two keys of its own for each member"
             )
-        state, threshold = self._state, self._context.threshold
+        for public in halves:
+            check_public(public)
         points = [other + 1 for other in sorted(keys)]
-        of_seed = split(state.seed, points, threshold, self._token_bytes)
-        of_key = split(state.mask_private, points, threshold, self._token_bytes)
+        of_seed = split(state.seed, points, context.threshold, self._token_bytes)
+        of_key = split(state.mask_private, points, context.threshold, self._token_bytes)
         sealed = {}
         for other in sorted(keys):
             nonce = self._token_bytes(_NONCE_BYTES)
             text = of_seed[other + 1] + of_key[other + 1]
-            cipher = self._cipher(keys[other], sender=self._index, receiver=other)
-            sealed[other] = nonce + cipher.encrypt(nonce, text, self._context.digest)
+            cipher = self._cipher(keys[other], sender=state.index, receiver=other)
+            sealed[other] = nonce + cipher.encrypt(nonce, text, context.digest)
         self._state = state.after(stage=Stage.SHARED, keys=keys)
-        hashed = commitment(self._context.digest, state.seed, self._index)
+        hashed = commitment(context.digest, state.seed, state.index)
         return SealedShares(
-            digest=self._context.digest, member=self._index, commitment=hashed, sealed=sealed
+            digest=context.digest, member=state.index, commitment=hashed, sealed=sealed
         )
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
         """Return ``values`` under the member's own mask and a mask for each neighbour that shared.
 
-        The member then forgets its own secrets, so that it can mask nothing else.
+        The member then forgets its own secrets, so that it can mask nothing else. Shares that it
+        cannot open cost nobody the round: the member masks as usual, and later reveals no share of
+        the neighbour that they came from. The server has the shares of others, and learns from the
+        missing one that the neighbour, or the server itself, sealed badly.
 
         Parameters
         ----------
@@ -158,11 +175,10 @@ class Member:
             The call is out of order or repeated, the message belongs to another round, or fewer
             neighbours than the threshold shared.
         InvalidValue
-            Shares were changed or do not come from a neighbour, or ``values`` has a wrong shape or
-            type.
+            Shares do not come from a neighbour, or ``values`` has a wrong shape or type.
         """
         self._expect(Stage.SHARED)
-        context, state = self._context, self._state
+        context, state = self.context, self._state
         message.check(context)
         if values.shape != (context.length,) or values.dtype != context.dtype:
             raise InvalidValue(
@@ -174,18 +190,18 @@ class Member:
             raise ProtocolError("sealed: expected shares only from neighbours with known keys")
         held = {other: self._open(other, sealed) for other, sealed in message.sealed.items()}
         masked: Residues = np.array(values, dtype=context.dtype)
-        apply_mask(self_mask_key(context.digest, state.seed, self._index), masked)
+        apply_mask(self_mask_key(context.digest, state.seed, state.index), masked)
         for other in held:
             key = pair_mask_key(
                 context.digest,
                 state.mask_private,
-                member=self._index,
+                member=state.index,
                 other=other,
                 other_public=state.keys[other][:KEY_BYTES],
             )
-            apply_mask(key, masked, subtract=other < self._index)
-        self._state = MemberState(stage=Stage.MASKED, held=held)
-        return MaskedInput(digest=context.digest, member=self._index, values=masked.tobytes())
+            apply_mask(key, masked, subtract=other < state.index)
+        self._state = state.forgetting(stage=Stage.MASKED, held=held)
+        return MaskedInput(digest=context.digest, member=state.index, values=masked.tobytes())
 
     def unmask(self, question: Question) -> Revealed:
         """Return seed shares of neighbours that answered and key shares of those that were lost.
@@ -195,45 +211,38 @@ class Member:
         Raises
         ------
         ProtocolError
-            The call is out of order; another question was answered before; a member is named as
-            both answered and lost; this member is not named as answered; fewer members answered
-            than the context's least; or a named neighbour shared nothing with this member.
+            The call is out of order; another question was answered before; fewer members answered
+            than the context's least; or the question is not for exactly the neighbours that shared
+            secrets with this member.
         """
-        question.check(self._context)
-        state, answered, lost = self._state, set(question.answered), set(question.lost)
+        context, state = self.context, self._state
+        question.check(context)
         if state.stage is Stage.UNMASKED:
             if question.to_bytes() != state.question:
                 raise ProtocolError(
                     "question: expected the one that this member answered before, because two "
                     "answers could reveal both secrets of one neighbour"
                 )
-            return Revealed.from_bytes(state.answer, self._context)
+            return Revealed.from_bytes(state.answer, context)
         self._expect(Stage.MASKED)
-        if answered & lost:
+        if question.answers < context.least_answers:
             raise ProtocolError(
-                f"members {sorted(answered & lost)} are named as both answered and lost: expected "
-                "only one of the two"
+                f"{question.answers} members answered: expected at least "
+                f"least_answers={context.least_answers}"
             )
-        if len(answered) < self._context.least_answers:
+        if set(question.kinds) != set(state.held):
             raise ProtocolError(
-                f"{len(answered)} members answered: expected at least "
-                f"least_answers={self._context.least_answers}"
-            )
-        if self._index not in answered:
-            raise ProtocolError(f"answered: expected member {self._index} in it, which answered")
-        named = (answered | lost) & set(self._context.graph[self._index])
-        if named != set(state.held):
-            raise ProtocolError(
-                f"neighbours {sorted(named)}: expected all that shared, {sorted(state.held)}"
+                f"neighbours {sorted(question.kinds)}: expected all that shared, "
+                f"{sorted(state.held)}"
             )
         shares = {}
         for other, both in state.held.items():
-            if other in answered:
-                shares[other] = OF_SEED + both[:SHARE_BYTES]
-            else:
-                shares[other] = OF_KEY + both[SHARE_BYTES:]
-        reply = Revealed(digest=self._context.digest, member=self._index, shares=shares)
-        self._state = MemberState(
+            if both:
+                kind = question.kinds[other]
+                share = both[:SHARE_BYTES] if kind == OF_SEED else both[SHARE_BYTES:]
+                shares[other] = kind + share
+        reply = Revealed(digest=context.digest, member=state.index, shares=shares)
+        self._state = state.forgetting(
             stage=Stage.UNMASKED, question=question.to_bytes(), answer=reply.to_bytes()
         )
         return reply
@@ -245,35 +254,33 @@ class Member:
     def _expect(self, stage: Stage) -> None:
         if self._state.stage is not stage:
             raise ProtocolError(
-                f"member {self._index} is {self._state.stage.name}: expected {stage.name}; take "
+                f"member {self._state.index} is {self._state.stage.name}: expected {stage.name}; take "
                 "each step once, and send the stored reply if it is needed again"
             )
 
     def _check_neighbours(self, found: set[int]) -> None:
-        neighbours = set(self._context.graph[self._index])
+        neighbours = set(self._state.neighbours)
         if not found <= neighbours:
             raise InvalidValue(f"members {sorted(found - neighbours)}: expected only neighbours")
-        if len(found) < self._context.threshold:
+        if len(found) < self.context.threshold:
             raise ProtocolError(
-                f"{len(found)} neighbours: expected at least threshold={self._context.threshold}"
+                f"{len(found)} neighbours: expected at least threshold={self.context.threshold}"
             )
 
     def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:
         private, other = self._state.channel_private, public[KEY_BYTES:]
-        digest = self._context.digest
         return ChaCha20Poly1305(
-            channel_key(digest, private, other, sender=sender, receiver=receiver)
+            channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
         )
 
     def _open(self, other: int, sealed: bytes) -> bytes:
-        cipher = self._cipher(self._state.keys[other], sender=other, receiver=self._index)
+        """Return the shares of seed and key from a neighbour, or nothing if they are no shares."""
+        cipher = self._cipher(self._state.keys[other], sender=other, receiver=self._state.index)
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:
-            both = cipher.decrypt(nonce, text, self._context.digest)
-        except InvalidTag as error:
-            raise InvalidValue(
-                f"shares from member {other}: expected shares sealed for member {self._index}"
-            ) from error
-        field_value(both[:SHARE_BYTES])
-        field_value(both[SHARE_BYTES:])
+            both = cipher.decrypt(nonce, text, self.context.digest)
+            field_value(both[:SHARE_BYTES])
+            field_value(both[SHARE_BYTES:])
+        except (InvalidTag, InvalidValue):
+            return b""
         return both

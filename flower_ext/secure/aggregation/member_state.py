@@ -26,9 +26,13 @@ class Stage(Enum):
 class MemberState:
     """Everything that a member needs for its next steps, and nothing else.
 
-    ``keys`` holds its neighbours' public keys, and ``held`` their shares of seed and key.
+    ``keys`` holds its neighbours' public keys. ``held`` holds, for each neighbour that shared, its
+    shares of seed and key; they are empty if this member could not open them.
     """
 
+    context: RoundContext
+    index: int
+    neighbours: tuple[int, ...]
     stage: Stage = Stage.NEW
     mask_private: bytes = b""
     channel_private: bytes = b""
@@ -42,43 +46,50 @@ class MemberState:
         """Return the state with some fields changed."""
         return replace(self, **changes)
 
-    def encode(self, context: RoundContext, index: int) -> bytes:
-        """Return the state as JSON, with the round and the member that it belongs to."""
-        facts: dict[str, Any] = {"digest": context.digest.hex(), "index": index}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, Stage):
-                facts[one.name] = value.name
+    def forgetting(self, **changes: Any) -> MemberState:
+        """Return a state with these fields, and with nothing else that this one has learned."""
+        return MemberState(
+            context=self.context, index=self.index, neighbours=self.neighbours, **changes
+        )
+
+    def encode(self) -> bytes:
+        """Return the state as JSON."""
+        facts: dict[str, Any] = {}
+        for field_of_state in fields(self):
+            value = getattr(self, field_of_state.name)
+            if isinstance(value, RoundContext):
+                value = value.to_bytes().decode()
+            elif isinstance(value, Stage):
+                value = value.name
             elif isinstance(value, bytes):
-                facts[one.name] = value.hex()
-            else:
-                facts[one.name] = {str(key): entry.hex() for key, entry in value.items()}
+                value = value.hex()
+            elif isinstance(value, Mapping):
+                value = {str(key): entry.hex() for key, entry in value.items()}
+            facts[field_of_state.name] = value
         return json.dumps(facts).encode()
 
     @classmethod
-    def decode(cls, data: bytes, context: RoundContext) -> tuple[MemberState, int]:
-        """Undo `encode`: return the state and the member's number.
+    def decode(cls, data: bytes) -> MemberState:
+        """Undo `encode`.
 
         Raises
         ------
         InvalidValue
-            The bytes are not a state, or belong to another round.
+            The bytes are not a state.
         """
         try:
             facts = json.loads(data)
-            if facts.pop("digest") != context.digest.hex():
-                raise InvalidValue(
-                    f"state: expected a state of round {context.round_number} of this run"
-                )
-            index, stage = int(facts.pop("index")), Stage[facts.pop("stage")]
+            context = RoundContext.from_bytes(facts.pop("context").encode())
+            index, neighbours = int(facts.pop("index")), tuple(map(int, facts.pop("neighbours")))
+            stage = Stage[facts.pop("stage")]
             values: dict[str, Any] = {
                 name: bytes.fromhex(value)
                 if isinstance(value, str)
                 else {int(key): bytes.fromhex(entry) for key, entry in value.items()}
                 for name, value in facts.items()
             }
-            return cls(stage=stage, **values), index
+            return cls(context=context, index=index, neighbours=neighbours, stage=stage, **values)
         except InvalidValue:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise InvalidValue("state: expected bytes from Member.to_bytes") from error

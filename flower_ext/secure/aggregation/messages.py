@@ -8,19 +8,21 @@ message            from, to          carries
 `SealedShares`     member, server    a share of its two secrets for each neighbour, sealed
 `Delivery`         server, member    the shares that neighbours sealed for the member
 `MaskedInput`      member, server    the masked vector
-`Question`         server, member    who answered, and who was lost after sharing
+`Question`         server, member    which of a neighbour's two secrets to reveal a share of
 `Revealed`         member, server    for each neighbour a share of one of its secrets
 =================  ================  =====================================================
 
-As bytes, every message begins with its kind and the digest of its round.
+As bytes, every message begins with its kind and the digest of its round. It holds no lengths,
+because the round's context determines them: entries for members fill the rest of a message.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from itertools import pairwise
+from typing import Any, ClassVar, Self
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
@@ -33,13 +35,22 @@ REVEALED_BYTES = 1 + SHARE_BYTES
 _HEADER = 1 + 32
 
 
+def key_pair(keys: bytes) -> tuple[bytes, bytes]:
+    """Return the two public keys of a member: one for masks, one for sealing."""
+    return keys[:KEY_BYTES], keys[KEY_BYTES:]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """A message with fields of three types: a number, bytes, or bytes of one length by member."""
+    """A message with fields of three types: numbers, bytes, and bytes of one length by member.
+
+    Entries by member come last. ``sizes`` holds the length of each field of bytes or of each entry;
+    the context determines the length of a masked vector.
+    """
 
     digest: bytes
     kind: ClassVar[bytes]
-    sizes: ClassVar[Mapping[str, int]]
+    sizes: ClassVar[Mapping[str, int]] = {}
 
     def to_bytes(self) -> bytes:
         """Return the message as bytes."""
@@ -49,9 +60,8 @@ class _Message:
             if isinstance(value, int):
                 parts.append(struct.pack("<I", value))
             elif isinstance(value, bytes):
-                parts += [struct.pack("<Q", len(value)), value]
+                parts.append(value)
             else:
-                parts.append(struct.pack("<I", len(value)))
                 for member, entry in sorted(value.items()):
                     parts += [struct.pack("<I", member), entry]
         return b"".join(parts)
@@ -71,37 +81,23 @@ class _Message:
             raise ProtocolError(
                 f"message: expected {cls.__name__} of round {context.round_number} of this run"
             )
-        at, values = _HEADER, {}
-        try:
-            for field in fields(cls)[1:]:
-                size = cls.sizes[field.name]
-                if field.type == "int":
-                    (values[field.name],) = struct.unpack_from("<I", data, at)
-                    at += 4
-                elif field.type == "bytes":
-                    (length,) = struct.unpack_from("<Q", data, at)
-                    values[field.name] = data[at + 8 : at + 8 + length]
-                    at += 8 + length
-                else:
-                    (count,) = struct.unpack_from("<I", data, at)
-                    end = at + 4 + count * (4 + size)
-                    if end > len(data):
-                        raise InvalidValue(f"{field.name}: expected {count} entries")
-                    starts = range(at + 4, end, 4 + size)
-                    members = [struct.unpack_from("<I", data, start)[0] for start in starts]
-                    if members != sorted(set(members)):
-                        raise InvalidValue(f"{field.name}: expected each member once, ascending")
-                    values[field.name] = {
-                        member: data[start + 4 : start + 4 + size]
-                        for member, start in zip(members, starts, strict=True)
-                    }
-                    at = end
-        except struct.error as error:
+        rest, values = memoryview(data)[_HEADER:], dict[str, Any]()  # slices copy nothing
+        for field in fields(cls)[1:]:
+            size = 4 if field.type == "int" else cls._size(field.name, context)
+            if field.type in ("int", "bytes"):
+                if len(rest) < size:
+                    raise InvalidValue(
+                        f"{cls.__name__} of {len(data)} bytes: expected more, as it is cut off"
+                    )
+                part, rest = bytes(rest[:size]), rest[size:]
+                values[field.name] = part if field.type == "bytes" else _number(part)
+            else:
+                values[field.name] = _entries(bytes(rest), size, field.name)
+                rest = rest[:0]
+        if rest:
             raise InvalidValue(
-                f"{cls.__name__} of {len(data)} bytes: expected more, as it is cut off"
-            ) from error
-        if at != len(data):
-            raise InvalidValue(f"{cls.__name__} of {len(data)} bytes: expected {at}")
+                f"{cls.__name__} of {len(data)} bytes: expected {len(data) - len(rest)}"
+            )
         message = cls(digest=context.digest, **values)
         message.check(context)
         return message
@@ -114,18 +110,43 @@ class _Message:
                 "this run"
             )
         for field in fields(self)[1:]:
-            value, size = getattr(self, field.name), self.sizes[field.name]
-            members = (
-                [value] if isinstance(value, int) else [] if isinstance(value, bytes) else value
-            )
-            if any(not 0 <= member < context.members for member in members):
-                raise InvalidValue(f"{field.name}: expected members below {context.members}")
-            entries = value.values() if isinstance(value, Mapping) else [value]
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(value, int):
+                if name == "member":
+                    self._check_members(name, [value], context)
+                continue
+            size, entries = self._size(name, context), [value]
+            if isinstance(value, Mapping):
+                self._check_members(name, value, context)
+                entries = [*value.values()]
             for entry in entries:
-                if isinstance(entry, bytes) and len(entry) != (
-                    size or context.length * context.bits // 8
-                ):
-                    raise InvalidValue(f"{field.name} of {len(entry)} bytes: expected {size}")
+                if len(entry) != size:
+                    raise InvalidValue(f"{name} of {len(entry)} bytes: expected {size}")
+
+    @classmethod
+    def _size(cls, name: str, context: RoundContext) -> int:
+        return cls.sizes.get(name) or context.length * context.bits // 8
+
+    @staticmethod
+    def _check_members(name: str, members: Iterable[int], context: RoundContext) -> None:
+        if any(not 0 <= member < context.members for member in members):
+            raise InvalidValue(f"{name}: expected members below {context.members}")
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "little")
+
+
+def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
+    """Return the entries of ``size`` bytes that fill ``data``, each after its member's number."""
+    step = 4 + size
+    if len(data) % step:
+        raise InvalidValue(f"{name} of {len(data)} bytes: expected entries of {step} bytes each")
+    starts = range(0, len(data), step)
+    members = [_number(data[start : start + 4]) for start in starts]
+    if any(later <= member for member, later in pairwise(members)):
+        raise InvalidValue(f"{name}: expected each member once, ascending")
+    return {m: data[at + 4 : at + step] for m, at in zip(members, starts, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +154,7 @@ class Advert(_Message):
     """A member's public keys: one for masks, one for sealing."""
 
     kind = b"A"
-    sizes: ClassVar[Mapping[str, int]] = {"member": 0, "keys": 2 * KEY_BYTES}
+    sizes: ClassVar[Mapping[str, int]] = {"keys": 2 * KEY_BYTES}
     member: int
     keys: bytes
 
@@ -152,7 +173,7 @@ class SealedShares(_Message):
     """A hash of the member's seed, and shares of seed and mask key that neighbours can open."""
 
     kind = b"S"
-    sizes: ClassVar[Mapping[str, int]] = {"member": 0, "commitment": 32, "sealed": SEALED_BYTES}
+    sizes: ClassVar[Mapping[str, int]] = {"commitment": 32, "sealed": SEALED_BYTES}
     member: int
     commitment: bytes
     sealed: Mapping[int, bytes]
@@ -172,44 +193,45 @@ class MaskedInput(_Message):
     """A member's masked vector."""
 
     kind = b"M"
-    sizes: ClassVar[Mapping[str, int]] = {"member": 0, "values": 0}
     member: int
     values: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question(_Message):
-    """Question to the members after the training: all members receive the same one.
+    """Question to one member after the training: the kind of share to reveal of each neighbour.
 
     Parameters
     ----------
-    answered : Mapping[int, bytes]
-        Members whose masked vectors arrived, as keys; the values are empty.
-    lost : Mapping[int, bytes]
-        Members that sent shares of their secrets but no masked vector, as keys; the values are
-        empty.
+    answers : int
+        Number of all members whose masked vectors arrived.
+    kinds : Mapping[int, bytes]
+        For each neighbour that sent shares of its secrets, `OF_SEED` if its masked vector arrived,
+        and `OF_KEY` if it was lost.
     """
 
     kind = b"Q"
-    sizes: ClassVar[Mapping[str, int]] = {"answered": 0, "lost": 0}
-    answered: Mapping[int, bytes]
-    lost: Mapping[int, bytes]
+    sizes: ClassVar[Mapping[str, int]] = {"kinds": 1}
+    answers: int
+    kinds: Mapping[int, bytes]
 
     def check(self, context: RoundContext) -> None:
-        """Refuse anything but two sets of members of this round."""
-        if any(self.answered.values()) or any(self.lost.values()):
-            raise InvalidValue("answered, lost: expected members without further bytes")
-        if self.digest != context.digest:
-            raise ProtocolError(f"Question: expected a message of round {context.round_number}")
-        if any(not 0 <= member < context.members for member in (*self.answered, *self.lost)):
-            raise InvalidValue(f"answered, lost: expected members below {context.members}")
+        """Refuse anything but a question of this round for one of the two kinds of shares."""
+        if not 0 <= self.answers <= context.members:
+            raise InvalidValue(f"answers={self.answers}: expected 0 to {context.members}")
+        if not set(self.kinds.values()) <= {OF_SEED, OF_KEY}:
+            raise InvalidValue(f"kinds: expected {OF_SEED!r} or {OF_KEY!r} for each member")
+        super().check(context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revealed(_Message):
-    """For each neighbour, a byte for the kind of share, and a share of its seed or mask key."""
+    """For each neighbour, a byte for the kind of share, and a share of its seed or mask key.
+
+    A neighbour is missing if the member could not open the shares that came from it.
+    """
 
     kind = b"R"
-    sizes: ClassVar[Mapping[str, int]] = {"member": 0, "shares": REVEALED_BYTES}
+    sizes: ClassVar[Mapping[str, int]] = {"shares": REVEALED_BYTES}
     member: int
     shares: Mapping[int, bytes]

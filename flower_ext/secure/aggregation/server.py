@@ -9,6 +9,7 @@ import numpy as np
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.aggregation.graph import Graph, graph_digest
 from flower_ext.secure.aggregation.masks import (
     Residues,
     apply_mask,
@@ -18,7 +19,6 @@ from flower_ext.secure.aggregation.masks import (
     self_mask_key,
 )
 from flower_ext.secure.aggregation.messages import (
-    KEY_BYTES,
     OF_KEY,
     OF_SEED,
     Advert,
@@ -28,8 +28,10 @@ from flower_ext.secure.aggregation.messages import (
     Question,
     Revealed,
     SealedShares,
+    key_pair,
 )
-from flower_ext.secure.aggregation.shamir import combine, field_value
+from flower_ext.secure.aggregation.shamir import candidates, field_value
+from flower_ext.secure.labels import check_public
 
 _STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
@@ -39,7 +41,7 @@ class SumServer:
     """The server of one round.
 
     A round has four stages. In each, the server collects messages in any order and then closes the
-    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and `question`,
+    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and `questions`,
     `add_revealed` and `total`. It refuses a member's second message of a stage, and messages of a
     closed stage. A refused message changes nothing, and the caller continues without it. The server
     adds masked vectors up as they arrive and keeps none.
@@ -48,14 +50,31 @@ class SumServer:
     ----------
     context : RoundContext
         The context of all members.
+    graph : Sequence[Sequence[int]]
+        The neighbours of every member, from `graph_of`; the context holds their hash.
+
+    Attributes
+    ----------
+    graph : Sequence[Sequence[int]]
+        As above, for the members' own copies of their row.
+    unopened : dict[int, set[int]]
+        For each member, the neighbours that could not open its shares.
+    wrong : dict[int, set[int]]
+        For each member, the neighbours of whose secrets it revealed a wrong share. The share was
+        wrong when the neighbour dealt it, or the member changed it.
     """
 
-    def __init__(self, context: RoundContext) -> None:
-        self._context = context
+    def __init__(self, context: RoundContext, graph: Graph) -> None:
+        if graph_digest(graph) != context.graph or len(graph) != context.members:
+            raise InvalidValue("graph: expected the one whose digest is in the context")
+        self._context, self.graph = context, graph
+        self.unopened: dict[int, set[int]] = {}
+        self.wrong: dict[int, set[int]] = {}
         self._stage = 0
         self._heard: set[int] = set()
         self._expected: Collection[int] = range(context.members)
         self._keys: dict[int, bytes] = {}
+        self._known_keys: set[bytes] = set()
         self._shared: dict[int, SealedShares] = {}
         self._answered: set[int] = set()
         self._sharing: set[int] = set()
@@ -75,15 +94,17 @@ class SumServer:
         ProtocolError
             The message is late, early, repeated, from another round, or from a member that left.
         InvalidValue
-            The message is malformed, or holds a key of another member.
+            The message is malformed, or holds a key of another member or of low order.
         """
         self._check(0, message)
-        pair = {message.keys[:KEY_BYTES], message.keys[KEY_BYTES:]}
-        known = {key[at : at + KEY_BYTES] for key in self._keys.values() for at in (0, KEY_BYTES)}
-        if len(pair) < 2 or pair & known:
+        pair = set(key_pair(message.keys))
+        if len(pair) < 2 or pair & self._known_keys:
             raise InvalidValue(
                 f"keys of member {message.member}: expected two keys that nobody else sent"
             )
+        for public in pair:
+            check_public(public)
+        self._known_keys |= pair
         self._keys[message.member] = message.keys
         self._heard.add(message.member)
 
@@ -145,7 +166,7 @@ class SumServer:
         self._answered.add(message.member)
         self._heard.add(message.member)
 
-    def question(self) -> Question:
+    def questions(self) -> dict[int, Question]:
         """Close the third stage, and return the question for every member that answered.
 
         Raises
@@ -156,29 +177,31 @@ class SumServer:
         self._require(2)
         self._enough(len(self._answered))
         self._next(set(self._answered))
-        lost = self._sharing - self._answered
-        return Question(
-            digest=self._context.digest,
-            answered=dict.fromkeys(sorted(self._answered), b""),
-            lost=dict.fromkeys(sorted(lost), b""),
-        )
+        return {
+            member: Question(
+                digest=self._context.digest,
+                answers=len(self._answered),
+                kinds=self._kinds(member),
+            )
+            for member in sorted(self._answered)
+        }
 
     def add_revealed(self, message: Revealed) -> None:
         """Take the shares that a member reveals; raise the errors of `add_advert`."""
         self._check(3, message)
-        expected = {
-            other: OF_SEED if other in self._answered else OF_KEY
-            for other in self._near(message.member, self._sharing)
-        }
-        if {other: share[:1] for other, share in message.shares.items()} != expected:
+        kinds = self._kinds(message.member)
+        if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
             raise InvalidValue(
                 f"shares of member {message.member}: expected the kinds in the server's question"
             )
         for share in message.shares.values():
             field_value(share[1:])
-        for other, share in message.shares.items():
-            place = self._revealed.setdefault((other, share[:1]), {})
-            place[message.member + 1] = share[1:]
+        for other, kind in kinds.items():
+            if other in message.shares:
+                place = self._revealed.setdefault((other, kind), {})
+                place[message.member + 1] = message.shares[other][1:]
+            else:
+                self.unopened.setdefault(other, set()).add(message.member)
         self._heard.add(message.member)
 
     def total(self) -> Residues:
@@ -192,8 +215,8 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            A secret cannot be rebuilt, because too few shares of it arrived or a share is wrong.
-            The round is discarded.
+            A secret cannot be rebuilt, because too few shares of it arrived or too many of them are
+            wrong. The round is discarded.
         """
         self._require(3)
         self._next(set())
@@ -205,7 +228,7 @@ class SumServer:
             apply_mask(self_mask_key(digest, seed, member), self._sum, subtract=True)
         for member, private in privates.items():
             for other in self._near(member, self._answered):
-                public = self._keys[other][:KEY_BYTES]
+                public = key_pair(self._keys[other])[0]
                 key = pair_mask_key(
                     digest, private, member=member, other=other, other_public=public
                 )
@@ -222,24 +245,33 @@ class SumServer:
                 f"{what} of member {member}: {len(shares)} shares, expected "
                 f"{self._context.threshold}; the round is discarded"
             )
-        try:
-            secret = combine(shares, self._context.threshold)
-        except InvalidValue:
-            secret = b""
+        doubted = {liar + 1 for liar in self.wrong}
+        for secret, points in candidates(shares, self._context.threshold, doubted):
+            if self._fits(member, kind, secret):
+                for point in points:
+                    self.wrong.setdefault(point - 1, set()).add(member)
+                return secret
+        raise IncompleteRound(
+            f"{what} of member {member}: the shares do not fit what the member published; "
+            "the round is discarded"
+        )
+
+    def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
+        """Return True if the secret is the one whose hash or public key the member published."""
         if kind == OF_SEED:
-            expected = self._shared[member].commitment
-            right = bool(secret) and expected == commitment(self._context.digest, secret, member)
-        else:
-            right = bool(secret) and public_of(secret) == self._keys[member][:KEY_BYTES]
-        if not right:
-            raise IncompleteRound(
-                f"{what} of member {member}: the shares do not fit what the member published; "
-                "the round is discarded"
-            )
-        return secret
+            published = self._shared[member].commitment
+            return published == commitment(self._context.digest, secret, member)
+        return public_of(secret) == key_pair(self._keys[member])[0]
+
+    def _kinds(self, member: int) -> dict[int, bytes]:
+        """Return the kind of share that a member reveals of each neighbour that shared."""
+        return {
+            other: OF_SEED if other in self._answered else OF_KEY
+            for other in self._near(member, self._sharing)
+        }
 
     def _near(self, member: int, among: Collection[int]) -> list[int]:
-        return [other for other in self._context.graph[member] if other in among]
+        return [other for other in self.graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
         """Drop members with too few neighbours until all have enough; open the next stage."""

@@ -7,30 +7,24 @@ import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import Keys, Member
-from tests.support.secure_sum import Round, round_context, stored
+from flower_ext.secure.aggregation.messages import OF_KEY, OF_SEED
+from tests.support.secure_sum import LOW_ORDER, Round, round_context, stored
 
 
 @pytest.fixture
 def asked():
-    """Return a round in which member 5 was lost, and the server's next question."""
+    """Return a round in which member 5 was lost, and the server's next question to member 0."""
     one = Round(round_context(6, 5, 2, 3))
-    question = one.mask(one.share(one.advertise()), lost=(5,))
-    return one, question
-
-
-def test_a_question_for_both_kinds_is_refused(asked):
-    one, question = asked
-    both = replace(question, lost={**question.lost, 2: b""})
-    with pytest.raises(ProtocolError, match="both answered and lost"):
-        one.members[0].unmask(both)
+    questions = one.mask(one.share(one.advertise()), lost=(5,))
+    return one, questions[0]
 
 
 def test_the_same_question_gets_the_same_answer_and_another_is_refused(asked):
     one, question = asked
     first = one.members[0].unmask(question)
-    again = stored(one.members[0], one.context)
+    again = stored(one.members[0])
     assert again.unmask(question) == first
-    other = replace(question, answered=dict.fromkeys(range(4), b""), lost={4: b"", 5: b""})
+    other = replace(question, kinds={**question.kinds, 4: OF_KEY})
     with pytest.raises(ProtocolError, match="answered before"):
         again.unmask(other)
 
@@ -45,18 +39,21 @@ def test_a_member_that_answered_keeps_no_share_of_the_other_kind(asked):
 
 
 @pytest.mark.parametrize(
-    ("answered", "lost", "message"),
+    ("changes", "error", "message"),
     [
-        ((0, 1), (2, 3, 4, 5), "least_answers=3"),
-        ((1, 2, 3, 4), (0, 5), "expected member 0"),
-        ((0, 1, 2, 3), (), "expected all that shared"),
+        ({"answers": 2}, ProtocolError, "least_answers=3"),
+        ({"answers": 7}, InvalidValue, "expected 0 to 6"),
+        ({"kinds": dict.fromkeys((1, 2, 3), OF_SEED)}, ProtocolError, "expected all that shared"),
+        ({"kinds": dict.fromkeys(range(6), OF_SEED)}, ProtocolError, "expected all that shared"),
+        ({"kinds": dict.fromkeys(range(1, 6), b"b")}, InvalidValue, "expected b's' or b'k'"),
     ],
 )
-def test_a_question_that_does_not_fit_is_refused(asked, answered, lost, message):
+def test_a_question_that_does_not_fit_is_refused(asked, changes, error, message):
     one, question = asked
-    wrong = replace(question, answered=dict.fromkeys(answered, b""), lost=dict.fromkeys(lost, b""))
-    with pytest.raises(ProtocolError, match=message):
-        one.members[0].unmask(wrong)
+    before = one.members[0].to_bytes()
+    with pytest.raises(error, match=message):
+        one.members[0].unmask(replace(question, **changes))
+    assert one.members[0].to_bytes() == before
 
 
 def test_a_member_masks_one_input_a_round():
@@ -64,7 +61,7 @@ def test_a_member_masks_one_input_a_round():
     deliveries = one.share(one.advertise())
     one.members[0].mask(deliveries[0], one.vectors[0])
     with pytest.raises(ProtocolError, match="take each step once"):
-        stored(one.members[0], one.context).mask(deliveries[0], one.vectors[1])
+        stored(one.members[0]).mask(deliveries[0], one.vectors[1])
 
 
 def test_an_altered_own_key_is_refused():
@@ -77,7 +74,7 @@ def test_an_altered_own_key_is_refused():
 def test_too_few_neighbours_and_strangers_are_refused():
     one = Round(round_context(12, 4, 3))
     keys = one.advertise()
-    near = one.context.graph[0]
+    near = one.graph[0]
     few = {0: keys[0].keys[0], near[0]: keys[0].keys[near[0]]}
     with pytest.raises(ProtocolError, match="threshold=3"):
         one.members[0].share(replace(keys[0], keys=few))
@@ -87,20 +84,52 @@ def test_too_few_neighbours_and_strangers_are_refused():
 
 
 @pytest.mark.parametrize("at", [0, 40, 93])
-def test_shares_changed_on_the_way_are_refused_and_change_nothing(at):
+def test_shares_that_cannot_be_opened_are_reported_and_cost_nobody_the_round(at):
+    one = Round(round_context(20, 19, 10, 12))
+    deliveries = one.share(one.advertise())
+    for index, delivery in deliveries.items():
+        if index == 4:
+            continue
+        sealed = delivery.sealed[4]
+        changed = sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]
+        if index < 10:  # 9 of 19: there are shares enough of member 4
+            delivery = replace(delivery, sealed={**delivery.sealed, 4: changed})
+        one.server.add_masked(one.members[index].mask(delivery, one.vectors[index]))
+    one.server.add_masked(one.members[4].mask(deliveries[4], one.vectors[4]))
+    questions = one.server.questions()
+    revealed = one.members[0].unmask(questions[0])
+    assert set(revealed.shares) == set(range(1, 20)) - {4}
+    np.testing.assert_array_equal(one.unmask(questions), one.plain_sum())
+    assert one.server.unopened == {4: set(range(10)) - {4}}
+
+
+@pytest.mark.parametrize("value", LOW_ORDER)
+@pytest.mark.parametrize("at", [0, 32])
+def test_a_neighbours_key_of_low_order_is_refused_before_anything_is_shared(value, at):
     one = Round(round_context())
-    delivery = one.share(one.advertise())[0]
-    other, sealed = next(iter(delivery.sealed.items()))
-    changed = sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]
-    before = one.members[0].to_bytes()
-    with pytest.raises(InvalidValue, match=f"shares from member {other}"):
-        one.members[0].mask(
-            replace(delivery, sealed={**delivery.sealed, other: changed}), one.vectors[0]
-        )
-    assert one.members[0].to_bytes() == before
+    keys = one.advertise()[0]
+    near = one.graph[0][0]
+    bad = keys.keys[near][:at] + value + keys.keys[near][at + 32 :]
+    with pytest.raises(InvalidValue, match="full order"):
+        one.members[0].share(replace(keys, keys={**keys.keys, near: bad}))
 
 
-def test_a_message_or_state_of_another_round_is_refused():
+@pytest.mark.parametrize(
+    ("neighbours", "message"),
+    [
+        ((1, 2, 3), "expected 4"),
+        ((1, 2, 3, 3), "expected 4"),
+        ((0, 1, 2, 3), "not 0"),
+        ((1, 2, 3, 6), "below 6"),
+        ((-1, 2, 3, 4), "below 6"),
+    ],
+)
+def test_neighbours_that_the_context_does_not_allow_are_refused(neighbours, message):
+    with pytest.raises(InvalidValue, match=message):
+        Member(round_context(), 0, neighbours)
+
+
+def test_a_message_of_another_round_is_refused():
     first, second = Round(round_context(number=1)), Round(round_context(number=2))
     keys = first.advertise()[0]
     second.advertise()
@@ -108,8 +137,12 @@ def test_a_message_or_state_of_another_round_is_refused():
         second.members[0].share(keys)
     with pytest.raises(ProtocolError, match="Keys of round 2"):
         Keys.from_bytes(keys.to_bytes(), second.context)
-    with pytest.raises(InvalidValue, match="round 2"):
-        Member.from_bytes(first.members[0].to_bytes(), second.context)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b"[" * 10_000])
+def test_bytes_that_are_no_state_are_refused(data):
+    with pytest.raises(InvalidValue, match=r"Member\.to_bytes"):
+        Member.from_bytes(data)
 
 
 def test_values_of_another_type_are_refused_and_never_changed():

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.aggregation import Advert, Keys, MaskedInput, RoundContext, degree
-from tests.support.secure_sum import Round, round_context
+from flower_ext.secure.aggregation import (
+    Advert,
+    Keys,
+    MaskedInput,
+    RoundContext,
+    SumServer,
+    degree,
+    graph_digest,
+    graph_of,
+)
+from tests.support.secure_sum import Round, graph_for, round_context
 
 
 def test_every_message_survives_the_wire_and_no_other_length_does():
@@ -17,7 +26,7 @@ def test_every_message_survives_the_wire_and_no_other_length_does():
         with pytest.raises((InvalidValue, ProtocolError)):
             MaskedInput.from_bytes(data[:-1], one.context)
     keys = one.wire[6]
-    for wrong in (keys[:-1], keys + b"\0", keys[:33]):
+    for wrong in (keys[:-1], keys + b"\0", keys[:34]):
         with pytest.raises(InvalidValue):
             Keys.from_bytes(wrong, one.context)
 
@@ -39,7 +48,8 @@ def test_every_fact_of_a_round_changes_its_digest():
     changes = [
         {"run": b"other"},
         {"round_number": 2},
-        {"order": context.order[::-1]},
+        {"members": 9},
+        {"graph": bytes(32)},
         {"bits": 64},
         {"length": 51},
         {"neighbours": 6},
@@ -47,7 +57,7 @@ def test_every_fact_of_a_round_changes_its_digest():
         {"least_answers": 4},
     ]
     digests = {replace(context, **change).digest for change in changes} | {context.digest}
-    assert len(digests) == 9
+    assert len(digests) == 10
     assert RoundContext.from_bytes(context.to_bytes()) == context
 
 
@@ -62,11 +72,25 @@ def test_a_context_that_cannot_work_is_refused(change):
 
 @pytest.mark.parametrize(("members", "wanted"), [(2, 1), (7, 3), (10, 4), (11, 9), (101, 15)])
 def test_the_graph_is_symmetric_and_everybody_has_as_many_neighbours(members, wanted):
-    context = round_context(members, wanted, 1, 2)
-    assert wanted <= degree(members, wanted) or degree(members, wanted) == members - 1
-    for member, near in enumerate(context.graph):
-        assert len(set(near) - {member}) == len(near) == context.neighbours
-        assert all(member in context.graph[other] for other in near)
+    graph, neighbours = graph_for(members, wanted), degree(members, wanted)
+    assert wanted <= neighbours or neighbours == members - 1
+    for member, near in enumerate(graph):
+        assert len(set(near) - {member}) == len(near) == neighbours
+        assert sorted(near) == list(near)
+        assert all(member in graph[other] for other in near)
+
+
+def test_the_neighbours_are_those_next_to_a_member_on_the_circle():
+    assert graph_of((3, 0, 4, 1, 2, 5), 2) == ((3, 4), (2, 4), (1, 5), (0, 5), (0, 1), (2, 3))
+    assert graph_of((2, 0, 1), 2) == ((1, 2), (0, 2), (0, 1))
+
+
+def test_another_graph_has_another_digest_and_the_server_refuses_it():
+    graph = graph_for()
+    other = graph_for(number=2)
+    assert graph_digest(graph) != graph_digest(other)
+    with pytest.raises(InvalidValue, match="whose digest is in the context"):
+        SumServer(round_context(), other)
 
 
 def test_masks_are_the_same_in_one_piece_and_across_blocks():

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
-from tests.support.secure_sum import Round, round_context
+from flower_ext.secure.aggregation import draw_order
+from tests.support.secure_sum import LOW_ORDER, Round, round_context
 
 
 def test_repeated_and_late_messages_are_refused_and_the_sum_stays_right():
@@ -18,32 +20,54 @@ def test_repeated_and_late_messages_are_refused_and_the_sum_stays_right():
         one.server.add_masked(first)
     for index in range(1, 5):
         one.server.add_masked(one.members[index].mask(deliveries[index], one.vectors[index]))
-    question = one.server.question()
+    questions = one.server.questions()
     with pytest.raises(ProtocolError, match="revealed shares now"):
         one.server.add_masked(late)
-    assert (one.unmask(question) == one.plain_sum()).all()
+    assert (one.unmask(questions) == one.plain_sum()).all()
     assert 5 not in one.server.answered
 
 
-@pytest.mark.parametrize("owner", [1, 5], ids=["seed", "mask key"])
-def test_a_wrong_share_discards_the_round(owner):
-    one = Round(round_context(6, 5, 2, 3))
-    question = one.mask(one.share(one.advertise()), lost=(5,))
-    for index in range(5):
-        revealed = one.members[index].unmask(question)
-        if index == 0:
-            share = revealed.shares[owner]
-            wrong = share[:-1] + bytes([share[-1] ^ 1])
-            revealed = replace(revealed, shares={**revealed.shares, owner: wrong})
+def wrong_shares(one, questions, liars):
+    """Let ``liars`` reveal wrong shares of everybody, and the others right ones."""
+    for index in sorted(one.server.answered):
+        revealed = one.members[index].unmask(questions[index])
+        if index in liars:
+            wrong = {o: s[:-1] + bytes([s[-1] ^ 1]) for o, s in revealed.shares.items()}
+            revealed = replace(revealed, shares=wrong)
         one.server.add_revealed(revealed)
+
+
+@pytest.mark.parametrize("liars", [(0,), (18,), (3, 5), (0, 1, 2, 3)])
+@pytest.mark.parametrize("lost", [(), (19,)], ids=["seeds", "and a mask key"])
+def test_wrong_shares_do_not_spoil_a_sum_of_enough_right_ones_and_their_senders_are_named(
+    liars, lost
+):
+    one = Round(round_context(20, 19, 10, 12))
+    wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars)
+    assert (one.server.total() == one.plain_sum()).all()
+    assert set(one.server.wrong) <= set(liars)
+    assert 18 in liars or set(one.server.wrong) == set(liars)  # it comes last: nobody needed it
+
+
+@pytest.mark.parametrize("lost", [(), (5,)], ids=["seeds", "and a mask key"])
+def test_one_wrong_share_is_found_with_a_single_one_to_spare(lost):
+    one = Round(round_context(6, 5, 3, 3))
+    wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars=(0,))
+    assert (one.server.total() == one.plain_sum()).all()
+    assert set(one.server.wrong) == {0}
+
+
+def test_too_many_wrong_shares_discard_the_round():
+    one = Round(round_context(20, 19, 10, 12))
+    wrong_shares(one, one.mask(one.share(one.advertise())), liars=range(6))
     with pytest.raises(IncompleteRound, match="do not fit"):
         one.server.total()
 
 
 def test_the_other_kind_of_share_is_refused():
     one = Round(round_context(6, 5, 2, 3))
-    question = one.mask(one.share(one.advertise()))
-    revealed = one.members[0].unmask(question)
+    questions = one.mask(one.share(one.advertise()))
+    revealed = one.members[0].unmask(questions[0])
     swapped = {**revealed.shares, 1: b"k" + revealed.shares[1][1:]}
     with pytest.raises(InvalidValue, match="kinds"):
         one.server.add_revealed(replace(revealed, shares=swapped))
@@ -57,12 +81,23 @@ def test_a_key_that_another_member_has_is_refused():
         one.server.add_advert(replace(advert, member=1))
 
 
+@pytest.mark.parametrize("value", LOW_ORDER)
+@pytest.mark.parametrize("at", [0, 32])
+def test_a_key_of_low_order_or_with_a_second_name_is_refused_at_the_advert(value, at):
+    one = Round(round_context())
+    advert = one.members[0].advertise()
+    keys = advert.keys[:at] + value + advert.keys[at + 32 :]
+    with pytest.raises(InvalidValue, match="full order"):
+        one.server.add_advert(replace(advert, keys=keys))
+    one.server.add_advert(advert)  # a refused message changes nothing
+
+
 def test_members_without_enough_neighbours_leave_until_all_have_enough():
     one = Round(round_context(10, 4, 2, 2))
-    order = one.context.order
+    order = draw_order(10, np.random.default_rng(1))
     keys = one.advertise(lost={order[place] for place in (0, 1, 3, 4)})
     assert set(keys) == set(order[5:])  # nobody is left for order[2]
     for index in keys:
-        assert len(set(one.context.graph[index]) & set(keys)) >= 2
+        assert len(set(one.graph[index]) & set(keys)) >= 2
     deliveries = one.share(keys)
     assert (one.unmask(one.mask(deliveries)) == one.plain_sum()).all()
