@@ -18,6 +18,8 @@ from flower_ext.secure.aggregation import (
     SumServer,
     degree,
     draw_order,
+    graph_digest,
+    graph_of,
     member,
 )
 from flower_ext.secure.aggregation.masks import Residues, apply_mask

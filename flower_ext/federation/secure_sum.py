@@ -248,6 +248,12 @@ class SecureRound:
                 f"{self._named(owners)}, unless these dealt them wrongly"
             )
 
+        for owner in self._server.unfit:
+            self._refuse(
+                f"client {self._partitions[owner]}: no secret fits both its shares and what it "
+                "published, so the round is discarded"
+            )
+
     def _named(self, members: Iterable[int]) -> str:
         return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
 
@@ -257,7 +263,9 @@ class SecureRound:
         self._exchange.refusals.append(said)
 
 
-def _told(name: str, messages: Mapping[int, Keys | Delivery | Question]) -> dict[int, records.Arrays]:
+def _told(
+    name: str, messages: Mapping[int, Keys | Delivery | Question]
+) -> dict[int, records.Arrays]:
     """Return each member's message as an array of that name."""
     return {
         member: {name: records.to_bytes_array(message.to_bytes())}

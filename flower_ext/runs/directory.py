@@ -92,7 +92,8 @@ class RunDirectory:
         run = cls(path)
         try:
             if path.exists() and (
-                not path.is_dir() or any(not any(map(each.match, _BEFORE_A_RUN)) for each in path.iterdir())
+                not path.is_dir()
+                or any(not any(map(each.match, _BEFORE_A_RUN)) for each in path.iterdir())
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)

@@ -154,3 +154,25 @@ def test_bytes_travel_as_an_array_and_are_refused_in_any_other_length_or_type():
     ):
         with pytest.raises(records.RefusedReply, match="'key': expected 3 bytes"):
             records.read_bytes(wrong, "key", 3)
+
+
+@pytest.mark.parametrize(
+    "error", [OverflowError, MemoryError, RecursionError, IndexError, KeyError]
+)
+def test_whatever_error_a_reply_provokes_refuses_that_reply_alone(error):
+    replies = [reply(update()) for _ in (1, 2)]
+    for node, one in enumerate(replies, start=1):
+        one.metadata.__dict__["_src_node_id"] = node
+    reasons = []
+
+    def read(one):
+        if one.metadata.src_node_id == 1:
+            raise error("of its bytes")
+        return "read"
+
+    accepted = records.accept(
+        replies, asked={0: 1, 1: 2}, server_round=1, read=read, refuse=reasons.append
+    )
+    assert list(accepted) == [(1, "read")]
+    (reason,) = reasons
+    assert f"node 1: the reply cannot be read: {error.__name__}" in reason

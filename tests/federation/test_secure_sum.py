@@ -1,15 +1,18 @@
 """Secure sums in a run: the right sum or none, whoever is lost; nothing else leaves a client."""
 
+import multiprocessing
 from collections import Counter
 from copy import deepcopy
 
 import numpy as np
 import pytest
-from flwr.app import RecordDict
+from flwr.app import Context, RecordDict
 from scipy import stats
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
-from flower_ext.federation import records
+from flower_ext.errors import ProtocolError
+from flower_ext.federation import ClientVault, records
+from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.sum_member import BEGIN, KEYS, QUESTION
 from flower_ext.privacy import (
     AdversaryView,
@@ -21,8 +24,10 @@ from flower_ext.privacy import (
 )
 from flower_ext.secure.aggregation import RoundContext
 from flower_ext.training import LocalTraining
+from tests.faults.malformed import copied
 from tests.support.losing import STAGES, Losing, stage_of
 from tests.support.secure_runs import CLIENTS, SEED, plan, strategy_of
+from tests.support.secure_sum import Round, round_context
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
 
@@ -185,6 +190,152 @@ def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
     _, found = run(strategy, Forgetting)
     assert_same(found, expected_model(set(range(CLIENTS)) - {3}))
     assert any("name a state-folder in its node config" in one for one in strategy.refusals)
+
+
+def _mask_at_once(folder, asked, value, both_loaded, outcomes):
+    """Answer a training message in a process that has loaded its state when the other one has."""
+    load = ClientVault.load
+
+    def load_and_wait(vault):
+        state = load(vault)
+        both_loaded.wait(timeout=60)
+        return state
+
+    ClientVault.load = load_and_wait
+    facts = {"partition-id": 0, "state-folder": folder}
+    context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
+    try:
+        sum_member.masked({"w": np.full(50, value, np.int64)}, asked, context, "one")
+        outcomes.put("masked")
+    except ProtocolError as error:
+        outcomes.put(str(error))
+
+
+def test_of_two_processes_that_get_one_training_message_one_masks_and_the_other_refuses(tmp_path):
+    one = Round(round_context())
+    deliveries = one.share(one.advertise())
+    facts = {"partition-id": 0, "state-folder": str(tmp_path)}
+    context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
+    asked = {"delivery": np.frombuffer(deliveries[0].to_bytes(), np.uint8)}
+    processes = multiprocessing.get_context("fork")
+    for _ in range(10):
+        vault = ClientVault(context, "one-sum")
+        vault.store(one.members[0].to_bytes())
+        both_loaded, outcomes = processes.Barrier(2), processes.Queue()
+        twins = [
+            processes.Process(
+                target=_mask_at_once, args=(str(tmp_path), asked, v, both_loaded, outcomes)
+            )
+            for v in (1, 2)
+        ]
+        for twin in twins:
+            twin.start()
+        first, second = sorted(outcomes.get(timeout=60) for _ in twins)
+        for twin in twins:
+            twin.join()
+        assert first == "masked"
+        assert "one answer to each message" in second
+
+
+class Crafting(Recorder):
+    """A grid on which client 3 sends crafted bytes in one stage."""
+
+    stage, craft = (), ()
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        stages = {m.metadata.dst_node_id: stage_of(m) for m in messages}
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if node == 1_003 and stages[node] in self.stage and reply.has_content():
+                name = records.UPDATE if stages[node] == "train" else records.ANSWER
+                data = reply.content[name]["message"].numpy().tobytes()
+                (craft,) = self.craft
+                array = records.to_bytes_array(craft(data))
+                reply.content[name] = records.to_record({"message": array})
+        return replies
+
+
+CRAFTED = {
+    "nothing": lambda data: b"",
+    "a header": lambda data: data[:33],
+    "a length of 2^64 - 1": lambda data: data[:37] + b"\xff" * 8 + data[45:],
+    "a member of 2^32 - 1": lambda data: data[:33] + b"\xff" * 4 + data[37:],
+    "cut off": lambda data: data[:-1],
+    "more": lambda data: data + b"\0",
+    "ones": lambda data: data[:37] + b"\xff" * (len(data) - 37),
+    "zeros": lambda data: data[:37] + bytes(len(data) - 37),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("craft", CRAFTED)
+def test_crafted_bytes_of_one_client_never_end_a_run(stage, craft):
+    strategy = strategy_of()
+    run(strategy, Crafting, stage=[stage], craft=[CRAFTED[craft]])
+    assert strategy.participations.rounds == 1
+    if not (stage == "train" and craft in ("a length of 2^64 - 1", "ones", "zeros")):
+        assert strategy.refusals  # such a vector is as uniform as any
+
+
+class Garbling(Recorder):
+    """A grid on which client 3 gets a message of one stage with one array changed."""
+
+    stage, garble = (), ()
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = [copied(message) for message in messages]
+        for message in messages:
+            if message.metadata.dst_node_id == 1_003 and stage_of(message) in self.stage:
+                asked = records.to_arrays(message.content[records.SECURE_SUM])
+                (garble,) = self.garble
+                changed = {name: garble(array) for name, array in asked.items()}
+                message.content[records.SECURE_SUM] = records.to_record(changed)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+GARBLED = {
+    "of no bytes": lambda array: array[..., :0] if array.ndim else array[None][:0],
+    "of floats": lambda array: array.astype(np.float64) + 0.5,
+    "of no real numbers": lambda array: array.astype(np.complex64),
+    "in two dimensions": lambda array: np.stack([array, array]),
+    "of ones": lambda array: np.full_like(array, -1 if array.dtype == np.int64 else 255),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("garble", GARBLED)
+def test_an_odd_message_of_the_server_is_one_clients_error_and_the_others_go_on(stage, garble):
+    strategy = strategy_of()
+    _, found = run(strategy, Garbling, stage=[stage], garble=[GARBLED[garble]])
+    gone = {3} if stage != QUESTION else set()
+    assert_same(found, expected_model(set(range(CLIENTS)) - gone))
+    assert "node 1003" in strategy.refusals[0]
+
+
+def test_who_reveals_wrong_shares_is_named_and_the_sum_is_right(logged):
+    def wrong(data):  # the last byte of the first share
+        return data[:74] + bytes([data[74] ^ 1]) + data[75:]
+
+    strategy = strategy_of()
+    _, found = run(strategy, Crafting, stage=[QUESTION], craft=[wrong])
+    assert_same(found, expected_model(range(CLIENTS)))
+    (said,) = strategy.refusals
+    assert "client 3: it revealed wrong shares" in said
+    assert said in logged.text
+
+
+def test_whose_sealed_shares_cannot_be_opened_is_named_and_the_sum_is_right(logged):
+    def wrong(data):  # in the tag of the last sealed share
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+    strategy = strategy_of()
+    _, found = run(strategy, Crafting, stage=[KEYS], craft=[wrong])
+    assert_same(found, expected_model(range(CLIENTS)))
+    (said,) = strategy.refusals
+    assert "client 3: its sealed shares could not be opened by clients" in said
+    assert said in logged.text
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])

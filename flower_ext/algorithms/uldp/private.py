@@ -206,7 +206,7 @@ class PrivateUldpAvg(UldpAvg):
         """
         if self._not_drawn:
             raise RoundDiscarded(
-                f"the secret draw of users failed because a silo is missing: {self._not_drawn}"
+                f"the secret draw of users failed without a silo's answer: {self._not_drawn}"
             )
         received = dict(updates)
         if lost := [silo for silo, update in received.items() if LOST in update.arrays]:

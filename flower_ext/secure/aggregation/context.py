@@ -108,7 +108,8 @@ class RoundContext:
             numbers = {n: facts[n] for n in cls.__dataclass_fields__ if n not in _HEX}
             if not all(type(number) is int for number in numbers.values()):
                 raise TypeError("expected integers")
-            return cls(**{name: bytes.fromhex(facts[name]) for name in _HEX}, **numbers)
+            run, graph = (bytes.fromhex(facts[name]) for name in _HEX)
+            return cls(run=run, graph=graph, **numbers)
         except InvalidValue:
             raise
         except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -254,8 +254,8 @@ class Member:
     def _expect(self, stage: Stage) -> None:
         if self._state.stage is not stage:
             raise ProtocolError(
-                f"member {self._state.index} is {self._state.stage.name}: expected {stage.name}; take "
-                "each step once, and send the stored reply if it is needed again"
+                f"member {self._state.index} is {self._state.stage.name}: expected {stage.name}; "
+                "take each step once, and send the stored reply if it is needed again"
             )
 
     def _check_neighbours(self, found: set[int]) -> None:

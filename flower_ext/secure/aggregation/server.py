@@ -62,6 +62,8 @@ class SumServer:
     wrong : dict[int, set[int]]
         For each member, the neighbours of whose secrets it revealed a wrong share. The share was
         wrong when the neighbour dealt it, or the member changed it.
+    unfit : set[int]
+        Members of which no secret fits both their shares and what they published.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
@@ -70,6 +72,7 @@ class SumServer:
         self._context, self.graph = context, graph
         self.unopened: dict[int, set[int]] = {}
         self.wrong: dict[int, set[int]] = {}
+        self.unfit: set[int] = set()
         self._stage = 0
         self._heard: set[int] = set()
         self._expected: Collection[int] = range(context.members)
@@ -251,6 +254,7 @@ class SumServer:
                 for point in points:
                     self.wrong.setdefault(point - 1, set()).add(member)
                 return secret
+        self.unfit.add(member)
         raise IncompleteRound(
             f"{what} of member {member}: the shares do not fit what the member published; "
             "the round is discarded"

@@ -132,9 +132,7 @@ def _at_zero(values: Mapping[int, int]) -> int:
     return total % PRIME
 
 
-def _decoded(
-    values: Mapping[int, int], threshold: int
-) -> Iterator[tuple[int, frozenset[int]]]:
+def _decoded(values: Mapping[int, int], threshold: int) -> Iterator[tuple[int, frozenset[int]]]:
     """Yield possible values at 0 of the polynomial near all values, and the points that it misses.
 
     There is one, if a polynomial with ``threshold`` coefficients misses at most half of the surplus

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gmpy2 import mpz
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.secure.labels import check_public
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PublicKey
 
@@ -119,6 +120,15 @@ def check_senders(found: Sequence[int], expected: range) -> None:
         raise InvalidValue(
             f"messages of silos {sorted(found)}: expected one each from {list(expected)}"
         )
+
+
+def check_keys(keys: Mapping[int, bytes]) -> None:
+    """Raise a ValueError that names the first silo whose public key nobody can agree with."""
+    for silo, public in keys.items():
+        try:
+            check_public(public)
+        except InvalidValue as error:
+            raise InvalidValue(f"silo {silo}: {error}") from error
 
 
 def check_all_there(found: Sequence[int], silos: int) -> None:

@@ -24,6 +24,7 @@ from flower_ext.secure.weighting.messages import (
     SealedWeights,
     SiloKey,
     check_all_there,
+    check_keys,
     check_later,
     check_senders,
     ciphertexts_from,
@@ -82,11 +83,12 @@ class WeightingServer:
         ProtocolError
             The keys were relayed before.
         ValueError
-            There is not exactly one key from each silo.
+            There is not exactly one key from each silo, or a key is malformed or of low order.
         """
         if self._keys_relayed:
             raise ProtocolError("public keys were relayed before: expected relay_keys to run once")
         check_senders([key.silo for key in keys], range(self.settings.silos))
+        check_keys({key.silo: key.public for key in keys})
         self._keys_relayed = True
         return tuple(sorted(keys, key=lambda key: key.silo))
 

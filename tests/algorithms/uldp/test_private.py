@@ -1,6 +1,7 @@
 """Private weights: the result equals the plain method; nobody reads or repeats a secret."""
 
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -503,8 +504,44 @@ def test_counts_that_are_no_residues_end_the_run():
             )
         return replies
 
-    with pytest.raises(ValueError, match="counts of silo 1: expected numbers below n"):
+    said = "a silo's answer breaks the protocol: counts of silo 1: expected numbers below n"
+    with pytest.raises(FederationNotReady, match=said):
         start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
+
+
+def test_a_silos_key_of_low_order_ends_the_set_up_by_its_number():
+    def forge(replies, grid):
+        if "key" in records.to_arrays(replies[1].content["answer"]):
+            replies[1].content["answer"] = records.to_record({"key": np.zeros(32, np.uint8)})
+        return replies
+
+    with pytest.raises(FederationNotReady, match="silo 1: public key: expected .* full order"):
+        start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
+
+
+def test_an_answer_to_a_draw_that_is_no_choice_discards_the_round_and_the_run_goes_on(logged):
+    forged = []
+
+    def forge(replies, grid):
+        told = records.to_arrays(replies[0].content["answer"])
+        if "answer" in told and not forged:
+            forged.append(1)
+            nothing = records.to_record({"answer": np.zeros_like(told["answer"])})
+            replies[0].content["answer"] = nothing
+        return replies
+
+    strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), evaluate_every=0)
+    start(strategy, Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",), rounds=2)
+    assert "round 1 discarded: the secret draw of users failed" in logged.text
+    assert strategy.participations.rounds == 1  # of two
+
+
+def test_a_silos_fingerprint_is_a_warning_of_256_bits_once(logged):
+    start(make(evaluate_every=0), rounds=1)
+    shown = [r for r in logged.records if "fingerprint of all silos' keys" in r.getMessage()]
+    assert len(shown) == SILOS
+    assert {record.levelname for record in shown} == {"WARNING"}
+    assert len({re.search("[0-9a-f]{64}", record.getMessage()).group() for record in shown}) == 1
 
 
 @pytest.mark.parametrize("step", ["begin", "keys", "count"])

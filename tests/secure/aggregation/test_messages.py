@@ -8,9 +8,13 @@ import pytest
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import (
     Advert,
+    Delivery,
     Keys,
     MaskedInput,
+    Question,
+    Revealed,
     RoundContext,
+    SealedShares,
     SumServer,
     degree,
     graph_digest,
@@ -29,6 +33,57 @@ def test_every_message_survives_the_wire_and_no_other_length_does():
     for wrong in (keys[:-1], keys + b"\0", keys[:34]):
         with pytest.raises(InvalidValue):
             Keys.from_bytes(wrong, one.context)
+
+
+KINDS = (Advert, Keys, SealedShares, Delivery, MaskedInput, Question, Revealed)
+
+
+def mutated(data, rng):
+    """Return bytes with a few places changed, removed, added or repeated, mostly after the kind."""
+    data = bytearray(data)
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(33 if rng.random() < 0.9 else 0, len(data) + 1))
+        span = int(rng.choice([1, 4, 8, 40]))
+        change = int(rng.integers(5))
+        if change == 0:
+            data[at : at + span] = rng.bytes(span)
+        elif change == 1:
+            del data[at : at + span]
+        elif change == 2:
+            data[at:at] = rng.bytes(span)
+        elif change == 3:
+            data[at : at + span] = bytes([int(rng.choice([0, 255]))]) * span
+        else:
+            data[at:at] = data[at : at + span]
+        if len(data) < 34:
+            break
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_mutated_bytes_of_every_message_are_refused_or_are_another_message(kind):
+    one = Round(round_context(6, 5, 2, 3, length=10))
+    one.run([(), (), (1,), ()])
+    sound = [data for data in one.wire if data[:1] == kind.kind]
+    assert sound
+    rng = np.random.default_rng(len(kind.__name__))
+    refused = 0
+    for _ in range(1_500):
+        data = mutated(sound[rng.integers(len(sound))], rng)
+        try:
+            message = kind.from_bytes(data, one.context)
+        except (InvalidValue, ProtocolError):
+            refused += 1
+        else:
+            assert message.to_bytes() == data
+    assert 500 < refused < 1_500
+
+
+def test_a_message_claims_no_memory_beyond_its_own_bytes():
+    context = round_context(length=2**40)
+    data = b"M" + context.digest + bytes(4) + b"\xff" * 100
+    with pytest.raises(InvalidValue, match="cut off"):
+        MaskedInput.from_bytes(data, context)
 
 
 def test_members_that_the_round_has_not_are_refused():

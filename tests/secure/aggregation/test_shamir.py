@@ -54,7 +54,9 @@ def test_wrong_shares_are_corrected_up_to_half_of_the_surplus(wrong):
         liars = set(points[:wrong])
         found = list(candidates(altered(shares, liars, source), 12))
         if wrong <= (22 - 12) // 2:
-            assert (secret, frozenset(liars)) in found[-1:] or (wrong == 0 and found[0][0] == secret)
+            assert (secret, frozenset(liars)) in found[-1:] or (
+                wrong == 0 and found[0][0] == secret
+            )
         else:
             assert secret not in [one for one, _ in found]
 

@@ -54,6 +54,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     Upload,
     WeightingProtocol,
     as_record,
+    checked_answers,
     cores,
     draw_hits,
 )
@@ -258,6 +259,7 @@ class LatticeServer(ServerEnd):
         """Length of a silo's masked sum in bytes."""
         return LatticeSum.size(self.settings)
 
+    @checked_answers()
     def set_up(self, silos: Silos) -> None:
         """Exchange keys, transfer the keys of the weights, and receive masked counts."""
         settings, party = self.settings, self.party
@@ -312,7 +314,8 @@ class LatticeServer(ServerEnd):
         offer = as_record({OFFER: party.offer_draw().to_bytes()})
         length = DrawAnswer.size(settings)
         told = silos.ask(DRAW, ANSWER, length, own={0: {OFFER: offer}}, asked=(0,))
-        return party.open_drawn_epoch(DrawAnswer.from_bytes(told[0], settings))
+        with checked_answers():
+            return party.open_drawn_epoch(DrawAnswer.from_bytes(told[0], settings))
 
     def check_upload(self, silo: int, upload: Upload) -> None:
         """Refuse an upload that is not a masked sum of this round."""

@@ -12,7 +12,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     counts_of,
     keeps,
     kept_state,
+    log_fingerprint,
 )
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
@@ -45,8 +45,6 @@ from flower_ext.secure.weighting.lattice.messages import (
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.silo import LatticeSilo
 from flower_ext.secure.weighting.lattice.weighing import Weighing
-
-log = getLogger("flwr")
 
 NAME = "lattice"
 KEYS, COUNT = "keys", "count"
@@ -168,7 +166,7 @@ class LatticeEnd:
         silo, settings, sent = self.silo, self.silo.settings, question.arrays[KEYS]
         keys = [SiloKey.from_bytes(bytes(key), settings) for key in sent[SILO_KEYS]]
         silo.receive_keys(ServerKey.from_bytes(sent[SERVER_KEY].tobytes(), settings), keys)
-        log.info("silo %d: fingerprint of all silos' keys %s", silo.index, silo.fingerprint)
+        log_fingerprint(silo.index, silo.fingerprint)
         if silo.index != 0:
             return {}
         sealed = [seed.to_bytes() for seed in silo.seal_seed()]

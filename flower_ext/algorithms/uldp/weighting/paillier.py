@@ -50,6 +50,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     Upload,
     WeightingProtocol,
     as_record,
+    checked_answers,
     cores,
     draw_hits,
 )
@@ -244,6 +245,7 @@ class PaillierServer(ServerEnd):
         """Length of a silo's masked sum in bytes."""
         return self.settings.ciphertexts * self.settings.ciphertext_bytes
 
+    @checked_answers()
     def set_up(self, silos: Silos) -> None:
         """Take the steps (a)–(f) of the set-up."""
         settings = self.settings
@@ -284,9 +286,10 @@ class PaillierServer(ServerEnd):
             own={0: {OFFER: as_record({OFFER: offer.public})}},
             asked=(0,),
         )
-        drawn = self.party.open_drawn_round(
-            DrawAnswer(round_number=number, answer=told[0]), progress=progress
-        )
+        with checked_answers():
+            drawn = self.party.open_drawn_round(
+                DrawAnswer(round_number=number, answer=told[0]), progress=progress
+            )
         return {OFFER: drawn.public, WEIGHTS: drawn.sealed}
 
     def check_upload(self, silo: int, upload: Upload) -> None:

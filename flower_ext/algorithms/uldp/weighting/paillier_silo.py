@@ -7,7 +7,6 @@ Every step starts from the state in the vault, and stores its outcome there befo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from logging import getLogger
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     STEP,
     Arrays,
     counts_of,
+    log_fingerprint,
 )
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.errors import knowing_no_data, tellable
@@ -36,8 +36,6 @@ from flower_ext.secure import (
     SiloKey,
     WeightingSilo,
 )
-
-log = getLogger("flwr")
 
 KEYS, COUNT = "keys", "count"
 """Names of the questions after `BEGIN`."""
@@ -118,7 +116,7 @@ class PaillierSilo:
         public = [bytes(key) for key in sent[SILO_KEYS]]
         keys = [SiloKey(silo=number, public=key) for number, key in enumerate(public)]
         silo.receive_keys(sent[SERVER_KEY].tobytes(), keys)
-        log.info("silo %d: fingerprint of all silos' keys %s", silo.index, silo.fingerprint)
+        log_fingerprint(silo.index, silo.fingerprint)
         sealed = [seed.sealed for seed in silo.seal_seed()] if silo.index == 0 else []
         keeping.keep(silo, question.vault)
         return {SEEDS: records.to_bytes_array(b"".join(sealed))} if sealed else {}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import getLogger
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -20,9 +22,17 @@ from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
-from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientVault, FederatedStrategy, Question, records
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.federation import (
+    ClientVault,
+    FederatedStrategy,
+    FederationNotReady,
+    Question,
+    records,
+)
 from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
+
+log = getLogger("flwr")
 
 STEP, BEGIN = "step", "begin"
 """Key of a question's step, and name of every protocol's first step."""
@@ -157,7 +167,7 @@ class ServerEnd(ABC):
         Raises
         ------
         FederationNotReady
-            A silo did not answer; the round has not begun.
+            A silo did not answer, or its answer breaks the protocol; the round has not begun.
         """
 
     @abstractmethod
@@ -279,6 +289,21 @@ class SiloProtocol(Protocol):
         ...
 
 
+@contextmanager
+def checked_answers() -> Iterator[None]:
+    """Treat a silo's answer that breaks the protocol like a missing one.
+
+    Raises
+    ------
+    FederationNotReady
+        The block raised an error of the protocol.
+    """
+    try:
+        yield
+    except (ProtocolError, InvalidValue) as error:
+        raise FederationNotReady(f"a silo's answer breaks the protocol: {error}") from error
+
+
 def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     """Return named bytes as a record of a message."""
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
@@ -314,6 +339,16 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def log_fingerprint(silo: int, fingerprint: str) -> None:
+    """Show the fingerprint of all keys once, where no setting of the log hides it."""
+    log.warning(
+        "silo %d: the fingerprint of all silos' keys is %s; the silos' owners see another one if "
+        "somebody swapped a key on the way",
+        silo,
+        fingerprint,
+    )
 
 
 def counts_of(data: ClientData, users: int) -> list[int]:

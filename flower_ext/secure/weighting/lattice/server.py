@@ -34,7 +34,7 @@ from flower_ext.secure.weighting.lattice.party import Party
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.state import ServerStage, ServerState
 from flower_ext.secure.weighting.lattice.sums import decrypted
-from flower_ext.secure.weighting.messages import check_all_there, check_senders
+from flower_ext.secure.weighting.messages import check_all_there, check_keys, check_senders
 from flower_ext.secure.weighting.oblivious import Sender
 
 
@@ -104,12 +104,13 @@ class LatticeServer(Party[ServerStage]):
         ProtocolError
             The keys were relayed before.
         ValueError
-            There is not exactly one key from each silo.
+            There is not exactly one key from each silo, or a key is malformed or of low order.
         """
         self._expect(ServerStage.NEW)
         for key in keys:
             key.check(self.settings)
         check_senders([key.silo for key in keys], range(self.settings.silos))
+        check_keys({key.silo: key.public for key in keys})
         self._advance(ServerStage.KEYS_RELAYED)
         return tuple(sorted(keys, key=lambda key: key.silo))
 
