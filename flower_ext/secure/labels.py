@@ -34,15 +34,14 @@ def agreed(private: bytes, public: bytes) -> bytes:
         the field's prime. A key of low order gives the same secret with every private key, and a
         number above the prime would be a second name of another key.
     """
+    refusal = InvalidValue("public key: expected 32 bytes that are an X25519 key of full order")
+    if int.from_bytes(public, "little") >= _FIELD:
+        raise refusal
     try:
-        if int.from_bytes(public, "little") >= _FIELD:
-            raise ValueError("not canonical")
         mine = X25519PrivateKey.from_private_bytes(private)
         return mine.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise InvalidValue(
-            "public key: expected 32 bytes that are an X25519 key of full order"
-        ) from error
+        raise refusal from error
 
 
 def check_public(public: bytes) -> None:

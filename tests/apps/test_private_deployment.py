@@ -51,7 +51,7 @@ class Watch(threading.Thread):
 
     def last(self, what) -> int:
         """Return a number in the state of the victim; 0 before it has one."""
-        for file in self.secrets.glob("*.secret"):
+        for file in self.secrets.rglob("*.secret"):
             kept = file.read_bytes()
             if name_of(kept) == "lattice":
                 silo = json.loads(kept_state(kept).split(b"\n", 1)[1])
