@@ -139,7 +139,9 @@ def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_pa
     assert outcome.wrong_aggregates == 0
     assert outcome.epsilon_right
     assert [entry["kind"] for entry in run.ledger()].count("reserve") == plan.rounds
-    assert len(list(folder.glob("secrets/*-sum.secret"))) == 4  # a round's secrets replace the last one's
+    assert (
+        len(list(folder.glob("secrets/*-sum.secret"))) == 4
+    )  # a round's secrets replace the last one's
 
 
 def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path):
