@@ -10,9 +10,9 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import SecureSum
 from flower_ext.secure.aggregation import Delivery, Keys, Question, masks, member
 from flower_ext.secure.aggregation.masks import apply_mask, self_mask_key
-from flower_ext.secure.aggregation.messages import OF_SEED
+from flower_ext.secure.aggregation.messages import OF_KEY, OF_SEED
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, combine
-from tests.support.secure_sum import Round, round_context
+from tests.support.secure_sum import Round, graph_for, round_context
 
 
 def looks_uniform(data):
@@ -102,12 +102,13 @@ class Equivocating:
             parameters.least_answers,
             length=8,
         )
-        graph, circles = context.graph, [{0}]
+        self.graph = graph = graph_for(context.members, context.neighbours, context.round_number)
+        circles = [{0}]
         for _ in range(3):
             circles.append(circles[-1].union(*(graph[index] for index in circles[-1])))
         self.near, self.around, everybody = circles[1:]
         self.values = np.arange(8, dtype=context.dtype)
-        self.members = {index: member.Member(context, index) for index in everybody}
+        self.members = {index: member.Member(context, index, graph[index]) for index in everybody}
         self.public = {index: one.advertise().keys for index, one in self.members.items()}
         sealed = {}
         for index in self.around:
@@ -128,14 +129,10 @@ class Equivocating:
 
     def ask(self, index, lost):
         """Keep what one member reveals to a question that names these members as lost."""
-        absent = {*self.context.graph[index]} - self.members[index]._state.held.keys()
-        lost = lost & {*self.context.graph[index]} - absent
-        answered = set(range(self.context.members)) - lost - absent
-        question = Question(
-            digest=self.context.digest,
-            answered=dict.fromkeys(answered, b""),
-            lost=dict.fromkeys(lost, b""),
-        )
+        sharing = self.members[index]._state.held.keys()
+        kinds = {other: OF_KEY if other in lost else OF_SEED for other in sharing}
+        answers = self.context.members - len(lost & sharing)
+        question = Question(digest=self.context.digest, answers=answers, kinds=kinds)
         for owner, share in self.members[index].unmask(question).shares.items():
             kept = self.seeds if share[:1] == OF_SEED else self.keys
             kept.setdefault(owner, {})[index + 1] = share[1:]
@@ -152,7 +149,7 @@ class Equivocating:
         with suppress(InvalidValue):
             seed = combine(self.seeds[0], context.threshold)
             apply_mask(self_mask_key(context.digest, seed, 0), left, subtract=True)
-            for other in context.graph[0]:
+            for other in self.graph[0]:
                 owner, public_owner = (0, other) if owners == {0} else (other, 0)
                 key = masks.pair_mask_key(
                     context.digest,
@@ -178,7 +175,7 @@ def test_a_server_that_calls_a_member_answered_and_lost_gets_one_of_its_secrets_
         sums = SecureSum(colluding=colluding, dropouts=0.1, resist_equivocation=resist)
         parameters = sums.for_cohort(100)
         server = Equivocating(parameters)
-        near = server.context.graph[0]
+        near = server.graph[0]
         most = 2 * parameters.threshold - parameters.neighbors - 1  # one more has it all
         colluders = near[: most if resist else neighbours]
         for index in colluders:
