@@ -23,11 +23,12 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.blueprint import channels_last_needs, in_training
-from flower_ext.training.calls import UnlikeTypes, call, spared
+from flower_ext.training.calls import call, spared
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
+from flower_ext.training.dp.single import check_single_examples
 from flower_ext.training.dp.trial import TRIED, Trial, random_examples, zeros
-from flower_ext.training.params import Params, clone, sizes
+from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -56,7 +57,8 @@ class ClippedGradient:
     ------
     ValueError
         The loss compares examples, the model has batch normalisation, or a trained parameter has
-        half precision. On a call: features have another type than the model's numbers.
+        half precision. On a call: features have another type than the model's numbers, or the
+        model learns from no random example by itself (see `check_single_examples`).
     """
 
     def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
@@ -95,10 +97,11 @@ class ClippedGradient:
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
         """Return the sum at ``params`` (the whole model), on (examples, …); zero without any."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
-        if trees.length(features) == 0:
-            return summed
         for name, own in self.params.items():
             own.copy_(params[name])
+        self._check_single_examples(features, targets)
+        if trees.length(features) == 0:
+            return summed
         self._choose(features, targets)
         size, some = self.together if self.in_one_pass else _TOGETHER, False
         for x, y in trees.split((features, targets), size):
@@ -161,11 +164,7 @@ class ClippedGradient:
         model may also change its operations by the values that it sees; such a model is refused
         (`watched`). Trials use random examples, so the choice depends on nobody's data.
         """
-        if self._known is None:
-            form = trees.form(features), trees.form(targets)
-            kind = self.task.model, self.task.loss, trees.first(features).device, *form
-            self._known = _known(*kind, sizes(self.params), tuple(self.names))
-        known = self._known
+        known = self._known_of(features, targets)
         if self.in_one_pass is not False:
             trial = Trial(self._one_pass, self.params, self._own)
             if known.in_one_pass is None:
@@ -181,21 +180,34 @@ class ClippedGradient:
         if not self.in_one_pass and self.by_vmap is None:
             if known.by_vmap is None:
                 known.by_vmap = _holds(self._vmap_follows, features, targets)
-                if not known.by_vmap:
-                    self._say_unlike_types(features, targets)
                 how = "by vmap" if known.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
             self.by_vmap = known.by_vmap
 
-    def _say_unlike_types(self, features: Tree, targets: Tree) -> None:
-        """Raise an error that would make each example count as zero; no record is read."""
-        x, y = self._random(features, targets)
-        try:
-            _alone(self.model, self._point(), self.task.loss, *trees.each((x, y))[0])
-        except UnlikeTypes:
-            raise
-        except Exception:
-            log.debug("a random example raises", exc_info=True)
+    def _check_single_examples(self, features: Tree, targets: Tree) -> None:
+        """Refuse a model that learns from no example by itself; no record is read."""
+        known = self._known_of(features, targets)
+        if known.learns_singly:
+            return
+        chosen = {name: self.params[name] for name in self.names}
+        # Below a head that begins at zero all outputs would be equal.
+        random = shaken(chosen, torch.Generator().manual_seed(0))
+        check_single_examples(
+            type(self.model).__name__,
+            lambda x: call(self.model, {**self._point(), **random}, x),
+            lambda x, y: self._slopes(random, self.task.loss, x, y),
+            features,
+            targets,
+        )
+        known.learns_singly = True
+
+    def _known_of(self, features: Tree, targets: Tree) -> _Known:
+        """Return the facts about this model on examples of these shapes and types."""
+        if self._known is None:
+            form = trees.form(features), trees.form(targets)
+            kind = self.task.model, self.task.loss, trees.first(features).device, *form
+            self._known = _known(*kind, sizes(self.params), tuple(self.names))
+        return self._known
 
     def _random(self, features: Tree, targets: Tree) -> tuple[Tree, Tree]:
         """Return a few random examples, with zeros for targets."""
@@ -227,17 +239,21 @@ class ClippedGradient:
 
     def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
         """Return the gradient of one example; None if it raises."""
-        leaves = {name: self.params[name].detach().requires_grad_() for name in self.names}
         try:
-            x = trees.mapped(Tensor.clone, x)  # the model may write into it
-            value = _alone(self.model, {**self._point(), **leaves}, loss, x, y)
-            slopes = torch.autograd.grad(
-                value, list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
+            return self._slopes({n: self.params[n] for n in self.names}, loss, x, y)
         except Exception as error:  # a model or a loss may raise anything for a record
             self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
             log.debug("an example's loss raises", exc_info=True)
             return None
+
+    def _slopes(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
+        """Return the gradient of one example at the trained parameters ``chosen``."""
+        leaves = {name: p.detach().requires_grad_() for name, p in chosen.items()}
+        x = trees.mapped(Tensor.clone, x)  # the model may write into it
+        value = _alone(self.model, {**self._point(), **leaves}, loss, x, y)
+        slopes = torch.autograd.grad(
+            value, list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
         return dict(zip(leaves, slopes, strict=True))
 
     def _point(self) -> Params:
@@ -257,6 +273,7 @@ class _Known:
 
     by_vmap: bool | None = None
     in_one_pass: bool | None = None
+    learns_singly: bool = False
     last: Tree | None = None
     tried: set[int] = field(default_factory=set)
 

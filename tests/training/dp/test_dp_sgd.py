@@ -356,7 +356,7 @@ class Centred(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.layer(x - x.mean(dim=0))
+        return self.layer(x - 0.5 * x.mean(dim=0))
 
 
 class Pooled(nn.Module):
@@ -494,7 +494,7 @@ class Running(nn.Module):
         self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, x):
-        self.seen.copy_(0.5 * self.seen + x.detach().mean(dim=0))
+        self.seen.copy_(0.5 * (self.seen + x.detach().mean(dim=0)))
         return self.layer(x - self.seen)
 
 

@@ -1,0 +1,99 @@
+"""A trial of random examples, each by itself, before DP-SGD trains on any record.
+
+An example whose loss raises, or whose gradient is not finite, counts as zero. If the model does so
+for every example, DP-SGD would spend its budget on noise alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.training.calls import UnlikeTypes
+from flower_ext.training.dp.one_pass import has_rows
+from flower_ext.training.dp.trial import TRIED, random_examples, zeros
+from flower_ext.training.dp.watched import sober
+from flower_ext.training.params import Params, is_finite
+
+_REMEDY = (
+    "expected a model that trains on one example at a time, as DP-SGD clips the gradient of each: "
+    "normalise within an example (nn.GroupNorm, nn.LayerNorm or "
+    "flower_ext.training.replace_batch_norm) instead of over the batch, and leave out activation "
+    "checkpointing"
+)
+
+
+def check_single_examples(
+    name: str,
+    outputs_of: Callable[[Tree], Tree],
+    slopes_of: Callable[[Tree, Tree], Params],
+    features: Tree,
+    targets: Tree,
+) -> None:
+    """Refuse a model that learns from no example by itself.
+
+    Only the shapes and types of the examples matter, which count as public. Random examples take
+    their place, and an example of zeros and one of ones, because some models need numbers that are
+    not negative.
+
+    Parameters
+    ----------
+    name : str
+        Name of the model in messages.
+    outputs_of : Callable[[Tree], Tree]
+        Returns the model's outputs for a batch of features.
+    slopes_of : Callable[[Tree, Tree], Params]
+        Returns the gradient of one example, whose tensors lack the dimension of examples.
+
+    Raises
+    ------
+    InvalidValue
+        Each example's loss raises, or no example has a finite gradient, or all examples by
+        themselves have equal outputs that differ in a batch. The message may travel.
+    """
+    x, y = random_examples(features, TRIED, torch.Generator().manual_seed(0)), zeros(targets, TRIED)
+    pairs = [*trees.each((x, y))]
+    pairs += [trees.mapped(fill, pairs[0]) for fill in (torch.zeros_like, torch.ones_like)]
+    reasons = []
+    for pair in pairs:
+        try:
+            with torch.random.fork_rng(devices=[]):  # a trial leaves the draws of training alone
+                slopes = slopes_of(*pair)
+        except UnlikeTypes as error:
+            raise tellable(error) from None
+        except Exception as error:  # a model or a loss may raise anything
+            text = str(error).partition("\n")[0].rstrip(". ")
+            reasons.append(f"a random example raises {type(error).__name__}: {text}")
+            continue
+        if all(map(is_finite, slopes.values())):
+            break
+        reasons.append("a random example has a gradient that is not finite")
+    else:
+        raise tellable(InvalidValue(f"model={name}: {_REMEDY}; {reasons[0]}"))
+    if _only_contrasts(outputs_of, x):
+        reason = "all random examples by themselves have equal outputs, but other ones in a batch"
+        raise tellable(InvalidValue(f"model={name}: {_REMEDY}; {reason}"))
+
+
+def _only_contrasts(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
+    """Return True if outputs say nothing of an example by itself, but differ within a batch."""
+
+    def outputs(examples: Tree) -> list[Tensor]:
+        with torch.no_grad(), sober(), torch.random.fork_rng(devices=[]):
+            leaves = dict(trees.named("", outputs_of(trees.mapped(Tensor.clone, examples))))
+        count = trees.length(examples)
+        return [one for one in leaves.values() if has_rows(one, count) and one.is_floating_point()]
+
+    try:
+        together = outputs(x)
+        singles = [torch.cat(own) for own in zip(*map(outputs, trees.split(x, 1)), strict=True)]
+    except Exception:  # the model may refuse a batch of this size
+        return False
+    pairs = [*zip(together, singles, strict=False)]
+    constant = all(torch.allclose(one, one[:1].expand_as(one)) for _, one in pairs)
+    return constant and any(not torch.allclose(one, other) for one, other in pairs)

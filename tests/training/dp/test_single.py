@@ -1,0 +1,114 @@
+"""DP-SGD refuses a model that learns from no example by itself, before any record counts."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue, is_tellable
+from flower_ext.privacy import SeededNoise
+from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
+from flower_ext.training.dp.clipped_gradient import ClippedGradient
+
+
+class Network(nn.Module):
+    """Two dense layers with something between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.above = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def between(self, x):
+        return x
+
+    def forward(self, x):
+        return self.above(torch.relu(self.between(self.below(x))))
+
+
+class OverTheBatch(Network):
+    """PyTorch's function of batch normalisation, which raises for a single example."""
+
+    def between(self, x):
+        return functional.batch_norm(x, None, None, training=True)
+
+
+class Deviation(Network):
+    """A norm by hand, which is not finite for a single example."""
+
+    def between(self, x):
+        return (x - x.mean(dim=0)) / (x.std(dim=0) + 1e-5)
+
+
+class Variance(Network):
+    """A norm by hand, which is zero for each single example."""
+
+    def between(self, x):
+        return (x - x.mean(dim=0)) / (x.var(dim=0, unbiased=False) + 1e-5).sqrt()
+
+
+class Checkpointed(Network):
+    """Activations that the backward pass computes again, from other weights."""
+
+    def forward(self, x):
+        return self.above(checkpoint(lambda x: self.below(x).relu(), x, use_reentrant=False))
+
+
+class Logarithm(Network):
+    """A model of numbers that are not negative."""
+
+    def forward(self, x):
+        return self.above(self.below(x.log()).relu())
+
+
+def task_of(build):
+    def data(client):
+        raise NotImplementedError
+
+    return Task(model=build, data=data, loss=functional.cross_entropy)
+
+
+REFUSED = {
+    OverTheBatch: "a random example raises ValueError: Expected more than 1 value",
+    Deviation: "a gradient that is not finite",
+    Variance: "by themselves have equal outputs",
+    Checkpointed: "a random example raises CheckpointError",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("count", [9, 0], ids=["records", "an empty batch"])
+@pytest.mark.parametrize("build", REFUSED)
+def test_a_model_that_learns_from_no_single_example_is_refused_with_the_reason(build, count):
+    task, draw = task_of(build), torch.Generator().manual_seed(0)
+    with pytest.raises(InvalidValue, match=f"{build.__name__}.*{REFUSED[build]}") as refusal:
+        train_dp_sgd(
+            task,
+            task.initial_params(0),
+            Examples(torch.rand(count, 6, generator=draw), torch.zeros(count, dtype=torch.long)),
+            DpSgdTraining(
+                steps=1,
+                sampling_rate=1.0,
+                batch_size=9,
+                learning_rate=0.1,
+                clipping_norm=1.0,
+                noise_multiplier=1.0,
+            ),
+            sampling=np.random.default_rng(0),
+            noise=SeededNoise(0, "steps"),
+        )
+    assert is_tellable(refusal.value)
+
+
+@pytest.mark.parametrize("build", [Network, Logarithm])
+def test_a_model_that_learns_from_single_examples_draws_nothing_in_the_trial(build):
+    task = task_of(build)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, [*params], clipping_norm=1.0)
+    features = 1 + torch.rand(9, 6, generator=torch.Generator().manual_seed(0))
+    before = torch.get_rng_state()
+    summed = gradient(params, features, torch.arange(9) % 3)
+    assert all(part.any() for part in summed.values())
+    assert torch.equal(before, torch.get_rng_state())
