@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import is_frozen
 from flower_ext.training.params import matches
+
+_MOST_GROUPS, _CHANNELS_IN_A_GROUP = 32, 4
+"""Most groups of a norm that replaces batch normalisation of images, and channels in each."""
 
 
 class UnshareableModel(InvalidValue):
@@ -66,16 +68,45 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` with GroupNorm in place of every BatchNorm, by Opacus' fixer.
+    """Return a copy of ``model`` with GroupNorm in place of every BatchNorm.
 
-    Opacus' whole-model fix would miss some of them, and replace recurrent layers too.
+    A group has several channels, so that neither the norm nor an average over the image after it
+    gives every example the same outputs. Flat features form one group, as in LayerNorm. The norms
+    keep the name, weight, bias, ``eps``, device, type and mode of the layers that they replace, but
+    not their statistics: train a pretrained model again.
+
+    Raises
+    ------
+    InvalidValue
+        A layer has too few channels to normalise within an example; the message names it.
     """
-    fix, copy = opacus().validators.ModuleValidator.FIXERS[nn.BatchNorm1d], deepcopy(model)
-    for name, layer in [*copy.named_modules()]:
-        if isinstance(layer, _BatchNorm):
-            fixed = fix(layer).to(next(layer.buffers(), torch.empty(0)).device)
-            if not name:
-                return cast(nn.Module, fixed)
-            parent, _, leaf = name.rpartition(".")
-            setattr(copy.get_submodule(parent), leaf, fixed)
+    copy = deepcopy(model)
+    fixed = {
+        layer: _group_norm(name, layer)
+        for name, layer in copy.named_modules()
+        if isinstance(layer, _BatchNorm)
+    }
+    if isinstance(copy, _BatchNorm):
+        return fixed[copy]
+    for module in copy.modules():
+        for leaf, child in module._modules.items():  # a shared layer is here under each name
+            if isinstance(child, _BatchNorm):
+                module._modules[leaf] = fixed[child]
     return copy
+
+
+def _group_norm(name: str, layer: _BatchNorm) -> nn.GroupNorm:
+    channels = layer.num_features
+    of_images = isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)
+    # Two flat features keep only the sign of their difference, and one keeps nothing.
+    fewest = 2 if of_images else 3
+    if channels < fewest:
+        raise InvalidValue(
+            f"layer {name!r} ({type(layer).__name__}) has num_features={channels}: expected at "
+            f"least {fewest} to normalise within an example; leave the layer out, or widen it"
+        )
+    most = min(_MOST_GROUPS, channels // _CHANNELS_IN_A_GROUP) if of_images else 1
+    groups = next(number for number in range(max(1, most), 0, -1) if channels % number == 0)
+    norm = nn.GroupNorm(groups, channels, eps=layer.eps, affine=False)
+    norm.affine, norm.weight, norm.bias = layer.affine, layer.weight, layer.bias
+    return norm.train(layer.training)
