@@ -50,9 +50,9 @@ from flower_ext.training import (
     LocalTraining,
     Params,
     Task,
-    batches,
     clone,
     gradient,
+    job_batches,
     local_problem,
     part,
     tagged,
@@ -123,7 +123,7 @@ def train_mixture(
     def personal() -> Params:
         return {name: torch.tensordot(p, core, dims=1) for name, core in cores.items()}
 
-    for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
+    for x, y in job_batches(task, job):
         slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(cores[name].flatten(1) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():

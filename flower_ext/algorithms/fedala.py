@@ -48,8 +48,8 @@ from flower_ext.training import (
     LocalTraining,
     Params,
     Task,
-    batches,
     gradient,
+    job_batches,
     local_problem,
     matches,
     part,
@@ -126,7 +126,7 @@ def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) 
     local = {name: job.params[name].to(device) for name in problem.start}
     shared = {name: job.shared[name].to(device) for name in problem.start}
     weights = {name: job.weights[name].to(device) for name in problem.start}
-    for x, y in batches(job.examples.to(device), job.training, job.generator):
+    for x, y in job_batches(task, job):
         slope = gradient(problem.loss_at, mixed(local, shared, weights), x, y)
         for name, g in slope.items():
             step = job.training.learning_rate * g * (shared[name] - local[name])

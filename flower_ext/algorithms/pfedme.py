@@ -40,7 +40,7 @@ from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clon
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
 from flower_ext.training.batched.grouping import groups
-from flower_ext.training.local import batches, gradient, own_draws
+from flower_ext.training.local import gradient, job_batches, own_draws
 from flower_ext.training.problem import local_problem
 
 ATTRACTION = "attraction"
@@ -129,7 +129,7 @@ def minimise_envelope(
         def envelope(point: Params, x: Tree, y: Tree) -> Tensor:
             return problem.loss_at(point, x, y) + near(point)
 
-        for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
+        for x, y in job_batches(task, job):
             for _ in range(job.personal.steps or 1):
                 for name, step in gradient(envelope, theta, x, y).items():
                     theta[name].sub_(step, alpha=job.personal.learning_rate)

@@ -23,8 +23,8 @@ from flower_ext.training.features import Features
 from flower_ext.training.local import (
     Job,
     LocalTraining,
-    batches,
     gradient,
+    job_batches,
     minimise,
     train,
 )
@@ -56,7 +56,6 @@ __all__ = [
     "Term",
     "UnshareableModel",
     "accuracy",
-    "batches",
     "check_shareable",
     "clone",
     "cox_loss",
@@ -65,6 +64,7 @@ __all__ = [
     "evaluate_each",
     "evaluate_many",
     "gradient",
+    "job_batches",
     "local_problem",
     "matches",
     "minimise",

@@ -12,7 +12,8 @@ from torch.func import functional_call
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.training.blueprint import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -130,3 +131,59 @@ def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtyp
         except Exception:  # a model may refuse zeros; copying is always safe
             return True
     return x._version > 0
+
+
+def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
+    """Return the least number of rows of a mini-batch: 2 if a single row is left and refused.
+
+    Batch normalisation refuses a single row in training. Only the shapes and the number of examples
+    matter.
+
+    Raises
+    ------
+    InvalidValue
+        All mini-batches have a single row, and the model refuses it. The message may travel.
+    """
+    if batch_size > 1 and trees.length(features) % batch_size != 1:
+        return 1
+    if isinstance(features, Tensor):
+        layer = refusing_layer(task.model, features.shape[1:], features.dtype)
+    else:
+        layer = _refusing_layer(task.model, features)
+    if layer is not None and batch_size == 1:
+        raise tellable(
+            InvalidValue(f"batch_size=1: expected at least 2, because {layer} refuses a single row")
+        )
+    return 1 if layer is None else 2
+
+
+@lru_cache(maxsize=64)
+def refusing_layer(
+    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
+) -> str | None:
+    """Return the layer that refuses a mini-batch of one row, but not of two; None without any."""
+    return _refusing_layer(build, torch.zeros((0, *shape), dtype=dtype))
+
+
+def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
+    entered: list[str] = []
+
+    def passes(count: int) -> bool:
+        x = trees.mapped(
+            lambda leaf: torch.zeros((count, *leaf.shape[1:]), dtype=leaf.dtype), features
+        )
+        try:
+            called(model, x)
+        except Exception:  # a model may raise anything
+            return False
+        return True
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = in_training(build().cpu())
+        if not passes(2):
+            return None
+        for name, module in model.named_modules():
+            said = f"layer {name!r} ({type(module).__name__})"
+            module.register_forward_pre_hook(lambda *_, said=said: entered.append(said))
+            module.register_forward_hook(lambda *_: entered.pop() and None)
+        return None if passes(1) else entered[-1]

@@ -21,6 +21,7 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import seeded
+from flower_ext.training.calls import fewest_rows
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone
@@ -168,11 +169,17 @@ def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) 
 
 
 def batches(
-    examples: Examples, training: LocalTraining, generator: torch.Generator
+    examples: Examples, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
 ) -> Iterator[tuple[Tree, Tree]]:
     """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
 
     Small examples are fetched for several steps at once.
+
+    Parameters
+    ----------
+    fewest : int
+        Least number of rows of a mini-batch (see `calls.fewest_rows`). If the last mini-batch has
+        fewer, it shares its rows and those of the one before evenly, so the number of steps stays.
     """
     count, size = len(examples), training.batch_size
     left, per_epoch = training.num_steps(count), math.ceil(count / size)
@@ -182,11 +189,29 @@ def batches(
     together = max(1, _FETCHED // max(1, size * row)) * size
     for step in range(0, left, max(1, per_epoch)):
         order = torch.randperm(count, generator=generator)[: (left - step) * size].to(device)
-        for some in torch.split(order, together):
+        pieces = torch.split(order, together) if fewest == 1 else _evened(order, size, fewest)
+        for some in pieces:
             xs, ys = trees.selected(features, some), trees.selected(targets, some)
             for x, y in zip(trees.split(xs, size), trees.split(ys, size), strict=True):
                 # Detached, so that in-place operations of the model stay out of the next gradient.
                 yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
+
+
+def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
+    """Yield the mini-batches of a job on the task's device, each of as many rows as it needs."""
+    data, training = job.examples.to(task.torch_device()), job.training
+    fewest = fewest_rows(task, data.features, training.batch_size)
+    return batches(data, training, job.generator, fewest=fewest)
+
+
+def _evened(order: Tensor, size: int, fewest: int) -> Sequence[Tensor]:
+    """Cut an epoch into mini-batches; the last two are even if the last would have too few rows."""
+    parts = [*torch.split(order, size)]
+    if len(parts) > 1 and len(parts[-1]) < fewest:
+        both = torch.cat(parts[-2:])
+        half = len(both) // 2
+        parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
+    return parts
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
@@ -224,6 +249,7 @@ def minimise(
     generator: torch.Generator,
     *,
     replaceable: bool = True,
+    fewest: int = 1,
 ) -> Params:
     """Descend from ``start`` by SGD with momentum, another optimiser, or SAM.
 
@@ -234,13 +260,15 @@ def minimise(
     replaceable : bool
         True if ``loss_at`` might replace the tensors that it is given, as models do that bound
         their weights. Every step then passes new tensors.
+    fewest : int
+        Least number of rows of a mini-batch, as of `batches`.
     """
     params = clone(start)
     weights = [*params.values()]
     leaves = _leaves(params)  # share memory with params
     velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
     steps = _other_optimizer(training, params)
-    for x, y in batches(examples, training, generator):
+    for x, y in batches(examples, training, generator, fewest=fewest):
         leaves = _leaves(params) if replaceable else leaves
         slope = _slope(loss_at, leaves, x, y)
         if training.sam_radius > 0:
@@ -325,6 +353,7 @@ def train_job(
                 training,
                 job.generator,
                 replaceable=problem.replaceable,
+                fewest=fewest_rows(task, data.features, training.batch_size),
             )
     return problem.whole(moved, like=job.params)
 

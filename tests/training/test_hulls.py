@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, Task, batches, train, train_many
+from flower_ext.training import Job, LocalTraining, Task, train, train_many
+from flower_ext.training.local import batches
 from flower_ext.training import local as local_module
 from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.hulls import hull_of

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
+from flower_ext.errors import is_tellable
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -17,7 +18,7 @@ from flower_ext.training import (
     train,
     train_many,
 )
-from flower_ext.training.calls import spared
+from flower_ext.training.calls import fewest_rows, spared
 from flower_ext.training.local import batches, perturbation
 from flower_ext.training.objective import Linear
 
@@ -488,3 +489,79 @@ def test_what_a_model_draws_by_itself_follows_the_generator_and_nothing_else(dro
     assert torch.equal(one, other)
     assert not torch.equal(one, again["weight"])  # other masks, as other batches, next time
     assert not torch.equal(one, trained(6)[0])
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+class ByFunction(nn.Module):
+    """Batch normalisation without a layer of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.above = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.above(nn.functional.batch_norm(self.below(x), None, None, training=True))
+
+
+def crumbs():
+    """Return a norm over groups of one number, which PyTorch refuses for a single row."""
+    return nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(6, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(8, [8, 5, 4]), (4, [4, 4, 4, 3, 2]), (2, [*[2] * 7, 2, 2])]
+)
+def test_a_last_mini_batch_of_one_row_shares_the_rows_of_the_one_before(size, sizes):
+    training = LocalTraining(batch_size=size, epochs=2)
+    data = examples(17)
+    own = [y for _, y in batches(data, training, torch.Generator(), fewest=2)]
+    usual = [y for _, y in batches(data, training, torch.Generator())]
+    assert [*map(len, own)] == [*sizes, *sizes]
+    assert len(own) == len(usual) == training.num_steps(17)
+    if size > 2:  # every example once an epoch, in the same order
+        assert torch.equal(torch.cat(own), torch.cat(usual))
+
+
+@pytest.mark.parametrize("build", [normalised, ByFunction, crumbs])
+@pytest.mark.parametrize("batch_size", [8, 4, 2])
+def test_models_that_refuse_a_single_row_train_on_any_number_of_rows_above_one(build, batch_size):
+    own = replace(task(), model=build)
+    training = LocalTraining(batch_size=batch_size, epochs=2)
+
+    def job(count):
+        params, generator = own.initial_params(0), torch.Generator().manual_seed(count)
+        return Job(params=params, examples=examples(count), training=training, generator=generator)
+
+    counts = [17, 9, 3, 2]
+    together = train_many(own, [job(count) for count in counts])
+    for count, ours in zip(counts, together, strict=True):
+        model = build()
+        model.load_state_dict(own.initial_params(0))
+        optimiser = torch.optim.SGD(model.parameters(), lr=training.learning_rate)
+        generator = torch.Generator().manual_seed(count)
+        for x, y in batches(examples(count), training, generator, fewest=2):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+        (alone,) = train_many(own, [job(count)])
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(ours[name], value)
+            torch.testing.assert_close(alone[name], value)
+
+
+def test_mini_batches_of_one_row_are_refused_with_the_layer_that_refuses_them():
+    own = replace(task(), model=normalised)
+    training = LocalTraining(batch_size=1)
+    start = own.initial_params(0)
+    expected = r"batch_size=1: expected at least 2, because layer '1' \(BatchNorm1d\) refuses"
+    with pytest.raises(ValueError, match=expected) as refusal:
+        train(own, start, examples(5), training, generator=torch.Generator())
+    assert is_tellable(refusal.value)
+
+
+def test_models_that_take_a_single_row_keep_their_mini_batches():
+    assert fewest_rows(task(), examples(17).features, 8) == 1
+    assert fewest_rows(replace(task(), model=normalised), examples(18).features, 8) == 1

@@ -24,6 +24,7 @@ from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for
 from flower_ext.training.batched.network import CompiledNetwork
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.blueprint import in_training
+from flower_ext.training.calls import refusing_layer
 from flower_ext.training.hulls import stays_as_it_is
 from flower_ext.training.local import SGD, Job, LocalTraining, train_job
 from flower_ext.training.objective import Linear, Proximal
@@ -140,6 +141,8 @@ def _why_unlike(trial: _Trial) -> str | None:
             return f"{module} draws other numbers in a batch of models"
         if faster_alone(module, trial.kind.device):
             return f"on a CPU {module} is faster by itself"
+    if layer := refusing_layer(trial.kind.build, trial.kind.shape, trial.kind.dtype):
+        return f"{layer} refuses a mini-batch of a single row"
     return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())
 
 

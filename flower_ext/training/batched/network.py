@@ -36,6 +36,7 @@ from flower_ext.training.batched.layout import (
     NORM,
 )
 from flower_ext.training.batched.stacked import hooked
+from flower_ext.training.calls import refusing_layer
 from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job, own_generator
 from flower_ext.training.objective import affine
@@ -312,6 +313,8 @@ def _network(
     """Return the network of a model that is a chain of known layers, else None."""
     model = build().train()
     if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    if refusing_layer(build, shape, torch.float32) is not None:  # PyTorch and `local` refuse it
         return None
     layers = chain(model, shape)
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
