@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -250,6 +250,7 @@ def minimise(
     *,
     replaceable: bool = True,
     fewest: int = 1,
+    still: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Params:
     """Descend from ``start`` by SGD with momentum, another optimiser, or SAM.
 
@@ -262,6 +263,9 @@ def minimise(
         their weights. Every step then passes new tensors.
     fewest : int
         Least number of rows of a mini-batch, as of `batches`.
+    still : Callable
+        Makes a block in which SAM's pass at the perturbed point moves no buffers, so that each
+        mini-batch counts once in running statistics.
     """
     params = clone(start)
     weights = [*params.values()]
@@ -274,7 +278,9 @@ def minimise(
         if training.sam_radius > 0:
             ascent = perturbation(slope, training.sam_radius)
             climbed = zip(params.items(), ascent, strict=True)
-            slope = _slope(loss_at, _leaves({name: w + p for (name, w), p in climbed}), x, y)
+            point = _leaves({name: w + p for (name, w), p in climbed})
+            with still():
+                slope = _slope(loss_at, point, x, y)
         if steps is not None:
             for w, part in zip(weights, slope, strict=True):
                 w.grad = part
@@ -354,6 +360,7 @@ def train_job(
                 job.generator,
                 replaceable=problem.replaceable,
                 fewest=fewest_rows(task, data.features, training.batch_size),
+                still=problem.still,
             )
     return problem.whole(moved, like=job.params)
 

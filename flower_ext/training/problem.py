@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
@@ -34,6 +36,8 @@ class LocalProblem:
     device: torch.device
     replaceable: bool
     """True if the model might replace the tensors that it is given (see `minimise`)."""
+    still: Callable[[], AbstractContextManager[None]]
+    """Makes a block after which the model's buffers, such as running statistics, are as before."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
         """Return the whole model with its trained part replaced; devices and types as ``like``."""
@@ -102,8 +106,26 @@ def local_problem(
         return value
 
     return LocalProblem(
-        start=start, loss_at=loss_at, rest=rest, device=device, replaceable=not known
+        start=start,
+        loss_at=loss_at,
+        rest=rest,
+        device=device,
+        replaceable=not known,
+        still=partial(_unmoved_buffers, replaced.model),
     )
+
+
+@contextmanager
+def _unmoved_buffers(model: nn.Module) -> Iterator[None]:
+    held = [
+        (module._buffers, leaf, buffer, buffer.clone())
+        for module in model.modules()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for buffers, leaf, buffer, before in held:
+        buffers[leaf] = buffer.copy_(before)
 
 
 def _laid(tree: Tree, layout: torch.memory_format) -> Tree:

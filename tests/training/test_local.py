@@ -1,4 +1,5 @@
 import math
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -565,3 +566,54 @@ def test_mini_batches_of_one_row_are_refused_with_the_layer_that_refuses_them():
 def test_models_that_take_a_single_row_keep_their_mini_batches():
     assert fewest_rows(task(), examples(17).features, 8) == 1
     assert fewest_rows(replace(task(), model=normalised), examples(18).features, 8) == 1
+
+
+class Counting(nn.Module):
+    """A model that counts its passes, and stores a trace of what it saw, travelling or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.passes.add_(1.0)
+        outputs = self.layer(x) + self.seen
+        self.seen.add_(outputs.detach().mean(dim=0))
+        return outputs
+
+
+@pytest.mark.parametrize("build", [normalised, Counting])
+@pytest.mark.parametrize("together", [1, 3])
+def test_the_perturbed_pass_of_sam_moves_no_buffer(build, together):
+    own = replace(task(), model=build)
+    training = LocalTraining(batch_size=8, epochs=2, sam_radius=0.3, learning_rate=0.1)
+    start = own.initial_params(0)
+    jobs = [
+        Job(
+            params=start,
+            examples=examples(24),
+            training=training,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        for seed in range(together)
+    ]
+    for seed, trained in enumerate(train_many(own, jobs)):
+        model = build()
+        model.load_state_dict(start)
+        weights = [*model.parameters()]
+        for x, y in batches(examples(24), training, torch.Generator().manual_seed(seed)):
+            slope = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), weights)
+            other = deepcopy(model)  # its pass leaves the first one's buffers alone
+            with torch.no_grad():
+                ascent = perturbation(slope, training.sam_radius)
+                for weight, climb in zip(other.parameters(), ascent, strict=True):
+                    weight.add_(climb)
+            loss = nn.functional.cross_entropy(other(x), y)
+            for weight, part in zip(
+                weights, torch.autograd.grad(loss, [*other.parameters()]), strict=True
+            ):
+                weight.data.sub_(part, alpha=training.learning_rate)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(trained[name], value)
