@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     kept = work.memory or {}
     last, rounds = work.round - 1, work.settings[ROUNDS]
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
+    types = [p.dtype for p in work.received.values() if p.is_floating_point()]
+    dtype = reduce(torch.promote_types, types, torch.float32)
     job = Mixture(
         params=part(kept, CORE) or work.received,
         examples=work.data.train,
@@ -92,7 +95,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         terms=work.terms,
         others=others,
         own=own,
-        relation=kept.get(RELATION, torch.full((population,), 1 / population)),
+        relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
         relation_rate=work.settings[RATE],
         penalty=fading * work.settings[PENALTY],
     )
@@ -121,7 +124,9 @@ def train_mixture(
     centre = 1 / len(p)
 
     def personal() -> Params:
-        return {name: torch.tensordot(p, core, dims=1) for name, core in cores.items()}
+        return {
+            name: torch.tensordot(p.to(core.dtype), core, dims=1) for name, core in cores.items()
+        }
 
     for x, y in job_batches(task, job):
         slope = gradient(problem.loss_at, personal(), x, y)

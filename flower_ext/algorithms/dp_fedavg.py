@@ -26,7 +26,14 @@ from typing import Any, cast
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx
+from flwr.serverapp.strategy import (
+    FedAvg,
+    FedAvgM,
+    FedProx,
+    FedXgbBagging,
+    FedXgbCyclic,
+    QFedAvg,
+)
 
 from flower_ext.algorithms.one_phase import OnePhase
 from flower_ext.errors import InvalidValue
@@ -45,6 +52,12 @@ from flower_ext.training import LocalTraining, Params
 log = getLogger("flwr")
 
 _STEPS = "steps"
+_BEYOND_MODELS: Mapping[type[FedAvg], str] = {
+    QFedAvg: "each client's training loss, which no plan protects",
+    FedXgbBagging: "trees",
+    FedXgbCyclic: "trees",
+}
+"""Flower's strategies that need more than models, with what they need."""
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -175,13 +188,21 @@ class Hosted(DPFedAvg):
     Raises
     ------
     InvalidValue
-        The cohorts are smaller than the server's ``min_train_nodes`` or ``min_available_nodes``,
-        or an option would have no effect beside the server's own.
+        The server needs more than models and numbers of examples, as QFedAvg does, the cohorts are
+        smaller than its ``min_train_nodes`` or ``min_available_nodes``, or an option would have no
+        effect beside the server's own.
     """
 
     needs_each_update = True
 
     def __init__(self, server: FedAvg, *, plan: PrivacyPlan, **options: Any) -> None:
+        for kind, needed in _BEYOND_MODELS.items():
+            if isinstance(server, kind):
+                raise InvalidValue(
+                    f"server={type(server).__name__}: expected a strategy that needs no more than "
+                    f"models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
+                    f"{kind.__name__} needs {needed}, so run it in an app of its own"
+                )
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(
                 "sampling of the plan: expected cohorts of a fixed size, for which Flower's "

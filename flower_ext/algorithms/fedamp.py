@@ -21,6 +21,7 @@ w_i itself stays on the client.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,11 @@ from flower_ext.federation import (
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Proximal
 
+log = getLogger("flwr")
+
 ATTRACTION = "attraction"
+_LEAST_SHARE = 0.01
+"""Share of other clients in the cloud model that has most of them, below which the server warns."""
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -61,19 +66,23 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
     step, width : float
         α_k and σ.
     """
-    squares = np.square(models).sum(axis=1)
-    distances = np.maximum(squares[:, None] + squares[None, :] - 2 * models @ models.T, 0.0)
-    weights = step / width * np.exp(-distances / width)
+    weights = step / width * np.exp(-_squared_distances(models) / width)
     np.fill_diagonal(weights, 0.0)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
     return np.asarray(weights)
+
+
+def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
+    squares = np.square(models).sum(axis=1)
+    return np.maximum(squares[:, None] + squares[None, :] - 2 * models @ models.T, 0.0)
 
 
 class FedAMP(OnePhase):
     """Attentive message passing between clients with similar models.
 
     Attention sets the weights in the cloud models. The reported shared model is the plain mean of
-    the clients' uploads.
+    the clients' uploads. Attention fades as models move apart; the server warns, once, if every
+    client's cloud model is made of less than 1 % of other clients' models.
 
     Parameters
     ----------
@@ -121,6 +130,7 @@ class FedAMP(OnePhase):
         self.attraction = attraction
         self.models: dict[int, records.Arrays] = {}
         self.clouds: dict[int, records.Arrays] = {}
+        self._warned = False
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -158,9 +168,29 @@ class FedAMP(OnePhase):
         like = self.models[clients[0]]
         flat = np.stack([_flat(self.models[client]) for client in clients])
         weights = attention(flat, step=self.attention_step, width=self.attention_width)
+        self._warn_of_fading(flat, weights)
         mixed = dict(zip(clients, weights @ flat, strict=True))
         self.clouds = {client: _shaped(vector, like) for client, vector in mixed.items()}
         return _shaped(flat.mean(axis=0), like)
+
+    def _warn_of_fading(self, models: NDArray[np.float64], weights: NDArray[np.float64]) -> None:
+        """Log, once, that every client's cloud model is almost its own model."""
+        most = 1.0 - float(np.diag(weights).min())
+        if self._warned or len(models) < 2 or not most < _LEAST_SHARE:
+            return
+        self._warned = True
+        pairs = np.triu_indices(len(models), k=1)
+        median = float(np.median(_squared_distances(models)[pairs]))
+        log.warning(
+            "attention_width=%.4g, attention_step=%.4g: other clients make up at most %.1e of any "
+            "client's cloud model, so clients train almost alone. Take a larger attention_width, "
+            "such as the median squared distance of two models, now %.4g, and an attention_step "
+            "near attention_width / clients",
+            self.attention_width,
+            self.attention_step,
+            most,
+            median,
+        )
 
 
 def _flat(arrays: records.Arrays) -> NDArray[np.float64]:

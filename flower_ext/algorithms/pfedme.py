@@ -88,7 +88,7 @@ def minimise_envelopes(
         stack = Stack(task, chosen, trained)
         w, theta, terms = stack.weights, clone(stack.weights), stack.terms()
         pull, rate, inner = (
-            torch.tensor(values, device=stack.device)
+            stack.numbers(values)
             for values in (
                 [job.attraction for job in chosen],
                 [job.training.learning_rate * job.attraction for job in chosen],

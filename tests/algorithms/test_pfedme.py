@@ -118,6 +118,35 @@ def test_a_batch_of_models_with_dropout_is_the_same_one_by_one(norm, monkeypatch
                 torch.testing.assert_close(ours[name], p, rtol=1e-5, atol=1e-6)
 
 
+def test_settings_are_not_rounded_to_single_precision_in_a_model_of_double_precision():
+    def model():
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
+
+    def jobs():
+        for client in range(6):
+            generator = torch.Generator().manual_seed(client)
+            yield Envelope(
+                params=task.initial_params(0),
+                examples=Examples(
+                    torch.randn(8, 4, generator=generator, dtype=torch.float64),
+                    torch.randint(3, (8,), generator=generator),
+                ),
+                training=LocalTraining(epochs=2, batch_size=4, learning_rate=0.03),
+                generator=generator,
+                personal=LocalTraining(steps=3, learning_rate=0.1),
+                attraction=2.1,
+            )
+
+    alone = [pfedme.minimise_envelope(task, job, lambda name: True) for job in jobs()]
+    together = minimise_envelopes(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
+    for one, other in zip(together, alone, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            for name, p in theirs.items():
+                torch.testing.assert_close(ours[name], p, rtol=1e-12, atol=1e-13)
+
+
 def test_a_model_with_dropout_trains():
     def model():
         return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.2), nn.Linear(5, 3))

@@ -9,11 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, Task, train, train_many
-from flower_ext.training.local import batches
 from flower_ext.training import local as local_module
 from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.hulls import hull_of
-from flower_ext.training.local import batch_rows
+from flower_ext.training.local import batch_rows, batches
 from flower_ext.training.models import HeadedModel
 
 CPU = torch.device("cpu")

@@ -118,7 +118,7 @@ class Stack:
     def minimise(self) -> Params:
         """Run SGD with momentum, or SAM, on every job to its own end; return ``weights``."""
         rate, momentum, radius = (
-            self._numbers([getattr(job.training, name) for job in self.jobs])
+            self.numbers([getattr(job.training, name) for job in self.jobs])
             for name in ("learning_rate", "momentum", "sam_radius")
         )
         terms = self.terms()
@@ -209,12 +209,13 @@ class Stack:
 
         return summed
 
-    def _numbers(self, values: Sequence[float]) -> Tensor:
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a mask of the real examples of each mini-batch, and the weight of each example."""
-        number = self._numbers(counts).unsqueeze(1)
+        number = self.numbers(counts).unsqueeze(1)
         real = torch.arange(max(counts), device=self.device) < number
         share = real / number
         return real, share if factors is None else share * factors.unsqueeze(1)

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import (
     FedMedian,
     FedProx,
     FedTrimmedAvg,
+    FedXgbBagging,
     FedYogi,
     Krum,
     MultiKrum,
@@ -918,6 +919,8 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
             {"local": LocalTraining(proximal_weight=0.5)},
             r"proximal_weight=0\.5: expected FedProx's proximal_mu=0\.0",
         ),
+        (lambda: QFedAvg(client_learning_rate=0.1), {}, "server=QFedAvg: .* training loss"),
+        (FedXgbBagging, {}, "server=FedXgbBagging: expected .* needs trees"),
     ],
 )
 def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, said):
