@@ -526,7 +526,16 @@ def test_a_last_mini_batch_of_one_row_shares_the_rows_of_the_one_before(size, si
         assert torch.equal(torch.cat(own), torch.cat(usual))
 
 
-@pytest.mark.parametrize("build", [normalised, ByFunction, crumbs])
+class Picky(Net):
+    """A model that refuses a single row, though it mixes no rows."""
+
+    def forward(self, x):
+        if len(x) == 1:
+            raise ValueError("a single row")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("build", [normalised, ByFunction, crumbs, Picky])
 @pytest.mark.parametrize("batch_size", [8, 4, 2])
 def test_models_that_refuse_a_single_row_train_on_any_number_of_rows_above_one(build, batch_size):
     own = replace(task(), model=build)
@@ -536,7 +545,7 @@ def test_models_that_refuse_a_single_row_train_on_any_number_of_rows_above_one(b
         params, generator = own.initial_params(0), torch.Generator().manual_seed(count)
         return Job(params=params, examples=examples(count), training=training, generator=generator)
 
-    counts = [17, 9, 3, 2]
+    counts = [17, 9, 3, 2, 17, 9, 17, 17]
     together = train_many(own, [job(count) for count in counts])
     for count, ours in zip(counts, together, strict=True):
         model = build()
