@@ -196,12 +196,12 @@ class Hosted(DPFedAvg):
     needs_each_update = True
 
     def __init__(self, server: FedAvg, *, plan: PrivacyPlan, **options: Any) -> None:
-        for kind, needed in _BEYOND_MODELS.items():
+        for kind, missing in _BEYOND_MODELS.items():
             if isinstance(server, kind):
                 raise InvalidValue(
                     f"server={type(server).__name__}: expected a strategy that needs no more than "
                     f"models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
-                    f"{kind.__name__} needs {needed}, so run it in an app of its own"
+                    f"{kind.__name__} needs {missing}, so run it in an app of its own"
                 )
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(

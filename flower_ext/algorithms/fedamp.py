@@ -74,7 +74,8 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
 
 def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
     squares = np.square(models).sum(axis=1)
-    return np.maximum(squares[:, None] + squares[None, :] - 2 * models @ models.T, 0.0)
+    distances = squares[:, None] + squares[None, :] - 2 * models @ models.T
+    return np.asarray(np.maximum(distances, 0.0))
 
 
 class FedAMP(OnePhase):
