@@ -58,6 +58,7 @@ from flower_ext.training import (
     part,
     tagged,
 )
+from flower_ext.training.params import flat_rows
 
 CORE, PERSONAL, RELATION = "core", "personal", "relation"
 RATE, PENALTY, ROUNDS, POPULATION = "relation-rate", "penalty", "penalty-rounds", "population"
@@ -130,7 +131,7 @@ def train_mixture(
 
     for x, y in job_batches(task, job):
         slope = gradient(problem.loss_at, personal(), x, y)
-        along = sum(cores[name].flatten(1) @ slope[name].flatten() for name in cores)
+        along = sum(flat_rows(cores[name]) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
             core[job.own].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.own]))
         p = p - job.relation_rate * (along + job.penalty * (p - centre))

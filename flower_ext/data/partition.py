@@ -1,7 +1,8 @@
 """Partitions of examples among clients.
 
 Each function takes the targets of a pool and returns one array of indices per client; no example
-is assigned twice.
+is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class: they
+refuse targets of several numbers, and NaN, which is no class.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ def partition(
     rng: np.random.Generator,
     classes_per_partition: int = 2,
     alpha: float = 0.5,
+    min_size: int = 10,
 ) -> list[np.ndarray]:
-    """Divide a pool by the name of a scheme: ``pathological``, ``dirichlet`` or ``iid``."""
+    """Divide a pool by the name of a scheme: ``pathological``, ``dirichlet`` or ``iid``.
+
+    ``classes_per_partition`` is for ``pathological``; ``alpha`` and ``min_size`` are for
+    ``dirichlet``.
+    """
     match kind:
         case "pathological":
             return pathological(
@@ -30,7 +36,9 @@ def partition(
                 rng=rng,
             )
         case "dirichlet":
-            return dirichlet(targets, num_partitions=num_partitions, alpha=alpha, rng=rng)
+            return dirichlet(
+                targets, num_partitions=num_partitions, alpha=alpha, rng=rng, min_size=min_size
+            )
         case "iid":
             return iid(targets, num_partitions=num_partitions, rng=rng)
     raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
@@ -52,8 +60,9 @@ def pathological(
     ------
     ValueError
         S is not between 1 and the number of classes K, N·S is below K (a class would be left out),
-        or a class has too few examples for its clients.
+        or a class has too few examples for its clients. The targets are no classes.
     """
+    _check_classes(targets)
     classes = np.unique(targets)
     _check_count(targets, num_partitions)
     if not 1 <= classes_per_partition <= len(classes):
@@ -106,13 +115,15 @@ def dirichlet(
 ) -> list[np.ndarray]:
     """Spread each class over the clients by a Dirichlet(alpha) draw (Hsu et al. 2019).
 
-    The draw is repeated until every client holds ``min_size`` examples.
+    The draw is repeated until every client holds at least ``min_size`` examples.
 
     Raises
     ------
     ValueError
-        ``alpha`` is not above 0, or none of ``attempts`` draws gave every client enough.
+        ``alpha`` is not above 0, or none of ``attempts`` draws gave every client enough. The
+        targets are no classes.
     """
+    _check_classes(targets)
     _check_count(targets, num_partitions)
     if not 0 < alpha < np.inf:
         raise InvalidValue(f"alpha={alpha!r}: expected a finite number > 0")
@@ -120,7 +131,8 @@ def dirichlet(
     if not 0 < min_size <= most:
         raise InvalidValue(
             f"min_size={min_size!r}: expected 1 … {most}, because there are not enough examples "
-            f"for more in each of {num_partitions} partitions"
+            f"for more in each of {num_partitions} partitions; apps call the setting "
+            "dirichlet-min-size"
         )
     for _ in range(attempts):
         pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
@@ -135,7 +147,8 @@ def dirichlet(
             return divided
     raise InvalidValue(
         f"{attempts} draws with alpha={alpha:g} left a client with fewer than {min_size} "
-        f"examples; raise alpha, or choose fewer than {num_partitions} clients"
+        f"examples; raise alpha, lower min_size (in apps dirichlet-min-size), or choose fewer "
+        f"than {num_partitions} clients"
     )
 
 
@@ -159,8 +172,10 @@ def split(
     Raises
     ------
     ValueError
-        There are fewer than two examples, or ``train_fraction`` is outside (0, 1).
+        There are fewer than two examples, ``train_fraction`` is outside (0, 1), or the targets are
+        no classes.
     """
+    _check_classes(targets)
     if not 0 < train_fraction < 1:
         raise InvalidValue(f"train_fraction={train_fraction!r}: expected a number in (0, 1)")
     if len(indices) < 2:
@@ -182,4 +197,18 @@ def _check_count(targets: np.ndarray, num_partitions: int) -> None:
         raise InvalidValue(
             f"num_partitions={num_partitions!r}: expected 1 … {len(targets)}, the number of "
             "examples; apps call the setting clients"
+        )
+
+
+def _check_classes(targets: np.ndarray) -> None:
+    if targets.ndim != 1:
+        raise InvalidValue(
+            f"targets of shape {targets.shape}: expected a class for each example, of shape "
+            f"({len(targets)},); for one-hot targets give targets.argmax(axis=1), and divide "
+            "examples without classes by iid"
+        )
+    if missing := int(np.count_nonzero(targets != targets)):  # NaN differs from itself
+        raise InvalidValue(
+            f"targets: {missing} of {len(targets)} are NaN, expected a class for each example; "
+            "leave those examples out or give them a class of their own"
         )

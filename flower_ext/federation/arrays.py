@@ -82,14 +82,16 @@ def to_arrays(record: ArrayRecord) -> Arrays:
 
 
 def read_array(array: Array) -> np.ndarray:
-    """Return one array. Do not change it.
+    """Return one array, in the byte order of this machine. Do not change it.
 
     Raises
     ------
     ValueError
         The bytes do not match their header, or hold Python objects.
     """
-    return array.values if isinstance(array, UnsentArray) else _read_npy(array)
+    values = array.values if isinstance(array, UnsentArray) else _read_npy(array)
+    # PyTorch reads no other byte order, and arrays of another one differ in dtype from ours.
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _read_npy(array: Array) -> np.ndarray:

@@ -13,7 +13,8 @@ the ClientApp returns           what leaves the client
 ==============================  ==================================================================
 floating-point arrays           the clipped update with noise
 integer and boolean arrays      the received values: they count batches or examples, and no
-                                Gaussian noise covers a whole number
+                                Gaussian noise covers a whole number (`DPFedAvg` sends none: it
+                                refuses them before the first round)
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
 an error, a missing array, NaN  an update of zeros with noise, as from a client that has learned

@@ -397,7 +397,7 @@ def start(
     with recorded_run(recorded, "-".join(name) or "run") as run:
         strategy = strategy_of(config, run)
         base = base_of(strategy)
-        require_modules("personal", base.personal, task.shapes)
+        require_modules("personal", base.personal, task.shapes, task.blueprint.tied)
         check_shareable(task.model(), base.personal)
         base.frozen = base.frozen or task.fingerprint
         record(

@@ -6,7 +6,9 @@ and treats its client as a dropout in the privacy plan.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from logging import getLogger
 from typing import TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.arrays import Arrays as Arrays
@@ -60,6 +62,8 @@ TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
 
 
+_FEWEST_RANDOM = 8
+"""Fewest numbers, at least half of them different, that are equal only if one is a copy."""
 LARGEST_VALUE = 1e15
 """Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
 LARGEST_SIZE = 2**40
@@ -86,20 +90,56 @@ def shared_arrays(record: ArrayRecord) -> Arrays:
         names it.
     """
     arrays = to_arrays(record)
+    remedy = (
+        "leave it out of the initial arrays. In the model of a Task, register such a buffer with "
+        "persistent=False, or make it personal=({!r},) if the method has personal parts; a "
+        "ClientApp of your own loads the model with strict=False"
+    )
     for name, array in arrays.items():
         layer, _, leaf = name.rpartition(".")
         if leaf in {"running_mean", "running_var", "num_batches_tracked"}:
             raise UnshareableModel(
                 f"{name!r} is a BatchNorm statistic of the clients' data; neither clipping nor "
                 f"noise covers it. Use GroupNorm in layer {layer!r} "
-                "(flower_ext.training.replace_batch_norm) or make that layer personal."
+                f"(flower_ext.training.replace_batch_norm), or {remedy.format(layer or name)}"
             )
         if not np.issubdtype(array.dtype, np.floating):
             raise UnshareableModel(
                 f"{name!r} has dtype {array.dtype}; only floating-point arrays can be shared: "
-                "make its layer personal"
+                f"{remedy.format(name)}"
             )
     return arrays
+
+
+def refuse_tied(record: ArrayRecord) -> None:
+    """Refuse initial arrays in which one parameter has two names, as a ``state_dict`` has it.
+
+    Noise would drive the two apart, and norms would count them twice. Arrays show no tie, but equal
+    random numbers do. Layers that begin as copies of one layer, as in ``nn.TransformerEncoder``,
+    have names that differ in numbers only; for them a warning has to do.
+
+    Raises
+    ------
+    UnshareableModel
+        The message names both.
+    """
+    first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+    for name, array in to_arrays(record).items():
+        if 2 * len(np.unique(array)) <= max(array.size, _FEWEST_RANDOM):
+            continue  # constants, such as zeros and ones, may be equal by chance
+        content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
+        other = first.setdefault((str(array.dtype), array.shape, content), name)
+        if other == name:
+            continue
+        tie = f"{name!r} begins with the numbers of {other!r}, as if tied to it"
+        fix = (
+            f"leave {name!r} out of the initial arrays, and let the ClientApp load the model with "
+            "strict=False, which fills both; parameters that are not tied must begin apart"
+        )
+        if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", other):
+            log.warning("%s. If they are tied, noise drives them apart: %s", tie, fix)
+            continue
+        raise UnshareableModel(f"{tie}; noise would drive the two apart: {fix}")
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:
@@ -253,7 +293,8 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
     elif trust_models and isinstance(sent := content.get(MODEL), ArrayRecord):
-        model = _checked(sent, base)
+        known = {name: sent[name] for name in base if name in sent}  # it may return more
+        model = _checked(known, base)
         arrays = {name: model[name] - base[name] for name in base}
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
@@ -348,7 +389,7 @@ def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
     return update.square <= _largest(dtype) ** 2
 
 
-def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
+def _checked(record: Mapping[str, Array], base: Mapping[str, np.ndarray]) -> Arrays:
     if record.keys() != base.keys():
         missing, extra = sorted(set(base) - set(record)), sorted(set(record) - set(base))
         raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")

@@ -337,7 +337,8 @@ class RunLoop(Strategy):
             if alike:
                 raise InvalidValue(
                     f"personal={prefix!r}: expected the name of a part of the model; did you mean "
-                    f"{alike[0]!r}? A part that is not named is shared"
+                    f"{alike[0]!r}? A part that is not named is shared, and a parameter that is "
+                    "tied to another goes by the other's name"
                 )
             log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
 

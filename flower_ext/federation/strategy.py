@@ -259,7 +259,11 @@ class FederatedStrategy(Evaluating):
     def connect(self, grid: Grid, arrays: ArrayRecord) -> None:
         """Store ``arrays`` as the model to send; the first time, connect to the clients."""
         self.sent = records.shared_arrays(self.shared(arrays))
+        new = not self._met
         self._meet(grid)
+        roster = self.exchange.roster
+        if new and roster is not None and roster.foreign and self.accounted.delta is not None:
+            records.refuse_tied(arrays)
 
     def _meet(self, grid: Grid) -> None:
         if self._met:

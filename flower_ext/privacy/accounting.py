@@ -3,7 +3,7 @@
 The result is the least of all upper bounds on ε that apply. Usually this is the bound of the PLD
 accountant. For a tiny δ or very many rounds, PLD's Fourier transforms lose precision, and the RDP
 accountant gives the lesser bound. Where sampling hides nothing, the bound that ignores sampling is
-the least.
+the least. With a δ of at least the chance that a unit is ever drawn, ε is 0 with any noise.
 
 The two accountants of dp-accounting 0.6 read replace-one differently: PLD doubles a Gaussian's
 sensitivity, RDP does not. This module therefore passes a Gaussian of sensitivity 2 for replace-one
@@ -56,7 +56,8 @@ Accountant = Literal["pld", "rdp"]
 
 EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""
-
+SELDOM_DRAWN = "chance of being drawn"
+"""Unless a unit is drawn, runs with and without it are equal; δ is no less than that chance."""
 
 RDP_ORDERS = (
     *(1 + tenth / 10 for tenth in range(1, 100)),
@@ -74,6 +75,15 @@ _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
 """Limits of a grid interval: a finer one loses δ to rounding, a wider one overflows exp."""
+_MOST_CELLS = 50_000
+"""Most grid intervals for the losses of one release, which take half a second."""
+_MANY_CELLS = 20_000
+"""Searches have a rough first look before they use a grid of more intervals."""
+_MOST_AT_ONCE = 4096
+"""Most copies of a grid that one Fourier transform composes. The bound by which dp-accounting cuts
+the tails of a composition is loose for more copies, and its transforms become long."""
+_COARSE, _CLEAR = 10.0, 1.25
+"""Factors of a rough first look: its grid is as much wider, and ε as much too large is clear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +191,27 @@ def privacy_loss_of(
         ``delta`` is outside (0, 1), or the releases have different relations.
     """
     require_delta(delta)
+    return _bound(releases, delta, accountant, enough=-1.0)
+
+
+def meets(
+    releases: Mapping[Release, int], *, epsilon: float, delta: float, accountant: Accountant
+) -> bool:
+    """Return True if `privacy_loss_of` is at most ``epsilon``; searches ask this, as it is faster.
+
+    A bound that meets ``epsilon`` is not improved any further, nor is a bound far above it.
+    """
+    require_delta(delta)
+    return _bound(releases, delta, accountant, enough=epsilon).epsilon <= epsilon
+
+
+def _bound(
+    releases: Mapping[Release, int] | Iterable[Release],
+    delta: float,
+    accountant: Accountant,
+    *,
+    enough: float,
+) -> PrivacyLoss:
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
     counts = Counter({release: n for release, n in counts.items() if n > 0})
     relations = {release.relation for release in counts}
@@ -193,7 +224,9 @@ def privacy_loss_of(
     for release, count in counts.items():
         exact[replace(release, residue=0.0)] += count
     return with_residue(
-        lambda left: _loss(tuple(exact.items()), left, accountant), residue_of(counts), delta
+        lambda left: _loss(tuple(exact.items()), left, accountant, enough),
+        residue_of(counts),
+        delta,
     )
 
 
@@ -261,12 +294,18 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
 
 @lru_cache(maxsize=4096)
 def _loss(
-    counts: tuple[tuple[Release, int], ...], delta: float, accountant: Accountant
+    counts: tuple[tuple[Release, int], ...],
+    delta: float,
+    accountant: Accountant,
+    enough: float = -1.0,
 ) -> PrivacyLoss:
+    """Return the least bound; if one is at most ``enough``, or clearly will not be, any bound."""
     if not counts:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=accountant.upper())
     if any(release.noise_multiplier == 0 for release, _ in counts):
         return PrivacyLoss(epsilon=math.inf, delta=delta, accountant=accountant.upper())
+    if _chance_drawn(counts) <= delta:
+        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=SELDOM_DRAWN)
     import dp_accounting
 
     events = [(release.event, count) for release, count in counts]
@@ -274,18 +313,67 @@ def _loss(
     if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
         return _without_amplification(counts, delta)
     if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
-        return _least(_without_replacement(counts, delta), _without_amplification(counts, delta))
+        plain = _without_amplification(counts, delta)
+        if plain.epsilon <= enough:
+            return plain
+        return _least(_without_replacement(counts, delta), plain)
     renyi = _renyi(counts, delta)
     if accountant == "rdp":
         return renyi
     plain = _without_amplification(counts, delta)
-    rough = min(plain.epsilon, renyi.epsilon)
-    if rough > _LARGEST_GRID_EPSILON:
-        return _least(renyi, plain)
-    interval = _grid_interval(rough, delta, steps=sum(count for _, count in counts))
-    epsilon = pld_epsilon(events, delta, interval=min(interval, max(1e-3, 2e-5 * rough)))
-    tight = PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
-    return _least(tight, renyi, plain)
+    rough = _least(renyi, plain)
+    if rough.epsilon <= max(0.0, enough) or rough.epsilon > _LARGEST_GRID_EPSILON:
+        return rough
+    steps = sum(count for _, count in counts)
+    interval = _grid_interval(rough.epsilon, delta, steps=steps)
+    interval = min(interval, max(1e-3, 2e-5 * rough.epsilon))
+    widest = _widest_step(counts)
+    interval = max(interval, widest / _MOST_CELLS)
+
+    def on_grid(interval: float) -> PrivacyLoss:
+        epsilon = pld_epsilon(events, delta, interval=interval)
+        return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
+
+    if enough > 0 and (steps > _MOST_AT_ONCE or widest > _MANY_CELLS * interval):
+        rough = _least(on_grid(min(_COARSE * interval, WIDEST_INTERVAL)), rough)
+        if not enough < rough.epsilon <= _CLEAR * enough:
+            return rough
+    return _least(on_grid(interval), rough)
+
+
+def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
+    """Return the chance that a unit is in any cohort, rounded up; 1 if its draws are no secret."""
+    never = 0.0
+    for release, count in counts:
+        secret = (
+            isinstance(release.sampling, PoissonSampling)
+            or release.relation is NeighboringRelation.REPLACE_ONE
+        )
+        rate = release.sampling.sampling_rate
+        if rate == 1 or not secret:
+            return 1.0
+        never += count * math.log1p(-rate)
+    return -math.expm1(never * (1 + 1e-12))
+
+
+def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
+    """Return the range of one release's privacy loss within ten standard deviations of the noise.
+
+    Releases that are not sub-sampled are composed to one Gaussian first.
+    """
+    widest = 0.0
+    for release, count in counts:
+        shift = release.relation.sensitivity_factor / min(release.noise_multiplier, _MOST_NOISE)
+        rate = release.sampling.rate if isinstance(release.sampling, PoissonSampling) else 1.0
+        if rate == 1:
+            shift *= math.sqrt(count)
+        log_absent = math.log1p(-rate) if rate < 1 else -math.inf
+        ends = [
+            float(np.logaddexp(log_absent, math.log(rate) + shift * z))
+            for z in (shift / 2 + 10, -shift / 2 - 10)
+        ]
+        widest = max(widest, ends[0] - ends[1])
+    return widest
 
 
 def _least(*losses: PrivacyLoss) -> PrivacyLoss:
@@ -332,24 +420,35 @@ def _renyi(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
 
 
-def _without_replacement(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
+def _without_replacement(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
+    """Return the bound at the best order: of every fourth one, then of its neighbours."""
     from dp_accounting import rdp
 
-    curve = sum(count * _renyi_without_replacement(release) for release, count in counts)
-    epsilon = float(rdp.compute_epsilon(_WITHOUT_REPLACEMENT_ORDERS, curve, delta)[0])
+    def best_of(orders: Sequence[float]) -> tuple[float, float]:
+        curve = [
+            sum(count * _renyi_without_replacement(release, order) for release, count in counts)
+            for order in orders
+        ]
+        epsilon, order = rdp.compute_epsilon(orders, curve, delta)
+        return float(epsilon), float(order)
+
+    epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
+    if order in _WITHOUT_REPLACEMENT_ORDERS:  # not if the loss is 0 or infinite
+        place = _WITHOUT_REPLACEMENT_ORDERS.index(order)
+        epsilon, _ = best_of(_WITHOUT_REPLACEMENT_ORDERS[max(0, place - 3) : place + 4])
     name = "RDP (sampling without replacement)"
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=name)
 
 
-@lru_cache(maxsize=256)
-def _renyi_without_replacement(release: Release) -> np.ndarray:
-    """Return the divergences of one release; cached because a search asks for many counts of it."""
+@lru_cache(maxsize=8192)
+def _renyi_without_replacement(release: Release, order: float) -> float:
+    """Return the divergence of one release; cached because a search asks for many counts of it."""
     import dp_accounting
     from dp_accounting import rdp
 
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
-    accountant = rdp.RdpAccountant(_WITHOUT_REPLACEMENT_ORDERS, relation)
-    return np.asarray(accountant.compose(release.event).rdp)
+    accountant = rdp.RdpAccountant([order], relation)
+    return float(accountant.compose(release.event).rdp[0])
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
@@ -377,7 +476,41 @@ def pld_epsilon(
     resolved = delta - _ROUNDING * sum(count for _, count in events)
     if resolved <= 0:
         return math.inf
-    accountant = pld.PLDAccountant(value_discretization_interval=interval)
+    total = pld.privacy_loss_distribution.identity(interval)
     for event, count in events:
-        accountant.compose(event, count)
-    return float(accountant.get_epsilon(resolved))
+        total = total.compose(_composed(*_grid_of(event, count, interval)))
+    return float(total.get_epsilon_for_delta(resolved))
+
+
+def _grid_of(event: dp_accounting.DpEvent, count: int, interval: float) -> tuple[Any, int]:
+    """Return a grid of privacy losses, and how often to compose it."""
+    import dp_accounting
+    from dp_accounting.pld import privacy_loss_distribution as grids
+
+    match event:
+        case dp_accounting.GaussianDpEvent():
+            noise = event.noise_multiplier / math.sqrt(count)
+            return grids.from_gaussian_mechanism(noise, value_discretization_interval=interval), 1
+        case dp_accounting.PoissonSampledDpEvent(event=dp_accounting.GaussianDpEvent()):
+            return grids.from_gaussian_mechanism(
+                event.event.noise_multiplier,
+                value_discretization_interval=interval,
+                sampling_prob=event.sampling_probability,
+            ), count
+        case dp_accounting.dp_event.MixtureOfGaussiansDpEvent():
+            return grids.from_mixture_gaussian_mechanism(
+                event.standard_deviation,
+                event.sensitivities,
+                event.sampling_probs,
+                value_discretization_interval=interval,
+            ), count
+    raise TypeError(f"event={event!r}: expected a Gaussian, sub-sampled or a mixture, or neither")
+
+
+def _composed(losses: Any, count: int) -> Any:
+    """Compose a grid of privacy losses with itself, many copies block by block."""
+    if count <= _MOST_AT_ONCE:
+        return losses.self_compose(count)
+    blocks, left = divmod(count, _MOST_AT_ONCE)
+    total = _composed(losses.self_compose(_MOST_AT_ONCE), blocks)
+    return total.compose(losses.self_compose(left)) if left else total

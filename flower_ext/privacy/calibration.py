@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import Accountant, Release, privacy_loss, privacy_loss_of
+from flower_ext.privacy.accounting import Accountant, Release, meets, privacy_loss_of
 from flower_ext.privacy.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
 
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
+_EXACT_ROUNDS = 100_000
+"""The search for the most rounds is exact up to this number, beyond which PLD takes long."""
+_LEAST_NOISE = 1e-3
+"""The search for the least noise ends below this noise multiplier, which hides nothing."""
 
 
 class TargetOutOfReach(InvalidValue):
@@ -42,6 +45,9 @@ def calibrate_noise_multiplier(
     besides: Mapping[Release, int] | None = None,
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
+
+    The search ends at a thousandth: so little noise hides nothing. It is enough for any ε if
+    ``delta`` is at least the chance that a unit is drawn in any round; such a δ is too large.
 
     Parameters
     ----------
@@ -69,7 +75,7 @@ def calibrate_noise_multiplier(
     def fits(noise_multiplier: float) -> bool:
         one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
         releases = Counter({one: rounds}) + Counter(besides or {})
-        return privacy_loss_of(releases, delta=delta, accountant=accountant).epsilon <= epsilon
+        return meets(releases, epsilon=epsilon, delta=delta, accountant=accountant)
 
     safe = 1.0
     while not fits(safe):
@@ -80,7 +86,7 @@ def calibrate_noise_multiplier(
                 f"multiplier above {MAX_NOISE_MULTIPLIER:g}; raise epsilon or delta"
             )
     unsafe = safe / 2
-    while fits(unsafe) and unsafe > 1e-3:
+    while fits(unsafe) and unsafe > _LEAST_NOISE:
         safe, unsafe = unsafe, unsafe / 2
     return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
 
@@ -96,21 +102,26 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    The search ends where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
+    With PLD, a number above 100,000 may be too small by a thousandth, but is never too large. The
+    search ends where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
     """
     _check_target(epsilon, rounds=1)
-    facts = _facts(sampling, relation, delta, accountant)
+    release = Release(
+        sampling=sampling,
+        noise_multiplier=noise_multiplier,
+        relation=relation or default_relation(sampling),
+    )
 
     def fits(rounds: int) -> bool:
-        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
-        return loss.epsilon <= epsilon
+        return meets({release: rounds}, epsilon=epsilon, delta=delta, accountant=accountant)
 
     safe, unsafe = 0, 1
     while fits(unsafe):
         safe, unsafe = unsafe, 2 * unsafe
         if unsafe > MAX_ROUNDS:
             return safe
-    while unsafe - safe > 1:
+    exact = accountant == "rdp" or unsafe <= _EXACT_ROUNDS
+    while unsafe - safe > (1 if exact else safe // 1000):
         middle = (safe + unsafe) // 2
         safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)
     return safe
@@ -136,9 +147,13 @@ def calibrate_sampling_rate(
     _check_target(epsilon, rounds)
 
     def fits(rate: float) -> bool:
-        facts = _facts(PoissonSampling(population, rate), None, delta, accountant)
-        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
-        return loss.epsilon <= epsilon
+        sampling = PoissonSampling(population, rate)
+        release = Release(
+            sampling=sampling,
+            noise_multiplier=noise_multiplier,
+            relation=default_relation(sampling),
+        )
+        return meets({release: rounds}, epsilon=epsilon, delta=delta, accountant=accountant)
 
     if fits(1.0):
         return 1.0
@@ -151,18 +166,6 @@ def calibrate_sampling_rate(
                 f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise it"
             )
     return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
-
-
-def _facts(
-    sampling: Sampling, relation: NeighboringRelation | None, delta: float, accountant: Accountant
-) -> dict[str, Any]:
-    """Return the arguments that every step of a search passes to the accountant."""
-    return {
-        "sampling": sampling,
-        "relation": relation or default_relation(sampling),
-        "delta": delta,
-        "accountant": accountant,
-    }
 
 
 def _check_target(epsilon: float, rounds: int) -> None:

@@ -33,10 +33,11 @@ _MENDS = {
 class _Facts(NamedTuple):
     """Frozen and travelling tensors of a model, and a template whose frozen parts models share.
 
-    Of tied parameters the first one travels.
+    Of tied parameters the first one travels; ``tied`` maps the other names to the first.
     """
 
     frozen: Params
+    tied: Mapping[str, str]
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
     template: nn.Module | None
 
@@ -107,6 +108,11 @@ class Blueprint:
         return self._facts.travelling
 
     @property
+    def tied(self) -> Mapping[str, str]:
+        """Further names of parameters that have several, with the first name of each."""
+        return self._facts.tied
+
+    @property
     def frozen(self) -> Mapping[str, Tensor]:
         """All tensors that neither train nor travel, by name; the caller must not change them."""
         return self._facts.frozen
@@ -131,8 +137,7 @@ class Blueprint:
             if is_frozen(module):
                 for leaf, buffer in module.named_buffers(recurse=False):
                     frozen[f"{name}.{leaf}".removeprefix(".")] = buffer
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in model.named_parameters()}
+        tied = _tied(model)
         state = model.state_dict()
         travelling = {
             name: (value.shape, value.dtype)
@@ -147,16 +152,23 @@ class Blueprint:
                 )
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
-        return _Facts(frozen, travelling, model if constant else None)
+        return _Facts(frozen, tied, travelling, model if constant else None)
 
     def _built(self) -> nn.Module:
         model = self.factory()
         if self.trainable is not None:
             names = [name for name, _ in model.named_parameters()]
-            require_modules("trainable", self.trainable, names)
+            require_modules("trainable", self.trainable, names, _tied(model))
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(matches(name, self.trainable))
         return model
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    known = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+    return {name: other for name, other in known.items() if name != other}
 
 
 def _known_again(

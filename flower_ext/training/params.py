@@ -73,6 +73,11 @@ def is_finite(numbers: Tensor) -> bool:
     return math.isfinite(numbers.sum()) or bool(torch.isfinite(numbers).all())
 
 
+def flat_rows(stack: Tensor) -> Tensor:
+    """Return the numbers of each row, of shape (rows, numbers); rows may be scalars or empty."""
+    return stack.unsqueeze(-1).flatten(1)
+
+
 def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
     """Return ``after − before`` for every name of ``after``.
 
@@ -136,14 +141,31 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
-def require_modules(option: str, patterns: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse an option with a pattern that matches no parameter among ``names``."""
+def require_modules(
+    option: str,
+    patterns: Sequence[str],
+    names: Iterable[str],
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse an option with a pattern that matches no parameter among ``names``.
+
+    ``tied`` maps further names of parameters to the first name of each, by which it travels. The
+    option must not match a further name alone.
+    """
+    for name, first in (tied or {}).items():
+        if matches(name, patterns) and not matches(first, patterns):
+            raise InvalidValue(
+                f"{option}={tuple(patterns)} names {name!r}, which is tied to {first!r}: the two "
+                f"are one parameter, which goes by the name {first!r}; name that one as well, or "
+                "neither of them"
+            )
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
             modules = sorted({name.rpartition(".")[0] or name for name in names})
             raise InvalidValue(
-                f"{option}={pattern!r} names no parameter of this model; expected some of {modules}"
+                f"{option}={pattern!r} names no parameter of this model; expected some of "
+                f"{modules} (a parameter that is tied to another goes by the other's name)"
             )
 
 

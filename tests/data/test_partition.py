@@ -95,6 +95,12 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
             lambda: dirichlet(TARGETS, num_partitions=1_000, alpha=1e6, min_size=10, rng=rng()),
             "min_size=10: expected 1 … 6,",
         ),
+        (
+            lambda: partition(
+                "dirichlet", TARGETS, num_partitions=3, alpha=0.5, min_size=2_001, rng=rng()
+            ),
+            "min_size=2001: expected 1 … 2000,.* apps call the setting dirichlet-min-size",
+        ),
         (lambda: split(np.array([1]), TARGETS, rng=rng()), "1 examples cannot"),
         (lambda: split(np.arange(9), TARGETS, train_fraction=1.0, rng=rng()), "train_fraction=1.0"),
     ],
@@ -102,3 +108,36 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
 def test_impossible_partitions_are_refused_with_what_to_change(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+ROWS = np.random.default_rng(1).random((100, 3))
+WITH_NAN = np.where(np.arange(100) < 7, np.nan, np.arange(100) % 4)
+BY_CLASS = {
+    "pathological": lambda targets: partition("pathological", targets, num_partitions=4, rng=rng()),
+    "dirichlet": lambda targets: partition("dirichlet", targets, num_partitions=4, rng=rng()),
+    "split": lambda targets: split(np.arange(100), targets, rng=rng()),
+}
+
+
+@pytest.mark.parametrize("kind", BY_CLASS)
+def test_targets_that_are_no_classes_are_refused_where_classes_are_divided(kind):
+    with pytest.raises(ValueError, match=r"shape \(100, 3\): expected a class for each example"):
+        BY_CLASS[kind](ROWS)
+    with pytest.raises(ValueError, match="7 of 100 are NaN, expected a class for each example"):
+        BY_CLASS[kind](WITH_NAN)
+    for names in (np.array(["a", "b", "c", "d"] * 25), np.arange(100) % 4):
+        assert sorted(np.concatenate(BY_CLASS[kind](names))) == [*range(100)]
+
+
+@pytest.mark.parametrize("targets", [ROWS, WITH_NAN])
+def test_equal_shares_need_no_classes(targets):
+    parts = partition("iid", targets, num_partitions=7, rng=rng())
+    assert sorted(np.concatenate(parts)) == [*range(100)]
+
+
+def test_every_client_has_the_smallest_size_asked_for():
+    for least in (1, 60):
+        parts = partition(
+            "dirichlet", TARGETS, num_partitions=30, alpha=0.3, min_size=least, rng=rng()
+        )
+        assert min(map(len, parts)) >= least

@@ -335,3 +335,18 @@ def test_orders_below_two_are_searched_where_sampling_hides_little():
     facts = {"sigma": 1.0, "rounds": 100, "delta": 1e-5}
     renyi = epsilon(PoissonSampling(100, 0.7), accountant="rdp", **facts)
     assert epsilon(PoissonSampling(100, 0.7), **facts) <= renyi < 64
+
+
+def test_many_rounds_composed_block_by_block_are_a_little_above_the_exact_gaussian():
+    # At a rate of nearly 1 the run is one Gaussian of multiplier σ/√T, whose ε is known exactly.
+    for rounds in (5_000, 100_003):
+        sampling = PoissonSampling(10, 1 - 1e-12)
+        noise = math.sqrt(rounds)
+        event = Release(
+            sampling=sampling,
+            noise_multiplier=noise,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        ).event
+        interval = 2 * math.sqrt(1e-3 / rounds)
+        exact = gaussian_loss(noise, releases=rounds, delta=1e-5).epsilon
+        assert exact <= pld_epsilon([(event, rounds)], 1e-5, interval=interval) <= 1.002 * exact

@@ -8,7 +8,9 @@ from flower_ext.privacy import (
     FullParticipation,
     PoissonSampling,
     TargetOutOfReach,
+    accounting,
     calibrate_noise_multiplier,
+    gaussian_loss,
     privacy_loss,
 )
 from flower_ext.privacy.accounting import Release, privacy_loss_of
@@ -121,3 +123,46 @@ def test_unfit_targets_are_refused(epsilon):
         calibrate_noise_multiplier(
             epsilon=epsilon, delta=1e-3, sampling=FullParticipation(10), rounds=1
         )
+
+
+SELDOM = PoissonSampling(1_000, 0.01)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("sampling", [SELDOM, FixedSizeSampling(1_000, 10)])
+def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(sampling, accountant, monkeypatch):
+    monkeypatch.setattr(accounting, "pld_epsilon", None)  # the answer needs no grid
+    facts = {"sampling": sampling, "accountant": accountant}
+    chance = 1 - 0.99**20
+    above = {"delta": 1.000001 * chance, "epsilon": 0.001, **facts}
+    assert calibrate_noise_multiplier(rounds=20, **above) <= 2e-3
+    assert 20 <= calibrate_rounds(noise_multiplier=1e-3, **{**above, "accountant": "rdp"}) < 22
+
+
+def test_a_delta_a_little_below_the_chance_of_being_drawn_bounds_a_release_without_noise():
+    # With next to no noise, a release is (0, δ) for δ = 1 - (1 - q)^T, and for no smaller δ.
+    chance = 1 - 0.99**20
+    facts = {"sampling": SELDOM, "rounds": 20, "relation": default_relation(SELDOM)}
+    assert privacy_loss(noise_multiplier=1e-2, delta=1.0001 * chance, **facts).epsilon == 0
+    assert privacy_loss(noise_multiplier=1e-2, delta=0.99 * chance, **facts).epsilon > 1_000
+
+
+def test_millions_of_rounds_take_few_grids_and_keep_the_target(monkeypatch):
+    grids, exact = [], accounting.pld_epsilon
+    monkeypatch.setattr(
+        accounting, "pld_epsilon", lambda *a, **k: grids.append(k["interval"]) or exact(*a, **k)
+    )
+    sampling, rounds = PoissonSampling(10**6, 1e-3), 10**7
+    sigma = calibrate_noise_multiplier(
+        epsilon=1.0, delta=1e-5, sampling=sampling, rounds=rounds, tolerance=0.02
+    )
+    assert len(grids) < 20
+    facts = {"delta": 1e-5, "sampling": sampling, "rounds": rounds}
+    facts["relation"] = default_relation(sampling)
+    spent = privacy_loss(noise_multiplier=sigma, **facts)
+    assert 0.97 < spent.epsilon <= 1.0
+    assert spent.accountant == "PLD"
+    # The central limit: one Gaussian with a shift of q √(T (exp σ⁻² - 1)).
+    shift = 1e-3 * math.sqrt(rounds * math.expm1(sigma**-2))
+    limit = gaussian_loss(1 / shift, releases=1, delta=1e-5).epsilon
+    assert spent.epsilon == pytest.approx(limit, rel=0.01)

@@ -28,6 +28,7 @@ from flower_ext.training import blueprint as blueprints
 from flower_ext.training.blueprint import Blueprint, blueprint
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import batches
+from flower_ext.training.params import require_modules
 from tests.support.reference.clipped_gradient import by_loop
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
@@ -323,3 +324,22 @@ def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
     with pytest.raises(ValueError, match=r"'0.weight' has type .*: expected float32 or float64"):
         blueprint(lambda: build(True)).initial(0)
     assert list(blueprint(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("names", [("b",), ("b.weight",)])
+def test_an_option_that_names_a_tied_parameter_by_its_other_name_alone_says_so(names):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+    said = "names 'b.weight', which is tied to 'a.weight'"
+    with pytest.raises(InvalidValue, match=f"trainable=.* {said}"):
+        blueprint(Twice, names).initial(0)
+    tied, travelling = blueprint(Twice).tied, blueprint(Twice).travelling
+    assert tied == {"b.weight": "a.weight"}
+    for option in ("personal", "adaptive"):
+        with pytest.raises(InvalidValue, match=f"{option}=.* {said}"):
+            require_modules(option, names, travelling, tied)
+    assert {*blueprint(Twice, ("a.weight", "b")).initial(0)} == {"a.weight", "b.bias"}

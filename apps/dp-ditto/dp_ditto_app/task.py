@@ -33,6 +33,7 @@ def task_of(context: Context) -> Task:
         integer(config, "clients"),
         integer(config, "classes-per-client", least=1),
         number(config, "dirichlet-alpha", above=0),
+        integer(config, "dirichlet-min-size", least=1),
         integer(config, "seed"),
     )
     size = integer(config, "examples-per-client")
@@ -67,22 +68,25 @@ def pool(dataset: str, folder: str) -> Examples:
 
 
 @cache
-def shares(dataset: str, folder: str, key: tuple[str, int, int, float, int]) -> list[np.ndarray]:
+def shares(
+    dataset: str, folder: str, key: tuple[str, int, int, float, int, int]
+) -> list[np.ndarray]:
     """Return the rows of each client's examples, the same in every process."""
-    kind, clients, classes, alpha, seed = key
+    kind, clients, classes, alpha, min_size, seed = key
     return partition(
         kind,
         pool(dataset, folder).targets.numpy(),
         num_partitions=clients,
         classes_per_partition=classes,
         alpha=alpha,
+        min_size=min_size,
         rng=seeded_generator(seed, "partition"),
     )
 
 
 @cache
 def client_data(
-    dataset: str, folder: str, key: tuple[str, int, int, float, int], size: int, client: int
+    dataset: str, folder: str, key: tuple[str, int, int, float, int, int], size: int, client: int
 ) -> ClientData:
     """Return one client's examples: 10 % for testing, and ``size`` of the others for training.
 

@@ -34,6 +34,7 @@ def task_of(context: Context) -> Task:
         integer(config, "clients"),
         integer(config, "classes-per-client", least=1),
         number(config, "dirichlet-alpha", above=0),
+        integer(config, "dirichlet-min-size", least=1),
         integer(config, "seed"),
     )
     return Task(
@@ -50,10 +51,10 @@ def pool(dataset: str, folder: str) -> Examples:
 
 @cache
 def shares(
-    dataset: str, folder: str, partitions: tuple[str, int, int, float, int]
+    dataset: str, folder: str, partitions: tuple[str, int, int, float, int, int]
 ) -> list[np.ndarray]:
     """Return the rows of each client's examples, the same in every process."""
-    kind, clients, classes, alpha, seed = partitions
+    kind, clients, classes, alpha, min_size, seed = partitions
     targets = pool(dataset, folder).targets.numpy()
     rng = seeded_generator(seed, "partition")
     return partition(
@@ -62,13 +63,14 @@ def shares(
         num_partitions=clients,
         classes_per_partition=classes,
         alpha=alpha,
+        min_size=min_size,
         rng=rng,
     )
 
 
 @cache
 def client_data(
-    dataset: str, folder: str, partitions: tuple[str, int, int, float, int], client: int
+    dataset: str, folder: str, partitions: tuple[str, int, int, float, int, int], client: int
 ) -> ClientData:
     """Return one client's examples, 90 % for training and 10 % for testing."""
     examples = pool(dataset, folder)

@@ -34,6 +34,7 @@ class Shares:
     clients: int
     classes: int
     alpha: float
+    min_size: int
     users: int
     seed: int
 
@@ -61,6 +62,7 @@ def shares_of(config: UserConfig) -> Shares:
         clients=integer(config, "clients"),
         classes=integer(config, "classes-per-client", least=1),
         alpha=number(config, "dirichlet-alpha", above=0),
+        min_size=integer(config, "dirichlet-min-size", least=1),
         users=integer(config, "num-users", least=1) if config["method"] == USERS else 0,
         seed=integer(config, "seed"),
     )
@@ -101,6 +103,7 @@ def rows(source: Pictures | Texts, shares: Shares) -> list[np.ndarray]:
         num_partitions=shares.clients,
         classes_per_partition=shares.classes,
         alpha=shares.alpha,
+        min_size=shares.min_size,
         rng=rng,
     )
     return [drawn[part] for part in parts]

@@ -22,6 +22,7 @@ from flower_ext.privacy.bounds import BoundedSum, sum_clipped_rows
 from flower_ext.privacy.cells import CellSum, sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
+from flower_ext.training.params import flat_rows
 
 log = getLogger("flwr")
 
@@ -164,7 +165,7 @@ def _finite(rows: Params) -> Params:
     Refusing the round instead would reveal something about one user's records.
     """
     # A sum is finite only if all numbers in it are, and checking it is faster.
-    sound = torch.stack([row.flatten(1).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
+    sound = torch.stack([flat_rows(row).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows
     return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}

@@ -77,9 +77,15 @@ def reader(task: Task) -> Callable[[Message], Request]:
         received = {name: params(record) for name, record in arrays_of.items()}
         configs = records.of_kind(content, ConfigRecord)
         if not set(received[records.MODEL]) <= set(task.shapes):
-            extra = sorted(set(received[records.MODEL]) - set(task.shapes))
+            extra, tied = (
+                sorted(set(received[records.MODEL]) - set(task.shapes)),
+                task.blueprint.tied,
+            )
+            known = [f"{name!r} is tied to {tied[name]!r}" for name in extra if name in tied]
             raise InvalidValue(
-                f"the server's model has {extra}: expected only parameters of this task's model"
+                f"the server's model has {extra}: expected only parameters of this task's model, "
+                "as in ArrayRecord(task.initial_params(0))"
+                + (f"; {', '.join(known)}, and travels by that name" if known else "")
             )
         facts = dict(configs[records.ROUND])
         protection = check_facts(facts)

@@ -183,6 +183,8 @@ def _why_other(trial: _Trial, minimise: Callable[[Sequence[Job]], Params]) -> st
             return f"two in a batch end with {error!r}"
     for one, other, job in zip(ours, theirs, jobs(), strict=True):
         for name, p in other.items():
+            if not p.numel():
+                continue
             moved = (p - job.params[name]).double().abs().max()
             if not moved.isfinite():
                 return f"random examples do not show what a batch makes of {name}"

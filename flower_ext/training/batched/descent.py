@@ -26,7 +26,7 @@ from flower_ext.training.calls import spared
 from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows, own_generator
 from flower_ext.training.objective import affine
-from flower_ext.training.params import FlatParams, Params, Sizes, sizes
+from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -263,7 +263,7 @@ def add_terms(
 
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
     """Return each job's L2 norm over all its parameters."""
-    squares = [p.flatten(1).square().sum(dim=1) for p in params.values()]
+    squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
     # torch.sum over a stack of these would round by the number of models.
     return sum(squares[1:], squares[0]).sqrt()
 

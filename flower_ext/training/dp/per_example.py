@@ -18,6 +18,7 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from flower_ext.training.params import flat_rows
 from flower_ext.training.validation import objections, opacus
 
 _ROUNDING = 16
@@ -37,7 +38,7 @@ class Rows:
     """Gradients of a parameter, one row per example."""
 
     def __init__(self, rows: Tensor) -> None:
-        self.rows = rows.reshape(len(rows), -1)
+        self.rows = flat_rows(rows)
 
     def only(self, sound: Tensor) -> Rows:
         """Return gradients that are zero except for the ``sound`` examples."""

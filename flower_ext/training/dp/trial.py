@@ -19,7 +19,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.training.calls import called
 from flower_ext.training.dp.one_pass import Loss, OnePass, has_rows
 from flower_ext.training.dp.watched import sober
-from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.params import Params, clone, flat_rows, shaken
 
 TRIED = 3
 """Number of random examples on which one pass is compared with each one's own gradient."""
@@ -205,13 +205,15 @@ def _alike(found: Params, expected: Params, zero_too: bool = False) -> bool:
     softmax. It then counts as equal if the weight beside it agrees, which tests the same layer.
     """
     for name, part in found.items():
-        own = part.reshape(len(part), -1).double()
-        other = expected[name].to(part.device).reshape(len(part), -1).double()
+        if not part.numel():
+            continue
+        own = flat_rows(part).double()
+        other = flat_rows(expected[name].to(part.device)).double()
         largest = other.abs().amax(dim=1)
         beside = f"{name.removesuffix('bias')}weight"
         room = _ALIKE * largest
         if name.endswith("bias") and beside in found:
-            room = room + _ROUNDED * found[beside].reshape(len(part), -1).double().abs().amax(dim=1)
+            room = room + _ROUNDED * flat_rows(found[beside]).double().abs().amax(dim=1)
         if not (zero_too or bool(largest.any())):
             return False
         if not bool(((own - other).abs().amax(dim=1) <= room).all()):
