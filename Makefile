@@ -4,6 +4,7 @@
 # make test    install and run the tests
 # make test-all   all cases of its grids as well, and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
+# make nightly the tests of federation and engines with the newest nightly of Flower
 # make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
 # make docs    build the site in site/, strictly; nothing is fetched to build or to read it
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
@@ -24,19 +25,24 @@ export FLWR_HOME ?= $(CURDIR)/.flwr
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy quick test test-all audits test-slow mutants lint docs check format clean
+.PHONY: install demo deploy quick test test-all audits test-slow nightly mutants lint docs check format clean
 
-install: $(VENV)/.installed
+install: $(VENV)/.compiled
+
+# Training as machine code: no run and no test waits for it.
+$(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard flower_ext/training/batched/*.py)
+	$(BIN)/flower-ext compile
+	touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: install
+demo: $(VENV)/.installed
 	$(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)"
 
-deploy: install
+deploy: $(VENV)/.installed
 	$(BIN)/flower-ext deploy apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
 
 quick: install
@@ -54,6 +60,16 @@ audits: install
 
 test-slow: install
 	$(BIN)/pytest -n 0 -m slow
+
+NIGHTLY = $(VENV)-nightly
+
+# Only Flower is installed anew; everything else is that of the environment above.
+nightly: install
+	$(PYTHON) -m venv --clear $(NIGHTLY)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$($(NIGHTLY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_above.pth
+	$(NIGHTLY)/bin/pip install --quiet 'flwr-nightly>=1.41.0.dev0' 'certifi>=2026.10.19'
+	$(NIGHTLY)/bin/python -m pytest tests/federation tests/apps/test_engines.py
 
 SEED ?= 0
 NUMBER ?= 300
@@ -82,4 +98,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) site .flwr .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(NIGHTLY) site .flwr .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

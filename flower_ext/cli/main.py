@@ -36,6 +36,7 @@ COMMANDS = {
     "ledger": "ledger",
     "export": "export",
     "settings": "settings",
+    "compile": "compile",
 }
 """Names of the commands, each with the module of this package that has a function of that name."""
 

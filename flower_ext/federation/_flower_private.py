@@ -76,10 +76,11 @@ def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -
 
     For Flower's own grids the function yields each reply as soon as it arrives. Flower's method
     would collect all replies first, and sleep for three seconds between two looks at a SuperLink.
+    A message that could not be sent has no id, so nobody waits for its reply.
     """
     if not type(grid).__module__.startswith("flwr."):
         return grid.send_and_receive(messages, timeout=timeout)
-    return _as_they_come(grid, {*grid.push_messages(messages)} - {None}, timeout)
+    return _as_they_come(grid, set(filter(None, grid.push_messages(messages))), timeout)
 
 
 def _as_they_come(grid: Grid, waiting: set[str], timeout: float | None) -> Iterator[Message]:

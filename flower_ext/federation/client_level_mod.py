@@ -22,8 +22,10 @@ an error, a missing array, NaN  an update of zeros with noise, as from a client 
 ==============================  ==================================================================
 
 In the last case an error reply would reveal something about a record, because a record may have
-caused the error. As a consequence the server cannot see that a ClientApp is broken. If the model
-does not improve, read the nodes' logs.
+caused the error. As a consequence the server cannot see that a ClientApp breaks during a run. If
+the model does not improve, read the nodes' logs. Before the first round the server lets up to three
+clients train in turn, until one can. Of these trainings the mod sends only that they succeeded or
+failed, which the guarantee does not cover.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
-from flower_ext.federation.cohort import asks_identity, check_addressee, identity
+from flower_ext.federation.cohort import (
+    asks_identity,
+    check_addressee,
+    identity,
+    is_rehearsal,
+)
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NoiseSource
@@ -68,6 +75,10 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return call_next(message, context)
         if asks_identity(message):
             return Message(identity(context.node_config), reply_to=message)
+        if is_rehearsal(message):
+            with hidden_errors(context):
+                call_next(_without_facts(message), context)
+            return Message(RecordDict(), reply_to=message)
         try:
             with knowing_no_data():
                 facts, protection, noise = _asked(message, context, allow_seeded_noise)

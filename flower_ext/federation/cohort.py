@@ -27,6 +27,8 @@ IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
 """Record of the answer. In a plain training message, which a mod reads, it is the question."""
+REHEARSAL = "rehearsal"
+"""Record of a training message whose result the server drops unread."""
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
@@ -248,6 +250,11 @@ def _by_partition(told: Mapping[int, object], population: int, together: int) ->
 def asks_identity(message: Message) -> bool:
     """Return True if a plain training message only asks a mod for its node's partition."""
     return set(message.content) == {_IDENTITY_RECORD}
+
+
+def is_rehearsal(message: Message) -> bool:
+    """Return True if the server only wants to know whether a ClientApp can train."""
+    return REHEARSAL in message.content
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:

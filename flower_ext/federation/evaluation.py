@@ -52,7 +52,7 @@ class Evaluating(MethodHooks):
         self._meet(grid)
         content: Content = {
             records.MODEL: records.to_record(records.shared_arrays(self.shared(arrays))),
-            records.CONFIG: config,
+            records.CONFIG: ConfigRecord({**config, "server-round": server_round}),
             **self.evaluation_records(),
         }
         if self._scores_plan is not None:

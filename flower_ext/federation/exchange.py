@@ -10,9 +10,12 @@ from flwr.serverapp import Grid
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, messages_like, replies
-from flower_ext.federation.cohort import FederationNotReady, Roster, addressed
+from flower_ext.federation.cohort import REHEARSAL, FederationNotReady, Roster, addressed
 from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
+
+_REHEARSALS = 3
+"""Clients that may try to train before round 1, until one can."""
 
 T = TypeVar("T")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
@@ -74,8 +77,20 @@ class Exchange:
         In simulation, partitions with the same content object share one RecordDict. Elsewhere each
         message names the partition that it is for.
         """
+        self._partitions = {self.nodes[partition]: partition for partition in contents}
+        self._questions[kind] = self._messages(kind, contents, server_round)
+        messages = [*self._questions[kind].values()]
+        self.progress.asked(kind, messages)
+        return messages
+
+    def _messages(
+        self, kind: str, contents: Mapping[int, Content], server_round: int
+    ) -> dict[int, Message]:
+        """Return a message for each partition, by node."""
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
+        if self.roster.foreign:
+            built = {key: _for_any_app(content) for key, content in built.items()}
         shared = {key: RecordDict(dict(content)) for key, content in built.items()}
         like = Message(
             RecordDict(),
@@ -85,14 +100,36 @@ class Exchange:
         )
         # Simulated nodes cannot change partitions, so they need no address and can share contents.
         addresses = self.roster.known and not in_simulation()
-        self._partitions = {self.nodes[partition]: partition for partition in contents}
-        told = {node: shared[id(contents[own])] for node, own in self._partitions.items()}
-        if addresses:
-            told = {node: addressed(told[node], own) for node, own in self._partitions.items()}
-        self._questions[kind] = messages_like(like, told)
-        messages = [*self._questions[kind].values()]
-        self.progress.asked(kind, messages)
-        return messages
+        by_node: dict[int, RecordDict] = {}
+        for partition, content in contents.items():
+            whole = shared[id(content)]
+            by_node[self.nodes[partition]] = addressed(whole, partition) if addresses else whole
+        return messages_like(like, by_node)
+
+    def rehearse(self, grid: Grid, content: Content) -> None:
+        """Let a client train before round 1, and drop the result unread.
+
+        A ClientApp of another project may be unable to train, for example because it reads a record
+        that no message has. Each round would then spend privacy, and nobody would train. One client
+        with odd records must not end a run, so the server asks up to three clients in turn.
+
+        Raises
+        ------
+        FederationNotReady
+            Nobody could train.
+        """
+        rehearsing = {**content, REHEARSAL: ConfigRecord()}
+        partitions = list(self.nodes)[:_REHEARSALS]
+        for partition in partitions:
+            messages = self._messages("train", {partition: rehearsing}, 1)
+            answers = list(replies(grid, messages.values(), timeout=self.timeout))
+            if any(answer.has_content() for answer in answers):
+                return
+        raise FederationNotReady(
+            f"the ClientApp failed on the first training message, on {len(partitions)} of "
+            f"{len(partitions)} clients that tried: its log has the reason. No round began, and no "
+            "privacy was spent"
+        )
 
     def query(
         self, grid: Grid, contents: Mapping[int, Content], read: Callable[[Message], T]
@@ -194,3 +231,13 @@ class Exchange:
             yield partition, value
         if missing:
             self.progress.missing(kind, server_round, sorted(missing), refusals)
+
+
+_FOR_ANY_APP = (records.MODEL, records.CONFIG, records.ROUND, REHEARSAL)
+"""Records for another project's ClientApp, in this order: an app may take the first of a kind. The
+last two are for the mods of this package."""
+
+
+def _for_any_app(content: Content) -> Content:
+    """Return what Flower's own strategies send, and what the mods of this package read."""
+    return {name: content[name] for name in _FOR_ANY_APP if name in content}

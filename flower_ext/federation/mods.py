@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_ext.federation import records
+from flower_ext.federation.cohort import is_rehearsal
 from flower_ext.federation.failures import hidden_errors
 from flower_ext.privacy import NoiseSource, ObjectivePerturbation, OutputPerturbation, SecureNoise
 from flower_ext.training import Linear
@@ -50,6 +51,8 @@ def output_perturbation_mod(
 
     def perturbed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         reply = call_next(message, context)
+        if is_rehearsal(message):
+            return Message(RecordDict(), reply_to=message)
         if message.metadata.message_type.partition(".")[0] != "train" or not reply.has_content():
             return reply
         sent = {

@@ -153,6 +153,7 @@ class RunLoop(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
     ) -> Result:
         """Run up to round ``num_rounds``, or until the budget is exhausted (see ``stopped``).
 
@@ -173,6 +174,8 @@ class RunLoop(Strategy):
             Settings that the server sends to the clients.
         evaluate_fn : Callable, optional
             Evaluates the shared part of the model on the server.
+        should_stop : Callable, optional
+            Called after each round with its number and the results so far; True ends the run there.
 
         Raises
         ------
@@ -196,9 +199,11 @@ class RunLoop(Strategy):
                 except BudgetExhausted as reason:
                     self.stopped = str(reason)
                     log.warning("stopped before round %d: %s", server_round, reason)
-                    self._last_round = server_round - 1
-                    self._evaluate_at_last(grid, result, timeout, evaluate)
-                    self._save_guarantees()
+                    self._end_after(server_round - 1, grid, result, timeout, evaluate)
+                    break
+                if should_stop is not None and should_stop(server_round, result):
+                    log.info("stopped after round %d: should_stop returned True", server_round)
+                    self._end_after(server_round, grid, result, timeout, evaluate)
                     break
             if self.refusals and not (done or self._ever_answered):
                 raise FederationNotReady(
@@ -259,18 +264,18 @@ class RunLoop(Strategy):
         if own is not None:
             result.evaluate_metrics_serverapp[server_round] = own
 
-    def _evaluate_at_last(
-        self, grid: Grid, result: Result, timeout: float, config: ConfigRecord
+    def _end_after(
+        self, last: int, grid: Grid, result: Result, timeout: float, config: ConfigRecord
     ) -> None:
-        """Evaluate the round that turned out to be the last, if it was not evaluated yet."""
-        last = self._last_round
-        if not last or self.progress.evaluated(last):
-            return
-        self.progress.row = {}
-        if self._evaluate(last, grid, result, timeout, config):
-            self.progress.row |= self.spent()
-            self.progress.add(last)
-            self._save(last, result.arrays)
+        """End the run after round ``last``: evaluate it, if it was not, and save the guarantees."""
+        self._last_round = last
+        if last and not self.progress.evaluated(last):
+            self.progress.row = {}
+            if self._evaluate(last, grid, result, timeout, config):
+                self.progress.row |= self.spent()
+                self.progress.add(last)
+                self._save(last, result.arrays)
+        self._save_guarantees()
 
     # What it leaves -------------------------------------------------------------------------
 

@@ -112,7 +112,10 @@ class FederatedStrategy(Evaluating):
             This round would exceed the budget; nothing was sent.
         """
         self.connect(grid, arrays)
+        config = ConfigRecord({**config, "server-round": server_round})  # as Flower's strategies do
         number = self.next_training
+        if number == 1:
+            self._rehearse(grid, config)
         secret = self.accounted.release is not None and not self.repeats  # ε needs it
         drawn = self.population.draw(
             secure_generator() if secret else self._generator("cohort", number)
@@ -291,6 +294,13 @@ class FederatedStrategy(Evaluating):
         if self.accounted.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
         self._met = True
+
+    def _rehearse(self, grid: Grid, config: ConfigRecord) -> None:
+        """Find out if a ClientApp of another project can train, before its rounds cost privacy."""
+        roster = self.exchange.roster
+        if roster is not None and roster.foreign and self.accounted.delta is not None:
+            model = records.to_record(self.sent)
+            self.exchange.rehearse(grid, {records.MODEL: model, records.CONFIG: config})
 
     def _check_frozen(self, grid: Grid) -> None:
         """Ask nodes if they have the server's base model.

@@ -509,6 +509,92 @@ def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fe
     assert ours.evaluate_metrics_clientapp[1]["accuracy_mean"] == 0.5
 
 
+def test_a_foreign_client_app_and_flowers_own_strategy_get_the_same_records():
+    seen = {"train": [], "evaluate": []}
+
+    class Reading(InProcessGrid):
+        def _answers(self, messages):
+            for message in messages:
+                kind = message.metadata.message_type
+                if kind in seen:
+                    seen[kind].append(dict(message.content["config"]))
+            return super()._answers(messages)
+
+    config = ConfigRecord({"lr": 0.1})
+    DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS))).start(
+        Reading(foreign_app(), CLIENTS), initial(), num_rounds=2, train_config=config
+    )
+    ours = {kind: list(configs) for kind, configs in seen.items()}
+    seen["train"].clear()
+    seen["evaluate"].clear()
+    FedAvg(min_train_nodes=CLIENTS, min_available_nodes=CLIENTS).start(
+        Reading(foreign_app(), CLIENTS), initial(), num_rounds=2, train_config=config
+    )
+    assert ours == seen
+    assert ours["train"][-1] == {"lr": 0.1, "server-round": 2}
+
+
+def failing_app(fails) -> ClientApp:
+    """Return another project's ClientApp whose training fails on partitions that ``fails``."""
+    app = ClientApp()
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        if fails(context.node_config["partition-id"]):
+            raise KeyError("local-epochs")
+        content = {"arrays": message.content["arrays"]}
+        return Message(
+            RecordDict({**content, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message
+        )
+
+    return app
+
+
+def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(tmp_path):
+    noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = DPFedAvg(plan=noised, ledger=ledger, evaluate_every=0)
+    with pytest.raises(FederationNotReady, match="No round began, and no privacy was spent"):
+        strategy.start(grid_of(failing_app(lambda partition: True)), initial(), num_rounds=2)
+    assert strategy.participations.rounds == 0
+    ledger.close()
+    assert Ledger.read(tmp_path / "ledger.jsonl") == []
+
+
+def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_client_app():
+    noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+    strategy = DPFedAvg(plan=noised, evaluate_every=0)
+    strategy.start(
+        grid_of(failing_app(lambda partition: partition == 0)), initial(), num_rounds=2
+    )
+    assert strategy.participations.rounds == 2
+
+
+def test_a_foreign_client_app_is_no_error_in_the_log(logged):
+    grid = grid_of(foreign_app())
+    config = ConfigRecord({"lr": 0.1})
+    noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+    DPFedAvg(plan=noised).start(grid, initial(), num_rounds=1, train_config=config)
+    assert not [r for r in logged.records if r.levelname == "ERROR" or r.exc_info]
+
+
+def test_a_run_may_stop_early_and_is_evaluated_where_it_stops():
+    without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    strategy = DPFedAvg(plan=without, local=FAST, evaluate_every=5)
+    rounds = []
+
+    def enough(server_round, result):
+        rounds.append(server_round)
+        return server_round == 2
+
+    result = strategy.start(
+        grid_of(DPFedAvg.client_app(task())), initial(), num_rounds=9, should_stop=enough
+    )
+    assert rounds == [1, 2]
+    assert strategy.participations.rounds == 2
+    assert list(result.evaluate_metrics_clientapp) == [2]
+
+
 def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
     asked = []
 

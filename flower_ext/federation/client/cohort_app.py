@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.failures import failed
+from flower_ext.federation.failures import CLIENT_APP_RAISED, STAYS_THERE, failed
 from flower_ext.federation.packing import TOGETHER, packed, unpacked
 from flower_ext.federation.uploads import Upload, UploadReply
 from flower_ext.training import MEMORY_LIMIT
@@ -100,6 +100,10 @@ def answer_all(
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
+    known = isinstance(app, CohortApp) or private.answers(app, message.metadata.message_type)
+    if not known:  # another project's app, which the server asks if it is of this package
+        unknown = Error(code=CLIENT_APP_RAISED, reason=STAYS_THERE)
+        return Message(unknown, reply_to=message)
     message.content = message.content.copy()  # several messages may share one
     return _answered(app, message, context, app)
 

@@ -121,13 +121,22 @@ class InProcessGrid(Grid):
             self._coming = zip(ids, self.workers.ask(messages, plan), strict=True)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Yield the replies to ``message_ids``, each only once."""
-        for own in message_ids:
-            while own not in self._replies and (come := next(self._coming, None)) is not None:
+    def pull_messages(
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        """Yield the replies to these messages, or to all messages, each reply only once."""
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        if wanted is None:
+            self._replies.update(self._coming)
+            wanted = [*self._replies]
+        for message_id in wanted:
+            while message_id not in self._replies and (come := next(self._coming, None)):
                 self._replies[come[0]] = come[1]
-            if own in self._replies:
-                yield self._replies.pop(own)
+            if message_id in self._replies:
+                yield self._replies.pop(message_id)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

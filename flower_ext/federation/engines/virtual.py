@@ -106,15 +106,26 @@ class VirtualGrid(Grid):
             ids.append(f"virtual-{next(self._ids)}")
             parcels[parcel][ids[-1]] = message
         sent = [self._pack(node, list(own.values())) for (_, node), own in parcels.items()]
-        self._packed |= zip(self._grid.push_messages(sent), parcels.values(), strict=True)
+        for sent_id, parcel in zip(self._grid.push_messages(sent), parcels.values(), strict=True):
+            if sent_id:
+                self._packed[sent_id] = parcel
+            else:  # Flower could not send it; its messages have no ids, as Flower's would have none
+                ids = ["" if message_id in parcel else message_id for message_id in ids]
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have arrived, each only once."""
+    def pull_messages(
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        """Return the replies to these messages, or to all, that have arrived, each only once."""
         for reply in self._grid.pull_messages(list(self._packed)):
             asked = self._packed.pop(reply.metadata.reply_to_message_id, {})
             self._replies |= zip(asked, self._unpack(reply, list(asked.values())), strict=True)
-        return [self._replies.pop(own) for own in message_ids if own in self._replies]
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        wanted = [*self._replies] if wanted is None else wanted
+        return [self._replies.pop(each) for each in wanted if each in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -291,10 +291,16 @@ def _library() -> Any:
         )
         return None
     try:
-        from flower_ext.training.batched.native import Library
-
+        from flower_ext.training.batched.native import Library, NotCompiled
+    except ImportError as error:
+        log.warning("dense and convolutional networks train without compiled code: %s", error)
+        return None
+    try:
         return Library()
-    except (ImportError, RuntimeError) as error:
+    except NotCompiled as error:
+        log.info("dense and convolutional networks would train faster: %s", error)
+        return None
+    except RuntimeError as error:
         log.warning(
             "dense and convolutional networks would train faster if Numba could be used: %s", error
         )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flower_ext.training.batched import native
+from flower_ext.training.batched import native, network
 
 
 @pytest.fixture
@@ -25,36 +25,46 @@ def made(monkeypatch):
 
 def test_it_is_made_once_and_kept(made, tmp_path):
     folders = [tmp_path / "new" / "folder", tmp_path]
-    assert native._code(folders) == native._code(folders) == b"object file"
+    assert native.compile_and_keep(folders) == native.compile_and_keep(folders) == folders[0]
+    assert native._kept(folders) == b"object file"
     assert len(made) == 1
     assert [path.suffix for path in folders[0].iterdir()] == [".o"]
 
 
+def test_no_training_waits_for_it(made, tmp_path, monkeypatch, logged):
+    monkeypatch.setattr(native, "_folders", lambda: [tmp_path])
+    monkeypatch.setattr(network, "_library", network._library.__wrapped__)
+    assert network._library() is None
+    assert made == []
+    assert "flower-ext compile" in logged.text
+
+
 @pytest.mark.parametrize("harm", ["torn", "altered", "empty"])
 def test_a_damaged_file_is_made_again(harm, made, tmp_path):
-    native._code([tmp_path])
+    native.compile_and_keep([tmp_path])
     (kept,) = tmp_path.iterdir()
     content = kept.read_bytes()
     kept.write_bytes({"torn": content[:-1], "altered": content[:-1] + b"?", "empty": b""}[harm])
-    assert native._code([tmp_path]) == b"object file"
+    with pytest.raises(native.NotCompiled, match="flower-ext compile"):
+        native._kept([tmp_path])
+    native.compile_and_keep([tmp_path])
     assert len(made) == 2
     assert kept.read_bytes() == content
 
 
 def test_another_version_is_other_code(made, tmp_path, monkeypatch):
-    native._code([tmp_path])
+    native.compile_and_keep([tmp_path])
     monkeypatch.setattr(native, "version", lambda package: "another")
-    native._code([tmp_path])
+    native.compile_and_keep([tmp_path])
     assert len(made) == 2
 
 
-def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path, caplog):
+def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path):
     closed = tmp_path / "file"
     closed.write_text("")
-    native._code([closed, tmp_path / "open"])
-    assert list((tmp_path / "open").iterdir())
-    assert native._code([closed]) == b"object file"
-    assert "compiled again next time" in caplog.text
+    assert native.compile_and_keep([closed, tmp_path / "open"]) == tmp_path / "open"
+    with pytest.raises(native.NotCompiled, match="can be written"):
+        native.compile_and_keep([closed])
 
 
 def test_who_has_no_home_keeps_it_beside_the_package(monkeypatch):
@@ -75,8 +85,8 @@ def test_a_compiler_that_fails_is_an_error_with_its_reason(script, said, tmp_pat
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(RuntimeError, match=said):
-        native._code([tmp_path / "nowhere"])
+    with pytest.raises(native.NotCompiled, match=said):
+        native.compile_and_keep([tmp_path / "nowhere"])
 
 
 def test_code_that_needs_numba_is_refused():
@@ -86,7 +96,6 @@ def test_code_that_needs_numba_is_refused():
 
 
 def test_who_trains_never_imports_numba(tmp_path):
-    native.Library()  # made by now
     script = (
         "import sys; from flower_ext.training.batched import network; "
         "assert network._library() is not None; print([m for m in sys.modules if m == 'numba'])"
