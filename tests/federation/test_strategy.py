@@ -564,9 +564,7 @@ def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(tmp_path):
 def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_client_app():
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
     strategy = DPFedAvg(plan=noised, evaluate_every=0)
-    strategy.start(
-        grid_of(failing_app(lambda partition: partition == 0)), initial(), num_rounds=2
-    )
+    strategy.start(grid_of(failing_app(lambda partition: partition == 0)), initial(), num_rounds=2)
     assert strategy.participations.rounds == 2
 
 

@@ -116,6 +116,17 @@ def test_a_reply_is_handed_out_once_and_names_its_question():
     assert list(grid.pull_messages([message_id])) == []
 
 
+def test_all_replies_can_be_pulled_without_their_ids():
+    grid = InProcessGrid(counting_app(), num_clients=2)
+    content = RecordDict({"ask": ConfigRecord({"fail": False})})
+    messages = [grid.create_message(content, "query", n, "1") for n in grid.get_node_ids()]
+    ids = list(grid.push_messages(messages))
+    assert [reply.metadata.reply_to_message_id for reply in grid.pull_messages()] == ids
+    assert list(grid.pull_messages()) == []
+    grid.push_messages(messages[:1])
+    assert list(grid.pull_messages([])) == []
+
+
 def test_a_whole_app_runs_with_its_run_config():
     app = ServerApp()
     seen = {}

@@ -132,6 +132,29 @@ def test_replies_can_be_pulled_each_once():
     assert list(grid.pull_messages(ids)) == []
 
 
+def test_all_replies_can_be_pulled_without_their_ids():
+    grid = on_virtual_nodes(counting())
+    clients = list(grid.get_node_ids())
+    grid.push_messages(ask(grid, clients[2:6]))
+    assert [reply.metadata.src_node_id for reply in grid.pull_messages()] == clients[2:6]
+    assert list(grid.pull_messages()) == []
+
+
+@pytest.mark.parametrize("unsent", [None, ""], ids=["before 1.43", "since 1.43"])
+def test_clients_of_nodes_that_flower_could_not_reach_are_silent(unsent):
+    class Lossy(InProcessGrid):
+        def push_messages(self, messages):
+            _, second, _ = super().push_messages(messages)
+            return [unsent, second, unsent]
+
+    grid = VirtualGrid(Lossy(counting(), num_clients=CLIENTS // PER_NODE), PER_NODE)
+    clients = list(grid.get_node_ids())
+    ids = list(grid.push_messages(ask(grid, clients)))
+    assert [bool(message_id) for message_id in ids] == [4 <= n < 8 for n in range(CLIENTS)]
+    pulled = [reply.metadata.src_node_id for reply in grid.pull_messages(filter(None, ids))]
+    assert pulled == clients[4:8]
+
+
 class Counting(InProcessGrid):
     """A grid that counts the messages to real nodes."""
 
