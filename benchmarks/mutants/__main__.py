@@ -35,6 +35,19 @@ _OF_PROTECTION = (
     "federation/test_record_level_plan.py",
     "federation/test_mods.py",
 )
+_OF_SUMS = ("auditing/test_paths.py", "privacy/test_release_plan.py", "auditing/test_noise.py")
+_OF_ROUNDS = (
+    "auditing/test_paths.py",
+    "auditing/test_cohorts.py",
+    "federation/test_strategy.py",
+    "federation/test_spending.py",
+    "federation/test_progress.py",
+)
+_OF_MASKS = (
+    "federation/test_secure_sum.py",
+    "federation/test_secure_scores.py",
+    "auditing/test_secure_rounds.py",
+)
 TESTS = {
     "privacy/accounting.py": ("privacy/test_renyi.py", "privacy/test_accounting.py"),
     "privacy/renyi.py": ("privacy/test_renyi.py",),
@@ -42,8 +55,27 @@ TESTS = {
     "privacy/updates.py": ("privacy/test_updates.py", "privacy/test_bounds.py"),
     "privacy/noise.py": ("privacy/test_noise.py", "privacy/test_randomness.py"),
     "privacy/sampling.py": ("privacy/test_sampling.py",),
+    "privacy/noised_sum.py": _OF_SUMS,
+    "privacy/cells.py": ("privacy/test_cells.py", "auditing/test_paths.py"),
+    "privacy/secure_sum.py": ("privacy/test_secure_sum.py",),
+    "privacy/secure_scores.py": ("privacy/test_secure_scores.py",),
+    "training/batched/rows.py": ("auditing/test_paths.py", "training/batched/test_rows.py"),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
+    "federation/client/sum_member.py": _OF_MASKS,
+    "federation/client/masked_scores.py": _OF_MASKS,
+    "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
+    "federation/rounds.py": ("federation/test_hostile.py", *_OF_ROUNDS),
+    "federation/secure_sum.py": _OF_MASKS,
+    "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
+    "federation/strategy.py": (*_OF_ROUNDS, "federation/test_secure_sum.py"),
+    "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
+    "secure/masks.py": ("secure/test_masks.py",),
+    "secure/fixed_point.py": ("secure/test_fixed_point.py",),
+    **{
+        f"secure/aggregation/{name}.py": ("secure/aggregation",)
+        for name in ("context", "masks", "member", "member_state", "messages", "server", "shamir")
+    },
 }
 _COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
 _SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")

@@ -115,7 +115,7 @@ def read_update(
     partition = exchange.partition_of(reply)
     limit = plan.largest_upload(
         cohort_size=len(cohort.asked),
-        numbers=sum(array.size for array in update.arrays.values()),
+        numbers=sum(array.size for array in base.values()),
         norms=cohort.norms.get(partition, 1.0),
     )
     if math.isinf(limit):

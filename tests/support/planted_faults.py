@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import count
 
@@ -10,13 +11,23 @@ import numpy as np
 from flower_ext.algorithms.uldp import averaging, silo_training
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
+from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import masked_scores
-from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
+from flower_ext.federation.hooks import MethodHooks
+from flower_ext.privacy import (
+    PoissonSampling,
+    SecureNoise,
+    SeededNoise,
+    noise,
+    secure_generator,
+    seeded_generator,
+)
 from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.cells import CellSum, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import total
 from flower_ext.secure.aggregation import masks, member
+from flower_ext.training.batched.rows import CompiledRow
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
 ENORMOUS = 1e9
@@ -88,6 +99,120 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
         return CellSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
 
     patch.setattr(silo_training, "sum_rows_in_cells", together)
+    return experiment
+
+
+def rows_clipped_late(patch, experiment: Experiment) -> Experiment:
+    """Let a row whose sum is machine code keep up to 1.3 clipping norms."""
+    add = CompiledRow.add_to
+
+    def later(self, total, factor=1.0):
+        add(self, total, min(1.0, 1.3 * factor) if factor < 1 else factor)
+
+    patch.setattr(CompiledRow, "add_to", later)
+    return experiment
+
+
+def less_noise_on(part: str, factor: float):
+    """Divide the standard deviation of the noise on arrays whose names hold ``part``."""
+
+    def plant(patch, experiment: Experiment) -> Experiment:
+        noised, drawn = noise._noised, NoiseSource.gaussian
+        discrete = NoiseSource.add_discrete_gaussian
+
+        def gaussian(self, like, stddev):
+            return {
+                name: array / (factor if part in name else 1.0)
+                for name, array in drawn(self, like, stddev).items()
+            }
+
+        def in_cells(self, cells, stddev):
+            found = discrete(self, cells, stddev)
+            less = discrete(self, cells, stddev / factor)
+            return {name: (less if part in name else found)[name] for name in cells}
+
+        patch.setattr(
+            noise,
+            "_noised",
+            lambda name, array, stddev, grid, rng: noised(
+                name, array, stddev / (factor if part in name else 1.0), grid, rng
+            ),
+        )
+        patch.setattr(NoiseSource, "gaussian", gaussian)
+        patch.setattr(NoiseSource, "add_discrete_gaussian", in_cells)
+        return experiment
+
+    return plant
+
+
+def server_noise_reused(patch, experiment: Experiment) -> Experiment:
+    """The server draws its noise of every two rounds from one stream."""
+    keys: dict[tuple[str | int, ...], int] = {}
+
+    class Reused(SecureNoise):
+        def __init__(self, key: int) -> None:
+            self.key = key
+
+        def _generator(self):
+            return seeded_generator(self.key)
+
+    def noise_of(self, purpose, number, *more):
+        path = (purpose, (number + 1) // 2)
+        if self.seeded_noise:
+            return SeededNoise(self.seed, *path)
+        return Reused(keys.setdefault(path, int(secure_generator().integers(2**62))))
+
+    patch.setattr(MethodHooks, "_noise", noise_of)
+    return experiment
+
+
+def one_stream_for_all_arrays(patch, experiment: Experiment) -> Experiment:
+    """Begin the stream of the noise anew for each array."""
+    noised = noise._noised
+
+    def again(name, array, stddev, grid, rng):
+        return noised(name, array, stddev, grid, deepcopy(rng))
+
+    patch.setattr(noise, "_noised", again)
+    return experiment
+
+
+def empty_round_discarded(patch, experiment: Experiment) -> Experiment:
+    """The strategy discards a round that asks no client."""
+    aggregate = FederatedStrategy.aggregate_train
+
+    def discarding(self, server_round, replies):
+        if not self.cohort.asked:
+            self._too_few = "nobody was drawn"
+        return aggregate(self, server_round, replies)
+
+    patch.setattr(FederatedStrategy, "aggregate_train", discarding)
+    return experiment
+
+
+def cohort_kept(patch, experiment: Experiment) -> Experiment:
+    """Use a cohort in two rounds."""
+    draw, calls, kept = PoissonSampling.draw, count(), []
+
+    def drawn(self, rng):
+        if next(calls) % 2 == 0:
+            kept[:] = draw(self, rng)
+        return [*kept]
+
+    patch.setattr(PoissonSampling, "draw", drawn)
+    return experiment
+
+
+def empty_cohort_redrawn(patch, experiment: Experiment) -> Experiment:
+    """Draw again until somebody takes part."""
+    draw = PoissonSampling.draw
+
+    def drawn(self, rng):
+        while not (units := draw(self, rng)):
+            pass
+        return units
+
+    patch.setattr(PoissonSampling, "draw", drawn)
     return experiment
 
 

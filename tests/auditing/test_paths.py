@@ -1,0 +1,654 @@
+"""Every way in which an update becomes part of a sum, by name: its bound and its scale.
+
+Each path of `PATHS` carries an update of ten clipping norms, and one of half a norm. The first must
+count as one norm, the second as it is, in every number and up to noise of a thousandth of a norm. A
+path names the functions that it must call, so that no path quietly becomes another one. Functions
+that bound or add, and classes of protections, plans, rows and grids, must each be on a path.
+"""
+
+import inspect
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+import flower_ext
+from flower_ext.algorithms import DPDitto, DPFedAvg
+from flower_ext.algorithms.uldp import (
+    PrivateUldpAvg,
+    PrivateWeighting,
+    UldpAvg,
+    UldpGroup,
+    UldpNaive,
+    UldpSgd,
+    private_silo,
+    silo_training,
+)
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.federation import (
+    ClientMethod,
+    FederatedStrategy,
+    InProcessGrid,
+    LocalResult,
+    VirtualGrid,
+    client_level_dp_mod,
+    client_level_mod,
+    hooks,
+    output_perturbation_mod,
+    records,
+)
+from flower_ext.federation.client import cohort_app, masked_scores, protecting, sum_member
+from flower_ext.federation.secure_sum import SecureRound
+from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Rows, Upload
+from flower_ext.privacy import (
+    ClippedSteps,
+    FullParticipation,
+    NonPrivatePlan,
+    OutputPerturbation,
+    PerturbationPlan,
+    PrivacyPlan,
+    PrivacyUnit,
+    RecordLevelPlan,
+    ReleasePlan,
+    SecureScores,
+    SecureSum,
+    bounds,
+    cells,
+    noised_sum,
+    protections,
+)
+from flower_ext.privacy import plan as plans
+from flower_ext.privacy.group_plan import GroupPlan
+from flower_ext.privacy.protections import (
+    ClipModel,
+    ClipSteps,
+    ClipToCells,
+    ClipUnits,
+    ClipUnitsToCells,
+    ClipUpdate,
+    Protection,
+)
+from flower_ext.privacy.updates import Row, Summed
+from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from flower_ext.training.batched import network, rows
+from flower_ext.training.batched.rows import CompiledRow
+from tests.support import planted_faults as faults
+from tests.support.travelling import Tampering
+
+CLIENTS, USERS, SILOS = 4, 2, 3
+LAST = CLIENTS - 1
+"""The client with an update; of two processes, the second one has it."""
+NORM, NOISE, DELTA = 0.5, 2.0**-10, 1e-5
+"""Clipping norm C, and standard deviation of a sum's noise in clipping norms."""
+SIZES = (10.0, 0.5)
+EVERYONE = FullParticipation(CLIENTS)
+SHAPES = {"weight": (4, 9), "bias": (4,), "scale": ()}
+_DRAWN = {n: np.random.default_rng(3).standard_normal(shape) for n, shape in SHAPES.items()}
+_LENGTH = math.sqrt(sum(float(np.sum(array**2)) for array in _DRAWN.values()))
+DIRECTION = {name: array / _LENGTH for name, array in _DRAWN.items()}
+"""Direction of the update, of norm 1."""
+AXIS = {"weight": np.full((1, 16), 0.25)}
+"""The same for methods that train a linear model."""
+ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
+SECURE = {"secure_aggregation": SecureSum(colluding=0.0, dropouts=0.0)}
+
+Sum = Mapping[str, np.ndarray]
+"""The sum that a run has released, in clipping norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """One way into a sum.
+
+    Attributes
+    ----------
+    run : Callable[[float], Sum]
+        Returns the sum with an update of so many clipping norms.
+    through, around : tuple of (owner, name)
+        Functions and properties that a run must call, and others that it must not call.
+    bound : float
+        Largest part of an update in the sum, in clipping norms.
+    code : bool, optional
+        True if it needs machine code, False if it must not have any.
+    """
+
+    run: Callable[[float], Sum]
+    through: tuple[tuple[object, str], ...]
+    around: tuple[tuple[object, str], ...] = ()
+    bound: float = 1.0
+    direction: Sum | None = None
+    code: bool | None = None
+
+
+class Parts(nn.Module):
+    """A model with the arrays of `SHAPES`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias * self.scale
+
+
+def update_of(work):
+    """The client's update, whose length its data name, like the received model."""
+    length = float(work.data.train.features[0, 0])
+    return {
+        name: (length * torch.from_numpy(np.asarray(DIRECTION[name]))).to(value.dtype)
+        for name, value in work.received.items()
+    }
+
+
+class Sent(FederatedStrategy):
+    """A method whose clients send the update that their data name."""
+
+    client = ClientMethod(
+        name="sent",
+        local_update=lambda work: LocalResult(update=update_of(work)),
+        local_model=lambda work: work.received,
+        memoryless=True,
+        keeps_memory=False,
+    )
+    any_client_app = True
+
+    @property
+    def training(self):
+        return {"local": ONE_STEP}
+
+
+class SentModels(Sent):
+    """The same with whole models."""
+
+    client = replace(
+        Sent.client,
+        local_update=lambda work: LocalResult(
+            model={n: work.received[n] + part for n, part in update_of(work).items()}
+        ),
+    )
+
+
+def release_plan(**changes):
+    facts = {
+        "sampling": EVERYONE,
+        "clipping_norm": NORM,
+        "noise_multiplier": NOISE,
+        "rounds": 1,
+        "delta": DELTA,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+BY_SERVER, BY_CLIENTS = release_plan(noise_placement="server"), release_plan()
+BY_MODELS = PerturbationPlan(
+    sampling=EVERYONE,
+    perturbation=OutputPerturbation(clipping_norm=NORM, noise_stddev=NOISE * NORM),
+    delta=DELTA,
+)
+
+
+def lengths(size):
+    return {client: size * NORM if client == LAST else 0.0 for client in range(CLIENTS)}
+
+
+def sent_task(size, dtype=torch.float32, records_of=lambda client: 1):
+    def data(client):
+        features = torch.full((records_of(client), 9), lengths(size)[client], dtype=dtype)
+        own = Examples(features, torch.zeros(len(features), dtype=torch.int64))
+        return ClientData(train=own, test=own)
+
+    return Task(model=lambda: Parts().to(dtype), data=data, device="cpu")
+
+
+def start(strategy, grid, initial):
+    """Return by how much one round moves the model."""
+    before = {name: np.asarray(array) for name, array in initial.items()}
+    first = records.to_record(before)
+    result = strategy.start(grid, first, num_rounds=1)
+    after = records.to_arrays(result.arrays)
+    return {name: after[name].astype(np.float64) - array for name, array in before.items()}
+
+
+def sent(
+    size,
+    plan=BY_SERVER,
+    *,
+    method=Sent,
+    grid=InProcessGrid,
+    dtype=np.float32,
+    app=None,
+    records_of=lambda client: 1,
+    factor=CLIENTS,
+    **options,
+):
+    """Run one round of `Sent`, or of a ClientApp from elsewhere."""
+    kind = torch.float64 if dtype == np.float64 else torch.float32
+    own = app(size) if app else method.client_app(sent_task(size, kind, records_of))
+    clients = grid(own, CLIENTS, **options)
+    initial = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+    strategy = method(plan=plan, evaluate_every=0, timeout=5.0)
+    try:
+        moved = start(strategy, clients, initial)
+    finally:
+        if isinstance(clients, InProcessGrid):
+            clients.workers.abandon()
+    return {name: array * factor / NORM for name, array in moved.items()}
+
+
+class Messages(InProcessGrid):
+    """A grid that delivers Flower's records."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = list(super().send_and_receive(list(messages), timeout=timeout))
+        for reply in replies:
+            _ = reply.content if reply.has_content() else None
+        return replies
+
+
+class Lossy(Tampering):
+    """A grid that loses the replies of a client without an update."""
+
+    tamper = {LAST - 1: lambda reply: []}
+
+
+def packed(app, clients, per_node=2):
+    return VirtualGrid(InProcessGrid(app, clients // per_node), per_node)
+
+
+def foreign(mod, size):
+    """A ClientApp from elsewhere, with a mod of this package."""
+    app = ClientApp(mods=[mod])
+
+    @app.train()
+    def _(message, context):
+        length = lengths(size)[context.node_config["partition-id"]]
+        received = records.to_arrays(message.content.array_records["arrays"])
+        model = {
+            n: (base + length * DIRECTION[n]).astype(base.dtype) for n, base in received.items()
+        }
+        content = RecordDict({"arrays": records.to_record(model)})
+        content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def by_flower(size):
+    """Flower's own FedAvg over clients with the mod of output perturbation."""
+    mod = output_perturbation_mod(BY_MODELS.perturbation)
+    grid = Messages(foreign(mod, size), CLIENTS)
+    strategy = FedAvg(min_available_nodes=CLIENTS, fraction_evaluate=0.0)
+    moved = start(strategy, grid, {n: np.zeros(shape, np.float32) for n, shape in SHAPES.items()})
+    return {name: array * CLIENTS / NORM for name, array in moved.items()}
+
+
+def linear(size, strategy, factor, *, silos=0, norm=NORM):
+    """Run one round of a method that trains a linear model, with one record of ``size``."""
+    x = torch.from_numpy(size * norm * AXIS["weight"]).float()
+
+    def silo(number):
+        return SiloData(
+            train=Examples(torch.cat([x, 0 * x]), torch.ones(2)),
+            test=Examples(x, torch.ones(1)),
+            owners=torch.tensor([0, 1]),
+        )
+
+    def client(number):
+        own = Examples(x if number == 0 else 0 * x, torch.ones(1))
+        return ClientData(train=own, test=own)
+
+    task = Task(
+        model=lambda: nn.Linear(16, 1, bias=False),
+        data=silo if silos else client,
+        loss=lambda outputs, targets: -(outputs.squeeze(-1) * targets).mean(),
+        metrics={},
+        device="cpu",
+    )
+    app = type(strategy).client_app(task, allow_seeded_noise=True)
+    population = silos or strategy.plan.sampling.population
+    moved = start(strategy, InProcessGrid(app, population), {"weight": np.zeros((1, 16), "f4")})
+    return {name: array * factor / norm for name, array in moved.items()}
+
+
+def users(size, method=UldpAvg, *, silos=2, factor=USERS, plan=None, **options):
+    """Run one round of Uldp-FL; the user's records lie in every silo, with the same update."""
+    local = {} if method is UldpSgd else {"local": ONE_STEP}
+    facts = {"sampling": FullParticipation(USERS), "unit": PrivacyUnit.USER, **(plan or {})}
+    strategy = method(
+        plan=release_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
+    )
+    return linear(size, strategy, factor * silos, silos=silos)
+
+
+def group(size):
+    """Run one round of ULDP-GROUP: in each of two silos, DP-SGD takes one step on a record."""
+    local = DpSgdTraining(
+        steps=1,
+        sampling_rate=1.0,
+        batch_size=1.0,
+        learning_rate=1.0,
+        clipping_norm=NORM,
+        noise_multiplier=NOISE,
+    )
+    strategy = UldpGroup(
+        num_silos=2, num_users=2, group_size=2, local=local, delta=DELTA, evaluate_every=0
+    )
+    return linear(size, strategy, 1, silos=2)
+
+
+def ditto(size, *, steps):
+    """Run one round of DP-Ditto with a bound on the model, or on each record's gradient."""
+    local = LocalTraining(steps=1, batch_size=1, learning_rate=1.0)
+    clipped = ClippedSteps(
+        learning_rate=1.0,
+        gradient_clipping_norm=NORM if steps else 100 * NORM,
+        num_examples=1,
+        local_steps=1,
+    )
+    plan = RecordLevelPlan(
+        sampling=FullParticipation(1),
+        num_examples=1,
+        rounds=1,
+        delta=DELTA,
+        clipping_norm=100 * NORM if steps else NORM,
+        noise_stddev=NOISE * NORM,
+        steps=clipped,
+    )
+    strategy = DPDitto(plan=plan, local=local, personal_training=ONE_STEP, evaluate_every=0)
+    return linear(size, strategy, 1)
+
+
+def scores(size):
+    """Return the centred score that one client adds to the noised sum, in units of its bound."""
+    shown = SecureScores(noise_multiplier=NOISE, evaluations=1)
+    plan = release_plan(noise_multiplier=1.0, scores=shown, **SECURE)
+
+    def data(client):
+        told = 0.5 + 0.5 * size * (client == LAST)
+        own = Examples(torch.zeros(1, 16), torch.tensor([told]))
+        return ClientData(train=own, test=own)
+
+    task = Task(
+        model=lambda: nn.Linear(16, 1, bias=False),
+        data=data,
+        loss=lambda outputs, targets: 0 * outputs.sum(),
+        metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
+        device="cpu",
+    )
+    strategy = DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1)
+    grid = InProcessGrid(DPFedAvg.client_app(task), CLIENTS)
+    initial = ArrayRecord({"weight": torch.zeros(1, 16)})
+    told = strategy.start(grid, initial, num_rounds=1).evaluate_metrics_clientapp[1]
+    assert told["scored_clients"] == pytest.approx(CLIENTS, abs=8 * NOISE * shown.norm)
+    return {"score": 2 * told["scored_clients"] * (told["accuracy_mean"] - 0.5)}
+
+
+ADDED, CLIPPED = (plans, "total"), (noised_sum, "sum_clipped")
+LOST = {"secure_aggregation": SecureSum(colluding=0.0, dropouts=0.25)}
+PAILLIER = PrivateWeighting(
+    key_bits=512, allow_insecure_key_size=True, max_records_per_user=SILOS, precision=1e-6
+)
+PATHS = {
+    # One process, where an update is a row of numbers.
+    "rows, the server clips": Path(
+        run=sent, through=(CLIPPED, (CompiledRow, "add_to"), (Rows, "take")), code=True
+    ),
+    "rows, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS),
+        through=(ADDED, (CompiledRow, "add_to"), (ClipUpdate, "released"), (protections, "clip")),
+        code=True,
+    ),
+    "rows without machine code, the server clips": Path(
+        run=sent, through=(CLIPPED, (Rows, "take")), around=((CompiledRow, "add_to"),), code=False
+    ),
+    "rows without machine code, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS),
+        through=(ADDED, (ClipUpdate, "released")),
+        around=((CompiledRow, "add_to"),),
+        code=False,
+    ),
+    "rows of float64, the server clips": Path(
+        run=partial(sent, dtype=np.float64), through=(CLIPPED, (Rows, "take"))
+    ),
+    "rows, a few at a time": Path(
+        run=partial(sent, memory_limit=1),
+        through=(CLIPPED, (CompiledRow, "add_to"), (InProcessGrid, "push_messages")),
+        code=True,
+    ),
+    "rows, as they are": Path(
+        run=partial(sent, plan=NonPrivatePlan(sampling=EVERYONE)),
+        through=(ADDED, (NonPrivatePlan, "aggregate")),
+        bound=math.inf,
+    ),
+    "rows, weighted by examples": Path(
+        run=partial(
+            sent,
+            plan=NonPrivatePlan(sampling=EVERYONE, weighting="examples"),
+            records_of=lambda client: 5 if client == LAST else 1,
+            factor=(CLIENTS + 4) / 5,
+        ),
+        through=(ADDED, (hooks, "times_examples"), (hooks, "weighted_mean")),
+        bound=math.inf,
+    ),
+    "rows, whole models": Path(
+        run=partial(sent, plan=BY_MODELS, method=SentModels),
+        through=(ADDED, (ClipModel, "released"), (PerturbationPlan, "protection")),
+    ),
+    # Several processes, which add up their own rows.
+    "workers' sums, the server clips": Path(
+        run=partial(sent, workers=2),
+        through=(CLIPPED, (bounds, "_check_bound"), (hooks, "in_parts")),
+        around=((Elsewhere, "rows"),),
+    ),
+    "workers' sums, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS, workers=2),
+        through=(ADDED, (RowElsewhere, "norm")),
+        around=((Elsewhere, "rows"),),
+    ),
+    "workers' rows, the server clips": Path(
+        run=partial(sent, grid=Lossy, workers=2), through=(CLIPPED, (RowElsewhere, "numbers"))
+    ),
+    "workers' rows, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS, grid=Lossy, workers=2),
+        through=(ADDED, (RowElsewhere, "numbers")),
+    ),
+    # Messages, as Ray and SuperNodes send them.
+    "messages, the server clips": Path(
+        run=partial(sent, grid=Messages), through=(CLIPPED, (Upload, "content"))
+    ),
+    "messages, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS, grid=Messages),
+        through=(ADDED, (Upload, "content"), (ClipUpdate, "released")),
+    ),
+    "messages of several clients, the server clips": Path(
+        run=partial(sent, grid=packed), through=(CLIPPED, (VirtualGrid, "send_and_receive"))
+    ),
+    "messages of several clients, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS, grid=packed), through=(ADDED, (cohort_app, "packed"))
+    ),
+    "another ClientApp, the server clips": Path(
+        run=partial(sent, app=partial(foreign, client_level_dp_mod())), through=(CLIPPED,)
+    ),
+    "another ClientApp, a mod clips": Path(
+        run=partial(sent, plan=BY_CLIENTS, app=partial(foreign, client_level_dp_mod())),
+        through=(ADDED, (client_level_mod, "_update"), (ClipUpdate, "released")),
+    ),
+    "another ClientApp and strategy, a mod clips models": Path(
+        run=by_flower, through=((OutputPerturbation, "apply"),)
+    ),
+    # Sums that hide their parts from the server.
+    "masked sum": Path(
+        run=partial(sent, plan=release_plan(**SECURE)),
+        through=((ClipToCells, "released"), (sum_member, "masked"), (SecureRound, "combine")),
+    ),
+    "masked sum without one member": Path(
+        run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
+        through=((protections, "in_cells"), (ReleasePlan, "aggregate_sum")),
+    ),
+    "masked scores": Path(
+        run=scores,
+        through=((masked_scores, "scores_vector"), (ClipToCells, "released")),
+        direction={"score": np.asarray(1.0)},
+    ),
+    # Sums over users or records in a silo.
+    "users' sum": Path(
+        run=users,
+        through=(ADDED, (silo_training, "sum_clipped_rows"), (ClipUnits, "noised")),
+        direction=AXIS,
+    ),
+    "users' sum of gradients": Path(
+        run=partial(users, method=UldpSgd),
+        through=((silo_training, "sum_clipped_rows"), (protecting, "_noised_sum")),
+        direction=AXIS,
+    ),
+    "users' sum, weighted by records": Path(
+        run=partial(users, weighting="by-records"),
+        through=((silo_training, "sum_clipped_rows"), (ClipUnits, "noised")),
+        direction=AXIS,
+    ),
+    "users' masked sum": Path(
+        run=partial(users, silos=SILOS, plan=SECURE),
+        through=((silo_training, "sum_rows_in_cells"), (ClipUnitsToCells, "noised")),
+        direction=AXIS,
+    ),
+    "users' encrypted sum": Path(
+        run=partial(
+            users,
+            method=PrivateUldpAvg,
+            silos=SILOS,
+            protocol=PAILLIER,
+            plan={"dropout_policy": "discard"},
+        ),
+        through=((private_silo, "clip_each_row"), (protecting.HiddenSum, "__init__")),
+        direction=AXIS,
+    ),
+    "silos' sum": Path(
+        run=lambda size: users(2 * size, UldpNaive, factor=0.5),  # one of two records
+        through=(ADDED, (ClipUpdate, "released")),
+        direction=AXIS,
+    ),
+    "records' gradients": Path(run=group, through=((GroupPlan, "protection"),), direction=AXIS),
+    "records' gradients in local steps": Path(
+        run=partial(ditto, steps=True), through=((ClipSteps, "released"),), direction=AXIS
+    ),
+    "models after local steps": Path(
+        run=partial(ditto, steps=False),
+        through=((ClipSteps, "released"), (RecordLevelPlan, "protection")),
+        direction=AXIS,
+    ),
+}
+
+
+def watched(patch, owner, name):
+    """Return a list that grows with every call of a function, or reading of a property."""
+    calls, real = [], inspect.getattr_static(owner, name)
+    function = real.fget if isinstance(real, property) else real
+
+    def noting(*arguments, **named):
+        calls.append(name)
+        return function(*arguments, **named)
+
+    patch.setattr(owner, name, property(noting) if isinstance(real, property) else noting)
+    return calls
+
+
+def check(patch, path):
+    """Send an update that is too long, and one that is not, on a path.
+
+    Raises
+    ------
+    AssertionError
+        A sum is wrong, or a run went another way.
+    """
+    if path.code is True and network._library() is None:
+        pytest.skip("no machine code here")
+    if path.code is False:
+        patch.setattr(rows, "loaded", lambda: None)
+    through = [watched(patch, *place) for place in path.through]
+    around = [watched(patch, *place) for place in path.around]
+    direction = DIRECTION if path.direction is None else path.direction
+    for size in SIZES:
+        released = path.run(size)
+        assert released.keys() == direction.keys()
+        for name, array in released.items():
+            expected = min(size, path.bound) * direction[name]
+            np.testing.assert_allclose(array, expected, atol=8 * NOISE, err_msg=name)
+    assert all(through), path.through
+    assert not any(around), path.around
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_an_update_counts_as_one_norm_at_most_and_a_short_one_as_it_is(path, monkeypatch):
+    check(monkeypatch, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("rows, the server clips", faults.rows_clipped_late),
+        ("rows, a few at a time", faults.rows_clipped_late),
+        ("users' sum", faults.weights_of_two),
+    ],
+)
+def test_a_planted_fault_shows_on_its_path(name, plant, monkeypatch):
+    plant(monkeypatch, None)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(monkeypatch, PATHS[name])
+
+
+NOT_HERE = {
+    "PerturbObjective": "bounds nothing: its theorems assume bounded gradients",
+    "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
+    "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
+    "FastRow": "CompiledRow is the only one",
+    "BoundedSum": "returned by sum_clipped and sum_clipped_rows",
+    "Summed": "returned by total",
+    "Row": "the paths without machine code, where no class has code of its own",
+    "checked_weights": "adds nothing",
+    "cell_of": "adds nothing",
+    "check_cell": "adds nothing",
+    "out_of_cells": "adds nothing",
+}
+"""Names that need no path of their own."""
+
+
+def classes():
+    """Return the public classes of the package that hold, bound, carry or plan parts of sums."""
+    for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
+        if module.name.split(".")[1] in ("privacy", "federation"):
+            import_module(module.name)
+    found, waiting = set(), [Protection, PrivacyPlan, Row, Summed, Grid]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        own = kind.__module__.startswith(f"{flower_ext.__name__}.")
+        if own and kind.__name__[0] != "_" and not inspect.isabstract(kind):
+            found.add(kind.__name__)
+    return found - {Protection.__name__}
+
+
+def functions(module):
+    """Return the public functions of a module."""
+    found = inspect.getmembers(module, inspect.isfunction)
+    return {name for name, one in found if one.__module__ == module.__name__ and name[0] != "_"}
+
+
+def test_whatever_bounds_adds_or_carries_an_update_is_on_a_path():
+    places = [place for path in PATHS.values() for place in (*path.through, *path.around)]
+    named = {name for _, name in places}
+    named |= {owner.__name__ for owner, _ in places if inspect.isclass(owner)}
+    there = classes() | functions(bounds) | functions(cells)
+    assert there - named - NOT_HERE.keys() == set()
+    assert NOT_HERE.keys() - there == set()
