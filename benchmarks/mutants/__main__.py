@@ -59,6 +59,7 @@ TESTS = {
     "privacy/cells.py": ("privacy/test_cells.py", "auditing/test_paths.py"),
     "privacy/secure_sum.py": ("privacy/test_secure_sum.py",),
     "privacy/secure_scores.py": ("privacy/test_secure_scores.py",),
+    "privacy/discrete_gaussian.py": ("privacy/test_discrete_gaussian.py",),
     "training/batched/rows.py": ("auditing/test_paths.py", "training/batched/test_rows.py"),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
@@ -72,10 +73,14 @@ TESTS = {
     "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
     "secure/masks.py": ("secure/test_masks.py",),
     "secure/fixed_point.py": ("secure/test_fixed_point.py",),
-    **{
-        f"secure/aggregation/{name}.py": ("secure/aggregation",)
-        for name in ("context", "masks", "member", "member_state", "messages", "server", "shamir")
-    },
+    "secure/aggregation/context.py": ("secure/aggregation",),
+    "secure/aggregation/graph.py": ("secure/aggregation",),
+    "secure/aggregation/masks.py": ("secure/aggregation",),
+    "secure/aggregation/member.py": ("secure/aggregation",),
+    "secure/aggregation/member_state.py": ("secure/aggregation",),
+    "secure/aggregation/messages.py": ("secure/aggregation",),
+    "secure/aggregation/server.py": ("secure/aggregation",),
+    "secure/aggregation/shamir.py": ("secure/aggregation",),
 }
 _COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
 _SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")

@@ -107,17 +107,19 @@ def check_law(asked, rate):
     """
     rounds, units = asked.shape
     assert set(np.unique(asked)) <= {0, 1}
-    repeated = sum(int(one @ other) for one, other in pairwise(asked))
     counts = {
-        "units in all rounds": (int(asked.sum()), rounds * units, rate),
-        "units in two rounds in a row": (repeated, (rounds - 1) * units, rate**2),
-        **{f"rounds of unit {u}": (int(n), rounds, rate) for u, n in enumerate(asked.sum(axis=0))},
+        "units in all rounds": (int(asked.sum()), rounds * units),
+        **{f"rounds of unit {u}": (int(n), rounds) for u, n in enumerate(asked.sum(axis=0))},
     }
-    for what, (count, number, share) in counts.items():
-        low, high = stats.binom.ppf([LUCK / 2, 1 - LUCK / 2], number, share)
-        slack = 4 * np.sqrt(number * share) if "row" in what else 0  # neighbours share a round
-        assert low - slack <= count <= high + slack, f"{what}: {count} of {number}"
-    assert len({row.tobytes() for row in asked}) > rounds / 4
+    for what, (count, number) in counts.items():
+        low, high = stats.binom.ppf([LUCK / 2, 1 - LUCK / 2], number, rate)
+        assert low <= count <= high, f"{what}: {count} of {number}"
+    repeated = sum(int(one @ other) for one, other in pairwise(asked))
+    number = (rounds - 1) * units
+    # Two repetitions are dependent where they share a round.
+    variance = rate**2 * (1 - rate**2) + 2 * rate**3 * (1 - rate)
+    deviation = abs(repeated - rate**2 * number) / np.sqrt(variance * number)
+    assert deviation < 7, f"units in two rounds in a row: {repeated} of {number}"
     spread = asked.sum(axis=1).var() / (units * rate * (1 - rate))
     assert 0.4 < spread < 2.2, "cohort sizes vary unlike those of independent units"
 
@@ -142,7 +144,7 @@ def test_a_cohort_of_a_fixed_size_is_drawn_anew_in_every_round():
         low, high = stats.binom.ppf([LUCK / 2, 1 - LUCK / 2], ROUNDS, 4 / UNITS)
         assert low <= count <= high
     repeated = sum(int(one @ other) for one, other in pairwise(asked))
-    assert repeated / (4 * (ROUNDS - 1)) == pytest.approx(4 / UNITS, abs=0.25)
+    assert repeated / (4 * (ROUNDS - 1)) == pytest.approx(4 / UNITS, abs=0.25)  # 11 σ
 
 
 EMPTY = PoissonSampling(UNITS, 1e-9)
@@ -200,9 +202,13 @@ def test_a_round_that_draws_nobody_and_is_discarded_is_found(changes, silos, tmp
 
 
 @pytest.mark.parametrize(
-    "plant", [faults.cohort_kept, faults.empty_cohort_redrawn], ids=["kept", "redrawn"]
+    ("plant", "rate", "said"),
+    [
+        pytest.param(faults.cohort_kept, 0.3, "in a row", id="kept"),
+        pytest.param(faults.empty_cohort_redrawn, 0.03, "in all rounds", id="redrawn"),
+    ],
 )
-def test_cohorts_of_another_law_are_found(plant, monkeypatch):
+def test_cohorts_of_another_law_are_found(plant, rate, said, monkeypatch):
     plant(monkeypatch, None)
-    with pytest.raises(AssertionError):
-        check_law(clients_by_round(PoissonSampling(UNITS, 0.1)), 0.1)
+    with pytest.raises(AssertionError, match=said):
+        check_law(clients_by_round(PoissonSampling(UNITS, rate)), rate)

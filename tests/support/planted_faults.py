@@ -191,11 +191,11 @@ def empty_round_discarded(patch, experiment: Experiment) -> Experiment:
 
 
 def cohort_kept(patch, experiment: Experiment) -> Experiment:
-    """Use a cohort in two rounds."""
+    """Use a cohort in four rounds."""
     draw, calls, kept = PoissonSampling.draw, count(), []
 
     def drawn(self, rng):
-        if next(calls) % 2 == 0:
+        if next(calls) % 4 == 0:
             kept[:] = draw(self, rng)
         return [*kept]
 
