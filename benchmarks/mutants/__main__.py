@@ -35,7 +35,12 @@ _OF_PROTECTION = (
     "federation/test_record_level_plan.py",
     "federation/test_mods.py",
 )
-_OF_SUMS = ("auditing/test_paths.py", "privacy/test_release_plan.py", "auditing/test_noise.py")
+_OF_SUMS = (
+    "privacy/test_release_plan.py",
+    "privacy/test_secure_sum.py",
+    "auditing/test_paths.py",
+    "auditing/test_noise.py",
+)
 _OF_ROUNDS = (
     "auditing/test_paths.py",
     "auditing/test_cohorts.py",
@@ -44,6 +49,7 @@ _OF_ROUNDS = (
     "federation/test_progress.py",
 )
 _OF_MASKS = (
+    "federation/test_masked_scores.py",
     "federation/test_secure_sum.py",
     "federation/test_secure_scores.py",
     "auditing/test_secure_rounds.py",

@@ -2,9 +2,12 @@
 
 import ast
 
+import pytest
+
 from benchmarks.mutants import __main__ as mutants
 from benchmarks.mutants.__main__ import TESTS, _source, stale_entries
 from benchmarks.mutants.faults import faults_of
+from tests.support.grids import grid
 
 SOURCE = b'''"""Text with 1 < 2."""
 LIMIT: Literal[3] = 4  # \xc3\xa9 before the next
@@ -51,12 +54,12 @@ def test_faults_are_planted_where_they_belong_and_nowhere_in_texts_or_annotation
     assert changed == expected
 
 
-def test_every_fault_in_the_modules_is_another_program_that_can_be_read():
-    for module in TESTS:
-        source = _source(module)
-        whole = ast.dump(ast.parse(source))
-        for fault in faults_of(source):
-            assert ast.dump(ast.parse(fault.planted(source))) != whole
+@pytest.mark.parametrize("module", grid(TESTS, {"privacy/bounds.py"}.__contains__))
+def test_every_fault_in_a_module_is_another_program_that_can_be_read(module):
+    source = _source(module)
+    whole = ast.dump(ast.parse(source))
+    for fault in faults_of(source):
+        assert ast.dump(ast.parse(fault.planted(source))) != whole
 
 
 def test_every_fault_that_no_test_can_find_can_be_planted(monkeypatch):
