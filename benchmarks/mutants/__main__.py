@@ -36,6 +36,7 @@ _OF_PROTECTION = (
     "federation/test_mods.py",
 )
 _OF_SUMS = (
+    "privacy/test_noised_sum.py",
     "privacy/test_release_plan.py",
     "privacy/test_secure_sum.py",
     "auditing/test_paths.py",

@@ -7,6 +7,7 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.federation import InProcessGrid
+from flower_ext.federation.spending import Spending
 from flower_ext.privacy import (
     Budget,
     FullParticipation,
@@ -120,6 +121,27 @@ def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):
         ("b", True, "a pilot run without noise"),
         ("b", False, ""),
     }
+
+
+def test_a_ledger_or_a_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
+    bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+
+    def check(plan, **given):
+        Spending(**{"ledger": None, "budget": None, "exposed": (), **given}).check_plan(plan)
+
+    check(bare)
+    check(PLAN, ledger=ledger, budget=Budget(epsilon=1.0, delta=DELTA))
+    with pytest.raises(ValueError, match="ledger with a NonPrivatePlan"):
+        check(bare, ledger=ledger)
+    for plan, delta in ((PLAN, 2 * DELTA), (bare, DELTA)):
+        with pytest.raises(ValueError, match="expected the δ of the plan"):
+            check(plan, budget=Budget(epsilon=1.0, delta=delta))
+    shared = tmp_path / "people.jsonl"
+    check(bare, budget=Budget(epsilon=1.0, delta=DELTA, ledger=shared))
+    check(PLAN, budget=Budget(epsilon=1.0, delta=2 * DELTA, ledger=shared))
+    with pytest.raises(ValueError, match="expected at least the δ of the plan"):
+        check(PLAN, budget=Budget(epsilon=1.0, delta=DELTA / 2, ledger=shared))
 
 
 def _of(budget: Budget):
