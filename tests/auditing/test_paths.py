@@ -194,7 +194,7 @@ def release_plan(**changes):
 BY_SERVER, BY_CLIENTS = release_plan(noise_placement="server"), release_plan()
 BY_MODELS = PerturbationPlan(
     sampling=EVERYONE,
-    perturbation=OutputPerturbation(clipping_norm=NORM, noise_stddev=NOISE * NORM),
+    perturbation=OutputPerturbation(clipping_norm=NORM, noise_stddev=NOISE * NORM / CLIENTS),
     delta=DELTA,
 )
 
@@ -372,7 +372,7 @@ def ditto(size, *, steps):
 
 def scores(size):
     """Return the centred score that one client adds to the noised sum, in units of its bound."""
-    shown = SecureScores(noise_multiplier=NOISE, evaluations=1)
+    shown = SecureScores(noise_multiplier=NOISE / 4, evaluations=1)
     plan = release_plan(noise_multiplier=1.0, scores=shown, **SECURE)
 
     def data(client):
