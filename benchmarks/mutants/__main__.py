@@ -48,6 +48,7 @@ _OF_ROUNDS = (
     "federation/test_strategy.py",
     "federation/test_spending.py",
     "federation/test_progress.py",
+    "federation/test_stragglers.py",
 )
 _OF_MASKS = (
     "federation/test_masked_scores.py",

@@ -17,6 +17,7 @@ from flower_ext.federation import (
     InProcessGrid,
     LocalResult,
     records,
+    uploads,
 )
 from flower_ext.federation._flower_private import become_server_of, reply_to
 from flower_ext.federation.state.memory import ClientMemory
@@ -205,11 +206,21 @@ def test_metrics_beside_a_row_are_refused_as_those_of_records(metrics):
         lambda m: {"head.bias": m["head.bias"]},
         lambda m: {**m, "head.bias": torch.zeros(1)},
         lambda m: {**m, "head.bias": m["head.bias"].double()},
+        lambda m: {**m, "head.bias": m["head.bias"].clone().requires_grad_()},
     ],
-    ids=["more", "less", "another shape", "another type"],
+    ids=["more", "less", "another shape", "another type", "a gradient"],
 )
 def test_an_update_that_is_not_as_the_model_stays_records(change):
     assert taken(change({name: torch.from_numpy(value) for name, value in MODEL.items()})) is None
+
+
+def test_rows_that_fill_more_than_a_block_stay_apart(monkeypatch):
+    monkeypatch.setattr(uploads, "_BLOCK", 2 * 4 * sum(array.size for array in MODEL.values()) + 1)
+    rows = Rows({name: torch.from_numpy(value) for name, value in MODEL.items()}, 5)
+    sent = [{n: torch.full(a.shape, float(k)) for n, a in MODEL.items()} for k in range(5)]
+    taken = [rows.take(update, METRICS) for update in sent]
+    for number, upload in enumerate(taken):
+        assert all((array == number).all() for array in upload.arrays.values())
 
 
 def trained_apart_from(received):
