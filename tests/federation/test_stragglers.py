@@ -4,10 +4,15 @@ import math
 
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord
 
+from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import Stragglers
 from flower_ext.federation.stragglers import shortened
+from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
+from tests.support.travelling import Recorder
+from tests.support.worlds import initial, task
 
 COHORT = [3, 1, 4, 15, 9, 2, 6]
 
@@ -89,3 +94,13 @@ def test_training_that_no_straggler_could_stop_early_is_refused(counted):
     with pytest.raises(ValueError, match="give epochs .* or stragglers=None"):
         Stragglers(ratio=0.5).check([LocalTraining(**counted)])
     Stragglers(ratio=0.5).check([LocalTraining(epochs=5), LocalTraining(**counted)])
+
+
+def test_a_round_refuses_training_that_no_straggler_could_stop_early_before_it_asks_anybody():
+    plan = NonPrivatePlan(sampling=FullParticipation(2))
+    local = LocalTraining(steps=1)
+    strategy = DPFedAvg(plan=plan, local=local, stragglers=Stragglers(ratio=0.5))
+    grid = Recorder(DPFedAvg.client_app(task()), num_clients=2)
+    with pytest.raises(ValueError, match="give epochs .* or stragglers=None"):
+        strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    assert not any(message.metadata.message_type.startswith("train") for message in grid.sent)
