@@ -13,6 +13,7 @@ from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.ending import signals_as_interrupts
 from flower_ext.cli.launch import launch
 from flower_ext.cli.preparing import checked_settings
+from flower_ext.cli.reaper import reaped
 from flower_ext.cli.run import AppFolder, Resume, Runs
 from flower_ext.cli.screen import Settings, console
 from flower_ext.runs.directory import new_run_path
@@ -51,7 +52,7 @@ def deploy(
         name = str({**defaults, **changes}.get("method", app_folder.name))
         place = new_run_path(runs.absolute(), name, datetime.now(UTC))
         given.append(f"run-directory={place}")
-    with signals_as_interrupts(), TemporaryDirectory() as temporary:
+    with signals_as_interrupts(), TemporaryDirectory() as temporary, reaped():
         home = folder or Path(temporary)
         state = Path(place or home).expanduser().absolute() / "state"
         deployment = Deployment(home, nodes, {"state-folder": str(state)}, port)

@@ -7,6 +7,7 @@ installs the app's dependencies again unless a variable forbids it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from flower_ext.cli.ending import GRACE, LaunchFailed, interrupted, note_failure
@@ -14,6 +15,7 @@ from flower_ext.cli.engines import in_one_process, on_superlink
 from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import prepare
 from flower_ext.cli.processes import ProcessFailed, environment
+from flower_ext.cli.reaper import reaped
 from flower_ext.cli.simulation import cluster_watch, simulation_superlink
 
 
@@ -94,11 +96,13 @@ def launch(
         ray=ray,
     )
     path, patience = run.path, GRACE if superlink else 5
-    if env is None:
-        env = environment()
     view = RunView(path if run.here else None, run.config)
+    # A SuperLink that others started may have to outlive this command.
+    ending = reaped() if superlink is None else nullcontext()
     try:
-        with view:
+        with ending, view:
+            if env is None:
+                env = environment()
             if in_process:
                 in_one_process(app, run.config, workers, view)
             elif superlink is not None:

@@ -10,7 +10,7 @@ import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import Ledger
+from flower_ext.privacy import Ledger, epsilon_text
 from flower_ext.privacy.shared_ledger import RunSpend, spent_by_run, total_spent
 
 _COLUMNS = ("run", "method", "rounds", "ε alone", "δ")
@@ -58,7 +58,7 @@ def ledger(
         raise typer.BadParameter(f"delta={at!r}: expected a number in (0, 1)")
     spent = total_spent(entries, at)
     console.print(
-        f"Total: ε = {spent:.4g} at δ = {at:.3g}, of one {last['unit']} under {last['relation']}; "
+        f"Total: ε = {epsilon_text(spent)} at δ = {at:.3g}, of one {last['unit']} under {last['relation']}; "
         f"budget {budget:g}, left {max(0.0, budget - spent):.4g}",
         soft_wrap=True,
     )
@@ -78,4 +78,4 @@ def _row(run: RunSpend) -> tuple[str, str, str, str, str]:
     name = run.name or run.run[:8]
     if run.epsilon is None or run.delta is None:
         return name, run.method, "–", "not covered", "–"
-    return name, run.method, str(run.rounds), f"{run.epsilon:.4g}", f"{run.delta:.3g}"
+    return name, run.method, str(run.rounds), epsilon_text(run.epsilon), f"{run.delta:.3g}"

@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from flower_ext.cli.reaper import descendants, still
 from flower_ext.errors import FlowerExtError
 
 HOST = "127.0.0.1"
@@ -127,51 +127,14 @@ def end_tree(process: subprocess.Popen[bytes], *, seconds: float = 20) -> None:
     The process gets SIGTERM and ``seconds`` to end; whatever is left then gets SIGKILL. Ray's
     agents need this, because they live in sessions of their own and outlive their parents.
     """
-    family = _descendants(process.pid)
+    family = descendants(process.pid)
     with suppress(ProcessLookupError):
         process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    family |= _descendants(process.pid)
+    family |= descendants(process.pid)
     process.kill()
     process.wait()
-    for pid in _still(family):
+    for pid in still(family):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(root: int) -> set[tuple[int, str]]:
-    """Return (pid, start time) of all descendants of a process.
-
-    The start time tells a process from a later one with the same pid.
-    """
-    table = _processes()
-    found, frontier = set[tuple[int, str]](), {root}
-    while frontier:
-        below = {(pid, began) for pid, parent, began in table if parent in frontier}
-        frontier = {pid for pid, _ in below - found}
-        found |= below
-    return found
-
-
-def _still(family: Iterable[tuple[int, str]]) -> list[int]:
-    there = {(pid, began) for pid, _, began in _processes()}
-    return [pid for pid, began in family if (pid, began) in there]
-
-
-def _processes() -> list[tuple[int, int, str]]:
-    """Return (pid, parent's pid, start time) of all processes of this machine."""
-    if Path("/proc/self/stat").exists():  # Linux: small container images have no ps
-        return [facts for entry in Path("/proc").glob("[0-9]*/stat") if (facts := _of(entry))]
-    asked = ["ps", "-A", "-o", "pid=,ppid=,lstart="]
-    listed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    rows = (line.split(maxsplit=2) for line in listed.splitlines())
-    return [(int(pid), int(parent), began) for pid, parent, began in rows]
-
-
-def _of(entry: Path) -> tuple[int, int, str] | None:
-    try:
-        fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # the process has just ended
-        return None
-    return int(entry.parent.name), int(fields[1]), fields[19]

@@ -120,6 +120,10 @@ class Progress:
             parts.append("no client was asked to train")
         if "answered" in row:
             parts.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
+        if row.get("topped_up_stddev"):
+            parts.append("the server topped up the noise")
+        if row.get("discarded"):
+            parts.append("round discarded, and spent nevertheless")
         if refused := row.get("refused", 0):
             parts.append(f"{refused:.0f} refused")
         log.info(" · ".join(parts))

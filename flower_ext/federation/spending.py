@@ -7,7 +7,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, PrivacyPlan, Release
+from flower_ext.privacy import (
+    Budget,
+    BudgetExhausted,
+    Guarantee,
+    Ledger,
+    PrivacyPlan,
+    Release,
+    epsilon_text,
+)
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
@@ -94,8 +102,8 @@ class Spending:
             if epsilon > self.budget.epsilon:
                 what = f"{'the evaluation after ' if scores else ''}round {server_round}"
                 raise BudgetExhausted(
-                    f"{what} would bring the provable spend to ε = {epsilon:.4g}, above the budget "
-                    f"of {self.budget.epsilon:g}"
+                    f"{what} would bring the provable spend to ε = {epsilon_text(epsilon)}, "
+                    f"above the budget of {self.budget.epsilon:g}"
                 )
             return
         who = {"run": run_id, "method": method, "name": name}

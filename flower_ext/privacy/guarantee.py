@@ -17,10 +17,13 @@ Basis = Literal["published", "provable"]
 
 
 def epsilon_text(epsilon: float) -> str:
-    """Return ε with three significant digits, rounded up so that no text understates the spend."""
+    """Return ε with three significant digits, rounded up so that no text understates the spend.
+
+    The least ε in a text is 0.001: a 0 would read as if nothing were revealed, although δ remains.
+    """
     if math.isinf(epsilon):
         return "none"
-    return _rounded_up(epsilon)
+    return _rounded_up(max(epsilon, 1e-3))
 
 
 LARGE_DELTA = 1e-3
@@ -38,8 +41,6 @@ def large_delta(delta: float, unit: PrivacyUnit) -> str | None:
 
 
 def _rounded_up(value: float) -> str:
-    if value == 0:
-        return "0"
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
     # The guard keeps 2.0000000000000004 from becoming 2.01.
     return f"{math.ceil(value / step - 1e-6) * step:.3g}"

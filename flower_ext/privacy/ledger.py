@@ -20,6 +20,7 @@ from typing import Any
 from flower_ext.checks import require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
+from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
 """Hash that the first line names as its predecessor's."""
@@ -236,7 +237,7 @@ class Ledger:
         epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
         if epsilon > self.budget.epsilon:
             raise BudgetExhausted(
-                f"round {round} would bring the spend to ε = {epsilon:.4g} at δ = {delta:.3g}, "
+                f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = {delta:.3g}, "
                 f"above the budget of {self.budget.epsilon:g}; "
                 f"{self.releases} releases are on the ledger"
             )

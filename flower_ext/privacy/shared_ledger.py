@@ -23,6 +23,7 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release, privacy_loss_of
+from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext.privacy.ledger import (
     GENESIS,
     Budget,
@@ -133,7 +134,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
         if epsilon > budget.epsilon:
             raise BudgetExhausted(
                 f"training round {new.training} would raise the total of {path} to ε = "
-                f"{epsilon:.4g} at δ = {budget.delta:.3g}, above the budget of {budget.epsilon:g}: "
+                f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of {budget.epsilon:g}: "
                 f"{_why(charges, epsilon, budget.delta)}"
             )
         _append(file, entries, CHARGE, facts)
@@ -234,7 +235,7 @@ def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str
         return "the account adds up each run's δ: plan runs with a smaller δ, or raise the budget's"
     runs = len({entry["run"] for entry in charges})
     spent = _composed(charges, delta)
-    return f"{runs} run{'s' if runs > 1 else ''} spent {spent:.4g} so far"
+    return f"{runs} run{'s' if runs > 1 else ''} spent {epsilon_text(spent)} so far"
 
 
 @contextmanager

@@ -40,7 +40,14 @@ from safetensors.torch import save
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.files import InUse, append_line, lock, whole_lines, write_rows, write_whole
+from flower_ext.runs.files import (
+    append_line,
+    is_locked,
+    lock,
+    whole_lines,
+    write_rows,
+    write_whole,
+)
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
@@ -141,11 +148,7 @@ class RunDirectory:
 
     def free(self) -> bool:
         """Return True if no process is writing the run at the moment."""
-        try:
-            lock(self.path / _LOCK).close()
-        except InUse:
-            return False
-        return True
+        return not is_locked(self.path / _LOCK)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 from secrets import token_hex
-from typing import IO
+from typing import IO, Any
 
 from flower_ext.errors import FlowerExtError
 
@@ -103,23 +107,93 @@ def held(path: Path) -> Iterator[None]:
 def lock(path: Path) -> IO[bytes]:
     """Take a lock, which the caller releases by closing the returned file.
 
-    The lock ends at the latest with this process.
+    The lock ends at the latest with this process and those that it forked. Its file names the
+    process.
 
     Raises
     ------
     InUse
-        Another process holds the lock.
+        Another process holds the lock; the message names it.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     stream = os.fdopen(descriptor, "r+b")
+    deadline = time.monotonic() + _LAST_MOMENTS
+    while not _locked(stream):
+        holder = _holder(stream)
+        if _runs(holder) or time.monotonic() > deadline:
+            stream.close()
+            raise InUse(f"{path.parent} is in use by {_named(holder)}, or name another directory")
+        time.sleep(0.1)
+    _name_holder(stream)
+    return stream
+
+
+def is_locked(path: Path) -> bool:
+    """Return True if a process holds the lock."""
+    if not path.exists():
+        return False
+    with path.open("r+b") as stream:
+        return not _locked(stream)
+
+
+_LAST_MOMENTS = 10
+"""Seconds to wait for processes that have inherited the lock of a process that has ended."""
+
+
+def _locked(stream: IO[bytes]) -> bool:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        stream.close()
-        raise InUse(
-            f"{path.parent} is in use by another run: wait until it ends, or name another directory"
-        ) from None
-    return stream
+        return False
+    return True
+
+
+def _name_holder(stream: IO[bytes]) -> None:
+    pid = os.getpid()
+    holder = {"pid": pid, "host": socket.gethostname(), "began": _began(pid), "since": time.ctime()}
+    stream.seek(0)
+    stream.write(json.dumps(holder).encode())
+    stream.truncate()
+    stream.flush()
+
+
+def _holder(stream: IO[bytes]) -> dict[str, Any] | None:
+    """Return the process that a lock's file names; None if it has not written its name yet."""
+    stream.seek(0)
+    try:
+        return dict(json.loads(stream.read()))
+    except ValueError:
+        return None
+
+
+def _runs(holder: Mapping[str, Any] | None) -> bool:
+    """Return True if the holder of a lock may still run; another machine's always may."""
+    if holder is None:
+        return False
+    return holder["host"] != socket.gethostname() or _began(holder["pid"]) == holder["began"]
+
+
+def _named(holder: Mapping[str, Any] | None) -> str:
+    if holder is None or not _runs(holder):
+        return "processes of a run whose first process has ended: end them"
+    pid, host = holder["pid"], holder["host"]
+    where = "" if host == socket.gethostname() else f" on {host}"
+    return (
+        f"process {pid}{where} since {holder['since']}: wait until it ends, end it by "
+        f"`kill {pid}`{where}"
+    )
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, which tells it from a later one; empty if it has ended."""
+    if Path("/proc/self/stat").exists():  # Linux: small container images have no ps
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+        except OSError:
+            return ""
+        return "" if fields.split()[0] == "Z" else fields.split()[19]
+    asked = ["ps", "-o", "lstart=", "-p", str(pid)]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def not_written(path: Path, error: OSError) -> OSError:

@@ -151,7 +151,7 @@ def test_a_folder_with_other_files_and_one_in_use_are_refused(tmp_path):
         play(tmp_path / "mine")
     play(tmp_path / "run", dies_in=2)
     other = RunDirectory.resume(tmp_path / "run")
-    with pytest.raises(InUse, match="in use by another run"):
+    with pytest.raises(InUse, match="in use by process"):
         play(tmp_path / "run")
     other.close()
 

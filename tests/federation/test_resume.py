@@ -209,7 +209,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
     config = {"run-directory": str(tmp_path / "run"), "resume": True}
     with (
         recorded_run(config, "one"),
-        pytest.raises(InUse, match="in use by another run"),
+        pytest.raises(InUse, match="in use by process"),
         recorded_run(config, "two"),
     ):
         raise AssertionError
