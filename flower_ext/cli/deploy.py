@@ -12,7 +12,8 @@ import typer
 from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.ending import signals_as_interrupts
 from flower_ext.cli.launch import launch
-from flower_ext.cli.preparing import checked_settings
+from flower_ext.cli.preparing import begun_with
+from flower_ext.cli.project import checked_settings
 from flower_ext.cli.reaper import reaped
 from flower_ext.cli.run import AppFolder, Resume, Runs
 from flower_ext.cli.screen import Settings, console
@@ -47,6 +48,8 @@ def deploy(
     defaults, changes = checked_settings(
         app_folder, given
     )  # fail now, not after a minute of starting
+    if resume is not None:
+        begun_with(resume, app_folder, defaults)
     place = resume or changes.get("run-directory") or defaults.get("run-directory")
     if not place and "run-directory" in defaults:
         name = str({**defaults, **changes}.get("method", app_folder.name))

@@ -27,6 +27,12 @@ class LaunchFailed(FlowerExtError, RuntimeError):
     """The app could not be started, or its run did not complete."""
 
 
+class Refused(LaunchFailed):
+    """The run refused a value; ``exit_status`` is that of all refused values."""
+
+    exit_status = 2
+
+
 class Interrupted(LaunchFailed):
     """A signal ended the run; ``exit_status`` is 128 + the signal's number, as in shells."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flower_ext.cli.ending import GRACE, Ended, LaunchFailed
+from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
 from flower_ext.cli.live import RunView
 from flower_ext.cli.processes import executable, hint_on_spaces
 
@@ -68,6 +68,8 @@ def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: Run
         raise LaunchFailed(f"signal {-status} ended the run")
     if status == 128 + signal.SIGTERM:
         raise Ended(signal.SIGTERM)
+    if status == Refused.exit_status:
+        raise Refused("the run refused the value above")
     if status:
         raise LaunchFailed("the run ended with the error above")
 
@@ -139,7 +141,8 @@ def on_superlink(
     if facts["status"] == "finished:stopped":
         raise LaunchFailed(f"somebody stopped run {run_id}: {facts['status-details']}")
     if facts["status"] != "finished:completed":
-        raise LaunchFailed(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
+        failure = Refused if view.refused else LaunchFailed
+        raise failure(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
 
 
 def _finished(

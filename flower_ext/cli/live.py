@@ -49,6 +49,8 @@ class RunView:
         self.path, self._config = path, config
         self.named: str | None = None
         """Path of the run directory as the log names it; it may be on another machine."""
+        self.refused = False
+        """True once the log has ended, if one of its tracebacks ended with an `InvalidValue`."""
         self._live: Live | None = None
         self._seen: tuple[int, ...] = ()
         self._panel: Panel | Text = Text()
@@ -256,6 +258,7 @@ def _pump(source: IO[str], view: RunView, sink: IO[str]) -> None:
             view.show(shown, sink)
     for shown in tracebacks.rest():
         view.show(shown, sink)
+    view.refused = view.refused or tracebacks.refused
 
 
 def _ignore(numbers: Sequence[int]) -> None:

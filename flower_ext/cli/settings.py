@@ -1,30 +1,23 @@
 """``flower-ext settings``: list the settings of an app with their defaults and meanings.
 
-The command reads the app's ``pyproject.toml``. There, a comment follows each setting: the choices,
-as in ``poisson | everyone``, then a colon and the setting's meaning.
+The command reads the app's ``pyproject.toml`` (see `flower_ext.cli.project`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
 
-from flower_ext.cli.ending import LaunchFailed
-from flower_ext.cli.preparing import checked_settings
+from flower_ext.cli.project import SECTION, checked_settings, choices_of, comments_of
 from flower_ext.cli.screen import console, titled_table
+from flower_ext.errors import InvalidValue
 from flower_ext.runs.files import write_whole
 from flower_ext.runs.page import Markup, escaped
 from flower_ext.runs.page import table as markdown_table
-
-_SECTION = "[tool.flwr.app.config]"
-_LINE = re.compile(r'(?P<name>[\w-]+) *= *(?:"[^"]*"|[^#"]*?) *(?:# *(?P<comment>.*))?')
-_MORE = re.compile(r"\s+# *(?P<comment>.*)")
-_COMMENT = re.compile(r"(?P<choices>[\w.-]+(?: \| [\w.-]+)+)(?:: (?P<meaning>.*))?")
 
 _PAGE = """# Settings
 
@@ -71,25 +64,16 @@ def settings_of(app: Path) -> dict[str, Setting]:
 
     Raises
     ------
-    LaunchFailed
+    InvalidValue
         The folder is not a Flower app, or the app has no settings.
     """
     defaults, _ = checked_settings(app, ())
     if not defaults:
-        raise LaunchFailed(f"{app} has no settings: add {_SECTION} to its pyproject.toml")
-    comments = dict.fromkeys(defaults, "")
-    name = ""
-    _, _, rest = (app / "pyproject.toml").read_text(encoding="utf-8").partition(_SECTION)
-    for line in rest.partition("\n[")[0].splitlines():
-        if found := _LINE.fullmatch(line):
-            name = found["name"]
-            comments[name] = found["comment"] or ""
-        elif name and (more := _MORE.fullmatch(line)):
-            comments[name] += f" {more['comment']}"
+        raise InvalidValue(f"{app} has no settings: add {SECTION} to its pyproject.toml")
+    comments = comments_of(app, defaults)
     rows = {}
     for name, default in defaults.items():
-        told = _COMMENT.fullmatch(comments[name])
-        choices, meaning = told.groups("") if told else ("", comments[name])
+        choices, meaning = choices_of(comments[name])
         if isinstance(default, bool):
             choices = "true | false"
         rows[name] = Setting(json.dumps(default).strip('"') or '""', choices, meaning)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
+
+from flower_ext.errors import InvalidValue
 
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|\x1b")
 _BEGIN = "Traceback (most recent call last):"
@@ -16,6 +19,15 @@ def without_codes(line: str) -> str:
     return _CODES.sub("", line)
 
 
+def _is_refusal(error: str) -> bool:
+    """Return True if the last line of a traceback names an `InvalidValue` of this package."""
+    module, _, name = error.partition(":")[0].rpartition(".")
+    if not module.startswith("flower_ext."):
+        return False
+    kind = getattr(import_module(module), name, None)
+    return isinstance(kind, type) and issubclass(kind, InvalidValue)
+
+
 class Tracebacks:
     """A filter that takes the lines of a log and returns the lines to show.
 
@@ -26,6 +38,8 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: list[str] = []
         self._error = ""
+        self.refused = False
+        """True if the last error of a traceback was a refused value."""
 
     def shown(self, line: str) -> list[str]:
         """Take a line; return the lines that can be shown now."""
@@ -46,5 +60,6 @@ class Tracebacks:
     def rest(self) -> list[str]:
         """Return the lines that the filter still holds at the end of the log."""
         held = [] if _EXPLAINED.match(self._error) else self._held
+        self.refused = self.refused or _is_refusal(self._error)
         self._held, self._error = [], ""
         return held

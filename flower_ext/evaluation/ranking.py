@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from flower_ext.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def roc_auc(outputs: Tensor, targets: Tensor) -> float:

@@ -16,13 +16,14 @@ Each function raises `UnfitSetting` if a setting is missing or out of range.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, get_args
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
 from flower_ext.federation.recording import (
     base_of,
@@ -63,11 +64,67 @@ from flower_ext.training.params import require_modules
 BASES: tuple[Basis, ...] = get_args(Basis)
 """Values of the setting ``calibration``: the bound by which noise is calibrated."""
 
+_CHOICES = {
+    "sampling": ("poisson", "fixed-size", "everyone"),
+    "noise-placement": ("client", "server"),
+    "dropout-policy": ("top-up", "discard"),
+    "aggregation": ("plain", "secure"),
+    "evaluation": ("plain", "secure"),
+    "weighting": ("clients", "examples"),
+    "calibration": BASES,
+}
+"""Words of the settings that all apps share; a word is checked even if the method ignores it."""
 
+_SETTINGS = {
+    "rate": "sampling-rate",
+    "population": "clients",
+    "colluding": "colluding-share",
+    "dropouts": "dropout-share",
+    "batch_size": "batch-size",
+}
+"""Settings by the names of fields that do not end like them, or end like several."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _naming_settings(
+    function: Callable[Concatenate[UserConfig, P], R],
+) -> Callable[Concatenate[UserConfig, P], R]:
+    """Let a function's refusals name the setting, as users type it, in place of a field."""
+
+    @wraps(function)
+    def renamed(config: UserConfig, *args: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(config, *args, **options)
+        except InvalidValue as error:
+            field, separator, more = str(error).partition("=")
+            setting = _setting_of(config, field, more.partition(":")[0]) if separator else None
+            if setting is None:
+                raise
+            raise UnfitSetting(f"run-config {setting}={more}") from error
+
+    return renamed
+
+
+def _setting_of(config: UserConfig, field: str, value: str) -> str | None:
+    """Return the setting from which a field got its value; None if no setting has that value."""
+    end = field.replace("_", "-")
+    names = [_SETTINGS.get(field, end), *(name for name in config if name.endswith(f"-{end}"))]
+    fitting = (name for name in names if name in config and value in _written(config[name]))
+    return next(fitting, None)
+
+
+def _written(value: object) -> tuple[str, ...]:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (repr(value), repr(float(value))) if number else (repr(value),)  # type: ignore[arg-type]
+
+
+@_naming_settings
 def sampling(config: UserConfig) -> Sampling:
     """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling-rate``."""
     clients, rate = integer(config, "clients"), number(config, "sampling-rate", above=0)
-    match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
+    match choice(config, "sampling", _CHOICES["sampling"]):
         case "poisson":
             return PoissonSampling(population=clients, rate=rate)
         case "fixed-size":
@@ -76,6 +133,7 @@ def sampling(config: UserConfig) -> Sampling:
             return FullParticipation(population=clients)
 
 
+@_naming_settings
 def training(config: UserConfig, **changes: Any) -> LocalTraining:
     """Return the local training, from ``local-epochs``, ``batch-size`` and ``learning-rate``.
 
@@ -92,6 +150,7 @@ def training(config: UserConfig, **changes: Any) -> LocalTraining:
     return LocalTraining(**{**facts, **changes})
 
 
+@_naming_settings
 def dp_sgd(config: UserConfig) -> DpSgdTraining:
     """Return DP-SGD that passes over the records ``local-epochs`` times on average.
 
@@ -109,6 +168,7 @@ def dp_sgd(config: UserConfig) -> DpSgdTraining:
     )
 
 
+@_naming_settings
 def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
     """Return the plan of a mean over sampled clients, without privacy.
 
@@ -125,11 +185,12 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
             f"run-config evaluation={config['evaluation']!r} with method={config.get('method')!r}: "
             "expected 'plain', because this method noises nothing, and secure scores are noised"
         )
-    told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
+    told = _words(config, "weighting")
     drawn = changes.get("sampling") or sampling(config)
     return NonPrivatePlan(**{"sampling": drawn, **told, **changes})
 
 
+@_naming_settings
 def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
     """Return the plan under which the server releases noised sums of sampled clients' updates.
 
@@ -156,8 +217,7 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         "clipping_norm": number(config, "clipping-norm"),
         "rounds": integer(config, "rounds", least=1),
         "delta": _delta(config),
-        **_those_there(config, partial(choice, allowed=("client", "server")), "noise-placement"),
-        **_those_there(config, partial(choice, allowed=("top-up", "discard")), "dropout-policy"),
+        **_words(config, "noise-placement", "dropout-policy"),
         "secure_aggregation": _secure_sum(config),
         **changes,
     }
@@ -178,7 +238,7 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
 
 
 def _secure_sum(config: UserConfig) -> SecureSum | None:
-    if "aggregation" not in config or choice(config, "aggregation", ("plain", "secure")) == "plain":
+    if _words(config, "aggregation").get("aggregation", "plain") == "plain":
         return None
     return SecureSum(
         colluding=number(config, "colluding-share"), dropouts=number(config, "dropout-share")
@@ -189,7 +249,7 @@ def _secure_scores(
     config: UserConfig, facts: Mapping[str, Any], epsilon: float | None
 ) -> SecureScores | None:
     """Return how evaluations release scores, by ``evaluation`` and the settings beside it."""
-    if "evaluation" not in config or choice(config, "evaluation", ("plain", "secure")) == "plain":
+    if _words(config, "evaluation").get("evaluation", "plain") == "plain":
         return None
     rounds, every = integer(config, "rounds", least=1), integer(config, "evaluate-every")
     if facts["secure_aggregation"] is None:
@@ -256,6 +316,7 @@ def _delta(config: UserConfig) -> float:
     return 1 / clients
 
 
+@_naming_settings
 def perturbation_plan(
     config: UserConfig, objective: LocalObjective
 ) -> NonPrivatePlan | PerturbationPlan:
@@ -289,6 +350,7 @@ def perturbation_plan(
     )
 
 
+@_naming_settings
 def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) -> RecordLevelPlan:
     """Return a record-level plan for all ``clients``: noise on uploads, or in ``local``'s steps.
 
@@ -388,6 +450,7 @@ def start(
         model, or `recorded_run` refuses the settings.
     """
     config = first_config(context.run_config)
+    _words(config, *_CHOICES)
     rounds = integer(context.run_config, "rounds", least=1)
     recorded = {**config, **(facts or {})}
     if planned_rounds is not None:
@@ -400,6 +463,8 @@ def start(
         require_modules("personal", base.personal, task.shapes, task.blueprint.tied)
         check_shareable(task.model(), base.personal)
         base.frozen = base.frozen or task.fingerprint
+        if run.resumed and strategy is base:  # a wrapper need not train in every round
+            _refuse_more_rounds(config, rounds, base)
         record(
             run,
             strategy,
@@ -408,6 +473,27 @@ def start(
             num_rounds=rounds,
             timeout=number({"round-timeout": 3600, **config}, "round-timeout", above=0),
         )
+
+
+def _refuse_more_rounds(config: UserConfig, rounds: int, strategy: FederatedStrategy) -> None:
+    """Refuse to extend a run whose budget is the ε for which its noise was calibrated."""
+    planned, epsilon = strategy.plan.planned_rounds, _target(config)
+    if planned is None or epsilon is None or rounds <= planned or _basis(config) == "published":
+        return
+    raise UnfitSetting(
+        f"run-config rounds={rounds} of a resumed run: expected at most {planned}, because its "
+        f"noise stays as it is and spends epsilon={epsilon:g} in these rounds. To train longer "
+        f"under that epsilon, begin a new run: leave out --resume, and give --set rounds={rounds}"
+    )
+
+
+def _words(config: UserConfig, *names: str) -> dict[str, str]:
+    """Return those of these settings that the app has, by the names of fields."""
+    return {
+        name.replace("-", "_"): choice(config, name, _CHOICES[name])
+        for name in names
+        if name in config
+    }
 
 
 def _those_there(

@@ -103,6 +103,8 @@ def runs_folder() -> Path:
 
 def _note_failure(run: RunDirectory, error: BaseException) -> None:
     try:
+        if run.resumed and isinstance(error, InvalidValue) and run.withdraw():
+            return
         run.finish("failed", _reason(error))
         if run.metrics():
             _report(run)

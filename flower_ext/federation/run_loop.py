@@ -189,6 +189,8 @@ class RunLoop(Strategy):
         self._last_round = num_rounds
         result = Result()
         result.arrays, done = self._resume(grid, self.shared(initial_arrays), num_rounds)
+        if done >= num_rounds:
+            log.info("nothing left to do: all %d rounds are done", done)
         train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         if evaluate_fn is not None and not done:
             self._evaluate_here(0, result, evaluate_fn)

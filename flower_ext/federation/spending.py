@@ -42,6 +42,13 @@ class Spending:
     _reservation: Reservation = field(default_factory=Reservation)
     _release: ExitStack = field(default_factory=ExitStack)
 
+    @property
+    def limited(self) -> bool:
+        """True if a budget ends the run."""
+        return self.budget is not None or (
+            self.ledger is not None and self.ledger.budget is not None
+        )
+
     def check_plan(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that does not fit the ledger or the budget.
 

@@ -121,10 +121,10 @@ class FederatedStrategy(Evaluating):
             secure_generator() if secret else self._generator("cohort", number)
         )
         self._check_budget(server_round, drawn)
-        if number - 1 == self.accounted.planned_rounds:
+        if number - 1 == self.accounted.planned_rounds and not self.spending.limited:
             log.warning(
-                "training round %d is beyond the %d of the plan, so ε grows beyond the value for "
-                "which its noise was chosen; give budget= to end the run there",
+                "training round %d is beyond the %d of the plan: ε now exceeds the value for which "
+                "its noise was chosen, and no budget ends the run",
                 number,
                 number - 1,
             )

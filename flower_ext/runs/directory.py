@@ -31,12 +31,10 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import numpy as np
-import torch
-from safetensors.torch import save
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, Guarantee, Ledger
@@ -48,6 +46,9 @@ from flower_ext.runs.files import (
     write_rows,
     write_whole,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
@@ -82,6 +83,7 @@ class RunDirectory:
         self.on_round: Callable[[int, Mapping[str, float]], None] | None = None
         """Called with every row that `log` has written."""
         self._open = ExitStack()
+        self._before: dict[str, Any] = {}
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunDirectory:
@@ -132,8 +134,9 @@ class RunDirectory:
             The run is still going on.
         """
         run = cls.open(path)
-        run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
         run._open.enter_context(lock(run.path / _LOCK))
+        run._before = run.facts
+        run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
         facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
         starts = facts.get("starts", [{"started": facts["started"]}])
         start = {"started": _now(), "after_round": len(run.metrics())}
@@ -142,6 +145,19 @@ class RunDirectory:
         run._write_json("run.json", {**facts, "status": "running", "starts": [*starts, start]})
         return run
 
+    def withdraw(self) -> bool:
+        """Restore ``run.json`` as it was before this start; do nothing after a further round.
+
+        Returns
+        -------
+        bool
+            True if the start left no round.
+        """
+        idle = self.facts["starts"][-1].get("after_round") == len(self.metrics())
+        if idle:
+            self._write_json("run.json", self._before)
+        return idle
+
     def close(self) -> None:
         """Close the run's ledgers, and let another process continue the run."""
         self._open.close()
@@ -149,6 +165,17 @@ class RunDirectory:
     def free(self) -> bool:
         """Return True if no process is writing the run at the moment."""
         return not is_locked(self.path / _LOCK)
+
+    def check_free(self) -> None:
+        """Refuse a run that another process is writing.
+
+        Raises
+        ------
+        InUse
+            The message names the process.
+        """
+        if not self.free():
+            lock(self.path / _LOCK).close()
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -307,6 +334,9 @@ class RunDirectory:
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""
+        import torch  # takes seconds, which commands that only read a run do without
+        from safetensors.torch import save
+
         tensors = {
             name: torch.as_tensor(value).detach().cpu().clone().contiguous()
             for name, value in params.items()

@@ -20,6 +20,10 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout", "t
 """Settings of places and waiting times, on which no result depends."""
 
 
+RECORDED = ("planned-rounds", "data-source")
+"""What apps record beside their settings in a run's configuration."""
+
+
 class UnfitSetting(InvalidValue):
     """A setting has a value that the app cannot use; the message says what it expects."""
 

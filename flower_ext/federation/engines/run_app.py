@@ -20,9 +20,12 @@ from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.errors import FlowerExtError
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.runs.settings import num_nodes
+
+REFUSED = 2
+"""Exit status for a refused value, that of all commands."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for a disk, a quota or a file without room."""
@@ -52,7 +55,7 @@ def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessG
 def main() -> None:
     """Run the app that the command line names; report errors that the user can fix in one line.
 
-    SIGTERM ends the run in order, with the exit status 143.
+    SIGTERM ends the run in order, with the exit status 143; a refused value ends it with 2.
     """
     former = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -61,6 +64,9 @@ def main() -> None:
         if end.args:
             sys.exit(128 + signal.SIGTERM)
         sys.exit("Error: interrupted")
+    except InvalidValue as error:
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
     except FlowerExtError as error:
         sys.exit(f"Error: {error}")
     except OSError as error:
