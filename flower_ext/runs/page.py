@@ -1,7 +1,8 @@
 """Pages: Markdown with tables and figures, and the same as one self-contained HTML file.
 
 In HTML, a part under a heading of the fourth level is folded, consecutive figures form a grid, and
-wide tables scroll inside the page. The page follows the reader's dark or light system setting.
+wide tables scroll inside the page. On a narrow screen, each row of a table with many columns is a
+list of names and values instead. The page follows the reader's dark or light system setting.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import count
 from pathlib import Path
 
 from flower_ext.runs.files import write_whole
@@ -36,7 +38,19 @@ summary { cursor: pointer; font-weight: 600; }
 blockquote { margin: 1rem 0; padding: 0.1rem 1rem; border-left: 4px solid #D55E00;
   background: var(--note); }
 code { background: var(--code); padding: 0.1em 0.3em; }
+@media (max-width: 48rem) {
+  table { overflow-wrap: anywhere; }
+  table.many, .many tbody, .many tr { display: block; }
+  .many thead { display: none; }
+  .many tr { padding: 0.6rem 0; border-bottom: 1px solid var(--line); }
+  .many td { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 3fr); gap: 0.7rem;
+    padding: 0.1rem 0; border: 0; }
+  .many td::before { content: attr(data-column); opacity: 0.75; }
+}
 """
+
+_FEW = 3
+"""Largest number of columns that fit on the screen of a phone."""
 
 
 class Markup(str):
@@ -56,9 +70,8 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
     from markdown_it import MarkdownIt  # imports 60 modules, which clients do not need
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub(r"<table>.*?</table>", _narrowing, body, flags=re.DOTALL)
     body = body.replace("<th>", '<th scope="col">')
-    body = body.replace("<table>", '<div class="table"><table>')
-    body = body.replace("</table>", "</table></div>")
     body = re.sub(
         r"<h4>(.*?)</h4>\n(.*?)(?=<h[1-4]>|\Z)",
         r"<details><summary>\1</summary>\n\2</details>\n",
@@ -82,6 +95,22 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
 
 def _unnamed(pattern: str) -> str:
     return re.sub(r"\?P<\w+>", "?:", pattern)
+
+
+def _narrowing(match: re.Match[str]) -> str:
+    """Return a table that scrolls; if it has many columns, each cell names its own."""
+    table = match[0]
+    columns = [re.sub(r"<[^>]*>", "", name) for name in re.findall(r"<th>(.*?)</th>", table)]
+    if len(columns) > _FEW:
+        cells = count()
+
+        def named(_: re.Match[str]) -> str:
+            # The text between tags is escaped already, but for the quotes of attributes.
+            column = columns[next(cells) % len(columns)].replace('"', "&quot;")
+            return f'<td data-column="{column}">'
+
+        table = re.sub("<td>", named, table.replace("<table>", '<table class="many">'))
+    return f'<div class="table">{table}</div>'
 
 
 def _grid(match: re.Match[str]) -> str:

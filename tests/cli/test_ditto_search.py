@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.main import app
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
 from flower_ext.runs import RunDirectory
@@ -81,7 +82,7 @@ def test_searched_runs_spend_from_one_account_and_the_search_ends_with_its_budge
 
 
 def test_a_run_that_fails_ends_the_search(tmp_path):
-    with pytest.raises(LaunchFailed, match="expected name=value"):
+    with pytest.raises(InvalidValue, match="expected name=value"):
         search_by_runs(
             DP_DITTO.folder,
             rounds=[1],

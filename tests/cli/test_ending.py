@@ -66,6 +66,37 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     assert command.left() == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--in-process"],
+        pytest.param(["run", "--in-process", "--workers", "2"], marks=pytest.mark.full),
+        pytest.param(["run"], marks=pytest.mark.full),
+        pytest.param(["deploy", "--nodes", "2"], marks=pytest.mark.slow),
+    ],
+    ids=["alone", "workers", "ray", "deploy"],
+)
+def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
+    words, command, tmp_path
+):
+    path = tmp_path / "run"
+    start = [words[0], str(DP2_FEDSAM.folder), *words[1:]]
+    forever = [*start, *FOREVER, "--set", f"run-directory={path}"]
+    status, _, errors = command.ended_by(signal.SIGKILL, path, *forever)
+    assert status == -signal.SIGKILL, errors
+    assert command.left() == []
+    run = RunDirectory.open(path)
+    assert run.free()
+    reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
+    done = len(run.metrics())
+    assert reserved <= done + 1  # the round under way
+    process = command.start(*start, "--resume", str(path), "--set", f"rounds={done + 1}")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out.decode() + err.decode()
+    assert [row["round"] for row in run.metrics()] == [*range(1, done + 2)]
+    assert command.left() == []
+
+
 def test_a_signal_before_a_run_begins_says_that_nothing_was_used(command, tmp_path):
     words = ["run", str(DP2_FEDSAM.folder), "--in-process", *FOREVER]
     process = command.start(*words, "--set", f"run-directory={tmp_path / 'run'}")

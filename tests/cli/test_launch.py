@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flower_ext.cli import preparing as module
-from flower_ext.cli.ending import LaunchFailed
+from flower_ext.errors import InvalidValue
 from flower_ext.cli.preparing import prepare
 from flower_ext.cli.processes import environment
 from flower_ext.runs import RunDirectory
@@ -65,7 +65,7 @@ def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
 
 
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
-    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for the number .*add"):
+    with pytest.raises(InvalidValue, match="--clients=7: .* has no setting for the number .*add"):
         prepare(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
 
 
@@ -109,7 +109,7 @@ def test_a_folder_of_data_that_the_environment_names_is_found_from_everywhere(
 
 @pytest.mark.parametrize("name", ["run-directory", "state-folder"])
 def test_a_superlink_elsewhere_is_sent_no_path_from_here(name):
-    with pytest.raises(LaunchFailed, match=f"{name}='out': expected an absolute path"):
+    with pytest.raises(InvalidValue, match=f"{name}='out': expected an absolute path"):
         prepare(DP2_FEDSAM.folder, superlink="far", settings=[f"{name}=out"])
 
 
@@ -144,22 +144,22 @@ def test_a_superlink_elsewhere_gets_no_path_of_the_caller_that_was_not_named(mon
 
 
 def test_a_relative_folder_for_the_runs_of_a_superlink_elsewhere_is_refused():
-    with pytest.raises(LaunchFailed, match="expected an absolute path"):
+    with pytest.raises(InvalidValue, match="expected an absolute path"):
         prepare(DP2_FEDSAM.folder, superlink="far", runs=Path("mine"))
 
 
 def test_a_simulation_without_a_number_of_clients_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(LaunchFailed, match=r"add clients = N to \[tool.flwr.app.config\].*--nodes"):
+    with pytest.raises(InvalidValue, match=r"add clients = N to \[tool.flwr.app.config\].*--nodes"):
         prepare(FOREIGN.folder, runs=tmp_path)
     assert prepare(FOREIGN.folder, runs=tmp_path, nodes=7).nodes == 7
 
 
 def test_a_number_of_nodes_is_refused_where_a_setting_says_it(tmp_path):
-    with pytest.raises(LaunchFailed, match="--nodes=7: .* --set clients=N"):
+    with pytest.raises(InvalidValue, match="--nodes=7: .* --set clients=N"):
         prepare(DP2_FEDSAM.folder, runs=tmp_path, nodes=7)
 
 
 @pytest.mark.parametrize("other", [{"in_process": True}, {"superlink": "far"}])
 def test_a_ray_cluster_is_for_simulations_on_ray(other):
-    with pytest.raises(LaunchFailed, match="ray=h:1: only a simulation runs on Ray"):
+    with pytest.raises(InvalidValue, match="ray=h:1: only a simulation runs on Ray"):
         prepare(DP2_FEDSAM.folder, ray="h:1", **other)
