@@ -58,8 +58,8 @@ def ledger(
         raise typer.BadParameter(f"delta={at!r}: expected a number in (0, 1)")
     spent = total_spent(entries, at)
     console.print(
-        f"Total: ε = {epsilon_text(spent)} at δ = {at:.3g}, of one {last['unit']} under {last['relation']}; "
-        f"budget {budget:g}, left {max(0.0, budget - spent):.4g}",
+        f"Total: ε = {epsilon_text(spent)} at δ = {at:.3g}, of one {last['unit']} under "
+        f"{last['relation']}; budget {budget:g}, left {max(0.0, budget - spent):.4g}",
         soft_wrap=True,
     )
     if math.isinf(spent):

@@ -89,7 +89,7 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
 
 
 def comments_of(app: Path, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """Return the comment of each setting in the app's ``pyproject.toml``; empty if there is none."""
+    """Return the comment of each setting in the app's ``pyproject.toml``, or an empty text."""
     comments, name = dict.fromkeys(defaults, ""), ""
     _, _, section = (app / "pyproject.toml").read_text(encoding="utf-8").partition(SECTION)
     for line in section.partition("\n[")[0].splitlines():

@@ -32,6 +32,7 @@ from flower_ext.federation.recording import (
     recorded_run,
     shared_budget,
 )
+from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     Budget,
     ClippedSteps,
@@ -464,7 +465,7 @@ def start(
         check_shareable(task.model(), base.personal)
         base.frozen = base.frozen or task.fingerprint
         if run.resumed and strategy is base:  # a wrapper need not train in every round
-            _refuse_more_rounds(config, rounds, base)
+            _refuse_more_rounds(config, integer(context.run_config, "rounds"), base)
         record(
             run,
             strategy,
@@ -477,11 +478,12 @@ def start(
 
 def _refuse_more_rounds(config: UserConfig, rounds: int, strategy: FederatedStrategy) -> None:
     """Refuse to extend a run whose budget is the ε for which its noise was calibrated."""
-    planned, epsilon = strategy.plan.planned_rounds, _target(config)
-    if planned is None or epsilon is None or rounds <= planned or _basis(config) == "published":
+    first, epsilon, plan = integer(config, "rounds"), _target(config), strategy.plan
+    calibrated = isinstance(plan, ReleasePlan | RecordLevelPlan) and _basis(config) == "provable"
+    if not calibrated or epsilon is None or rounds <= first:
         return
     raise UnfitSetting(
-        f"run-config rounds={rounds} of a resumed run: expected at most {planned}, because its "
+        f"run-config rounds={rounds} of a resumed run: expected at most {first}, because its "
         f"noise stays as it is and spends epsilon={epsilon:g} in these rounds. To train longer "
         f"under that epsilon, begin a new run: leave out --resume, and give --set rounds={rounds}"
     )

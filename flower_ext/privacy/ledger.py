@@ -237,8 +237,8 @@ class Ledger:
         epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
         if epsilon > self.budget.epsilon:
             raise BudgetExhausted(
-                f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = {delta:.3g}, "
-                f"above the budget of {self.budget.epsilon:g}; "
+                f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = "
+                f"{delta:.3g}, above the budget of {self.budget.epsilon:g}; "
                 f"{self.releases} releases are on the ledger"
             )
 

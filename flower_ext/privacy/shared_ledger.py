@@ -134,8 +134,8 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
         if epsilon > budget.epsilon:
             raise BudgetExhausted(
                 f"training round {new.training} would raise the total of {path} to ε = "
-                f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of {budget.epsilon:g}: "
-                f"{_why(charges, epsilon, budget.delta)}"
+                f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
+                f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
             )
         _append(file, entries, CHARGE, facts)
 

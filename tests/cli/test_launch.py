@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flower_ext.cli import preparing as module
-from flower_ext.errors import InvalidValue
 from flower_ext.cli.preparing import prepare
 from flower_ext.cli.processes import environment
+from flower_ext.errors import InvalidValue
 from flower_ext.runs import RunDirectory
 from tests.support.apps import DP2_FEDSAM, FOREIGN, ULDP_FL
 

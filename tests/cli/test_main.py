@@ -341,7 +341,13 @@ def test_a_printed_noise_meets_its_target(population, rate, rounds, epsilon):
 
 @pytest.mark.parametrize(
     ("epsilon", "printed"),
-    [(41.2329, "41.3"), (2.0000000000000004, "2"), (0.99951, "1"), (1082.99, "1.09e+03"), (0, "0.001")],
+    [
+        (41.2329, "41.3"),
+        (2.0000000000000004, "2"),
+        (0.99951, "1"),
+        (1082.99, "1.09e+03"),
+        (0, "0.001"),
+    ],
 )
 def test_calibrate_never_prints_less_than_an_epsilon(epsilon, printed):
     assert epsilon_text(epsilon) == printed

@@ -56,7 +56,9 @@ def test_every_default_and_every_choice_of_our_apps_is_accepted():
 def test_a_foreign_app_s_settings_may_mean_something_else():
     defaults, _ = checked_settings(FOREIGN.folder, ())
     assert "resume" not in defaults
-    _, changes = checked_settings(FOREIGN.folder, [f"{name}=0" for name in {"rounds"} & {*defaults}])
+    _, changes = checked_settings(
+        FOREIGN.folder, [f"{name}=0" for name in {"rounds"} & {*defaults}]
+    )
     assert set(changes.values()) <= {0}
 
 

@@ -88,7 +88,7 @@ def test_noise_that_is_set_comes_before_epsilon_and_one_of_both_is_needed():
     assert set_.noise_multiplier == 9.0
     with pytest.raises(UnfitSetting, match="run-config has no noise-multiplier: expected a number"):
         configured.release_plan(RELEASE)
-    with pytest.raises(InvalidValue, match="noise_multiplier=0"):
+    with pytest.raises(InvalidValue, match="noise-multiplier=0"):
         configured.release_plan({**RELEASE, "noise-multiplier": 0.0})
 
 
@@ -217,6 +217,37 @@ def test_a_resumed_run_goes_as_far_beyond_its_planner_as_its_settings_say(tmp_pa
     assert len(again.metrics()) == 3
 
 
+def dp_fedavg(config, run):
+    settings = {**RELEASE, "clients": CLIENTS, "sampling": "everyone", **config}
+    plan = configured.release_plan(settings)
+    return DPFedAvg(local=configured.training(TRAINING), **configured.options(settings, run, plan))
+
+
+def test_a_resumed_run_may_not_exceed_the_rounds_of_its_epsilon_and_stays_complete(tmp_path):
+    target = {"resume": True, "epsilon": 2.0}
+    before = start(tmp_path / "run", dp_fedavg, **target).facts
+    with pytest.raises(UnfitSetting, match=r"rounds=4 .*at most 3.*epsilon=2.*--set rounds=4"):
+        start(tmp_path / "run", dp_fedavg, **target, rounds=4)
+    assert RunDirectory.open(tmp_path / "run").facts == before
+    assert before["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"noise-multiplier": 1.0}, {"epsilon": 2.0, "calibration": "published"}]
+)
+def test_a_resumed_run_that_no_epsilon_ends_may_have_more_rounds(settings, tmp_path):
+    start(tmp_path / "run", dp_fedavg, resume=True, **settings)
+    again = start(tmp_path / "run", dp_fedavg, resume=True, rounds=4, **settings)
+    assert len(again.metrics()) == 4
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, logged):
+    start(tmp_path / "run", fedavg, resume=True)
+    again = start(tmp_path / "run", fedavg, resume=True)
+    assert again.facts["status"] == "completed"
+    assert "nothing left to do: all 3 rounds are done" in logged.messages
+
+
 def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
     done = start(tmp_path / "run", lambda config, run: Upcycled(fedavg(config, run), 0.5))
     assert done.facts["status"] == "completed"
@@ -238,3 +269,28 @@ def test_a_personal_part_that_the_model_lacks_ends_the_run_before_its_first_roun
     with pytest.raises(InvalidValue, match="personal='last' names no parameter.*'head'"):
         start(tmp_path / "run", strategy)
     assert RunDirectory.open(tmp_path / "run").metrics() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling-rate": 1.5}, r"run-config sampling-rate=1\.5: expected a number in \(0, 1\]"),
+        ({"clipping-norm": -1.0}, r"run-config clipping-norm=-1\.0: expected"),
+        (
+            {"aggregation": "secure", "colluding-share": 1.5, "dropout-share": 0.1},
+            r"run-config colluding-share=1\.5: expected",
+        ),
+    ],
+    ids=["rate", "norm", "colluding"],
+)
+def test_a_refusal_names_the_setting_in_place_of_the_field(changes, message):
+    with pytest.raises(UnfitSetting, match=message):
+        configured.release_plan({**RELEASE, "noise-multiplier": 1.0, **changes})
+
+
+def test_a_refusal_names_the_setting_whose_value_the_field_has():
+    config = {**TRAINING, "head-epochs": -1}
+    with pytest.raises(UnfitSetting, match="run-config head-epochs=-1: expected"):
+        configured.training(config, epochs=-1)
+    with pytest.raises(InvalidValue, match="^epochs=-3: expected"):  # no setting has this value
+        configured.training(config, epochs=-3)

@@ -130,6 +130,19 @@ def test_one_line_says_what_a_round_achieved_and_cost(logged):
         assert part in line
 
 
+def test_the_line_says_that_noise_was_topped_up_or_the_round_discarded(logged):
+    for fact in ({"topped_up_stddev": 0.1}, {"topped_up_stddev": 0.0}, {"discarded": 1}):
+        progress = Progress()
+        progress.begin()
+        progress.row |= {"cohort": 3, "answered": 2, **fact}
+        progress.end(1, 2)
+    topped_up, whole, discarded = lines(logged)
+    assert "the server topped up the noise" in topped_up
+    assert "topped up" not in whole + discarded
+    assert "round discarded" in discarded
+    assert "discarded" not in topped_up + whole
+
+
 def test_the_line_leaves_out_what_was_not_measured(logged):
     progress = Progress()
     progress.begin()
