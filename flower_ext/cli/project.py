@@ -75,7 +75,8 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
     changes = dict(_override(setting, defaults) for setting in settings)
     comments = comments_of(app, defaults)
     for name, value in changes.items():
-        choices = choices_of(comments[name])[0].split(" | ")
+        listed, _ = choices_of(comments[name])
+        choices = listed.split(" | ") if listed else ()
         # Choices without the default are no list of all values.
         if str(defaults[name]) in choices and str(value) not in choices:
             raise UnfitSetting(f"setting {name}={value!r}: expected one of {', '.join(choices)}")

@@ -21,7 +21,7 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout", "t
 
 
 RECORDED = ("planned-rounds", "data-source")
-"""What apps record beside their settings in a run's configuration."""
+"""Names of facts that apps record in a run's configuration beside their settings."""
 
 
 class UnfitSetting(InvalidValue):

@@ -53,6 +53,11 @@ def test_every_default_and_every_choice_of_our_apps_is_accepted():
         assert changes.items() <= defaults.items()
 
 
+def test_a_text_without_choices_may_be_anything():
+    _, changes = checked_settings(APPS / "dp2-fedsam", ["run-directory=/out", "model=mine"])
+    assert changes == {"run-directory": "/out", "model": "mine"}
+
+
 def test_a_foreign_app_s_settings_may_mean_something_else():
     defaults, _ = checked_settings(FOREIGN.folder, ())
     assert "resume" not in defaults

@@ -77,5 +77,5 @@ def test_what_differs_between_apps_is_told_of_each(tmp_path):
 
 def test_a_folder_without_settings_is_refused(tmp_path):
     done = call(project(tmp_path, "[project]\n"))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "add [tool.flwr.app.config]" in done.output
