@@ -170,7 +170,8 @@ def _runs(holder: Mapping[str, Any] | None) -> bool:
     """Return True if the holder of a lock may still run; another machine's always may."""
     if holder is None:
         return False
-    return holder["host"] != socket.gethostname() or _began(holder["pid"]) == holder["began"]
+    elsewhere = bool(holder["host"] != socket.gethostname())
+    return elsewhere or _began(holder["pid"]) == str(holder["began"])
 
 
 def _named(holder: Mapping[str, Any] | None) -> str:

@@ -36,6 +36,11 @@ def call(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
+def unboxed(text: str) -> str:
+    """Return a message without the box around it, which breaks its lines."""
+    return " ".join(text.replace("│", " ").split())
+
+
 @pytest.fixture(scope="module")
 def calibrated():
     done = call("calibrate", *FACTS, "--epsilon", "2", "--json")
@@ -199,24 +204,24 @@ def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said)
     from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), *arguments)
-    assert done.exit_code == 1
-    assert said in done.stderr
+    assert done.exit_code == 2
+    assert said in unboxed(done.stderr)
 
 
 def test_a_run_is_either_in_one_process_or_on_a_superlink():
     from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), "somewhere", "--in-process")
-    assert done.exit_code == 1
-    assert "has no SuperLink" in done.stderr
+    assert done.exit_code == 2
+    assert "has no SuperLink" in unboxed(done.stderr)
 
 
 def test_workers_are_those_of_a_run_without_ray():
     from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), "--workers", "2")
-    assert done.exit_code == 1
-    assert "workers=2: Ray starts its own workers; add --in-process or --clients" in done.stderr
+    assert done.exit_code == 2
+    assert "workers=2: Ray starts its own workers; add --in-process" in unboxed(done.stderr)
 
 
 @pytest.mark.full
@@ -271,16 +276,16 @@ def test_resuming_what_is_no_run_fails(tmp_path):
     from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), "--resume", str(tmp_path))
-    assert done.exit_code == 1
-    assert "holds no run.json" in done.stderr
+    assert done.exit_code == 2
+    assert "holds no run.json" in unboxed(done.stderr)
 
 
 def test_run_of_something_else_fails(tmp_path):
     done = call("run", str(tmp_path))
-    assert done.exit_code == 1
-    assert "no pyproject.toml" in done.stderr
+    assert done.exit_code == 2
+    assert "no pyproject.toml" in unboxed(done.stderr)
     missing = call("run", str(tmp_path / "nowhere"))
-    assert "there is no such folder" in missing.stderr
+    assert "there is no such folder" in unboxed(missing.stderr)
 
 
 def test_messages_with_brackets_arrive_whole(monkeypatch):
@@ -648,15 +653,15 @@ def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
 def test_deploy_refuses_what_it_cannot_run_before_it_starts_anything(monkeypatch, settings):
     monkeypatch.setattr(Deployment, "__enter__", lambda deployment: pytest.fail("started"))
     done = call("deploy", "apps/dp2-fedsam", *settings)
-    assert done.exit_code == 1
-    assert settings[1].partition("=")[0] in done.output
+    assert done.exit_code == 2
+    assert settings[1].partition("=")[0] in unboxed(done.output)
 
 
 def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.flwr")
     done = call("run", str(tmp_path))
-    assert done.exit_code == 1
-    assert "pyproject.toml is not valid TOML" in done.output
+    assert done.exit_code == 2
+    assert "pyproject.toml is not valid TOML" in unboxed(done.output)
 
 
 def test_ledger_shows_what_a_population_spent_what_is_left_and_what_no_epsilon_covers(tmp_path):
