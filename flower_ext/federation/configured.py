@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid
@@ -89,16 +89,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _naming_settings(
-    function: Callable[Concatenate[UserConfig, P], R],
-) -> Callable[Concatenate[UserConfig, P], R]:
-    """Let a function's refusals name the setting, as users type it, in place of a field."""
+def _naming_settings(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of a configuration name the setting in a refusal, in place of a field."""
 
     @wraps(function)
-    def renamed(config: UserConfig, *args: P.args, **options: P.kwargs) -> R:
+    def renamed(*args: P.args, **options: P.kwargs) -> R:
         try:
-            return function(config, *args, **options)
+            return function(*args, **options)
         except InvalidValue as error:
+            config = cast(UserConfig, args[0] if args else options["config"])
             field, separator, more = str(error).partition("=")
             setting = _setting_of(config, field, more.partition(":")[0]) if separator else None
             if setting is None:

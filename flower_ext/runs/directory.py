@@ -153,7 +153,7 @@ class RunDirectory:
         bool
             True if the start left no round.
         """
-        idle = self.facts["starts"][-1].get("after_round") == len(self.metrics())
+        idle = bool(self.facts["starts"][-1].get("after_round") == len(self.metrics()))
         if idle:
             self._write_json("run.json", self._before)
         return idle
