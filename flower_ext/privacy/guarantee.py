@@ -19,11 +19,11 @@ Basis = Literal["published", "provable"]
 def epsilon_text(epsilon: float) -> str:
     """Return ε with three significant digits, rounded up so that no text understates the spend.
 
-    The least ε in a text is 0.001: a 0 would read as if nothing were revealed, although δ remains.
+    An ε of 0 becomes 0.001, because a 0 would read as if nothing were revealed; δ remains.
     """
     if math.isinf(epsilon):
         return "none"
-    return _rounded_up(max(epsilon, 1e-3))
+    return _rounded_up(epsilon or 1e-3)
 
 
 LARGE_DELTA = 1e-3

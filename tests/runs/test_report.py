@@ -108,7 +108,7 @@ def test_a_page_fits_small_screens_and_is_read_aloud(tmp_path):
     page = write_report(finished(tmp_path / "run")).read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     assert "<th>" not in page
-    assert page.count("<table>") == page.count('<div class="table"><table>') > 0
+    assert page.count("<table") == page.count('<div class="table"><table') > 0
     assert page.count("<svg") == page.count('<svg role="img" aria-label="') > 0
     assert page.count('<div class="figures">') == 1
 
@@ -172,7 +172,7 @@ def test_what_a_client_wrote_cannot_break_the_table_of_missing_answers(tmp_path)
     run = finished(tmp_path / "run")
     run.log_missing(1, "evaluate", [3], ["node 3: a | b\r\nthen ![x](https://y/z.svg)"])
     page = write_report(run).read_text(encoding="utf-8")
-    assert "<td>then ![x](https://y/z.svg)</td>" in page
+    assert ">then ![x](https://y/z.svg)</td>" in page
 
 
 def test_only_figures_of_the_run_are_put_inside_its_page(tmp_path):
