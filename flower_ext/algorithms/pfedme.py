@@ -57,7 +57,7 @@ class Envelope(Job):
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """For each mini-batch, take K steps on θ_i around w_i, then move w_i to θ_i (lines 5–9)."""
     if len(work.data.train) == 0:
-        return LocalResult(model=work.received, memory=work.received)
+        return LocalResult(model=work.received, memory=work.memory or work.received)
     job = Envelope(
         params=work.received,
         examples=work.data.train,

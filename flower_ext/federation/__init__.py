@@ -6,7 +6,6 @@ from flower_ext.federation.client import (
     LocalResult,
     Question,
     client_app,
-    unmoved_by_errors,
 )
 from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.client_level_mod import client_level_dp_mod
@@ -60,5 +59,4 @@ __all__ = [
     "save_outcome",
     "settings_of",
     "shared_budget",
-    "unmoved_by_errors",
 ]

@@ -49,6 +49,11 @@ OWN_GRADIENTS = (
 """The assumption about DP-SGD on models whose layers do not prove it."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption where a client's answer, or its absence, must not reveal a single record."""
+OUTLIVES = (
+    "no data end a client's process, as a crash in native code or too little memory for the whole "
+    "process may do; an exception does not"
+)
+"""The assumption about failures that no client can hide, as an exception in its training can be."""
 TELLS = (
     "the server's log and the run directory, except the model, reveal it (metrics.jsonl, "
     "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, checkpoints, report and "

@@ -21,6 +21,7 @@ from flower_ext.privacy.assumptions import (
     NONE_OF_THEM,
     ON_A_GRID,
     ONE_ANSWER,
+    OUTLIVES,
     SECURE_SUM,
     TELLS,
     WHOLE_UPLOADS,
@@ -36,6 +37,7 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 _ALWAYS = (
     "the population and the planned rounds are public",
     "clients' answers, and their absence, depend on no other client's data",
+    OUTLIVES,
 )
 _HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"

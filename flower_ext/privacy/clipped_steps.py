@@ -15,7 +15,13 @@ from functools import lru_cache
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, OWN_GRADIENTS, noise_assumption
+from flower_ext.privacy.assumptions import (
+    LOADS,
+    ON_A_GRID,
+    OUTLIVES,
+    OWN_GRADIENTS,
+    noise_assumption,
+)
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.sampling import FullParticipation
@@ -200,6 +206,7 @@ def record_guarantee(
             "arithmetic in floating point stays within the margins of clipping",
             *assumed,
             LOADS,
+            OUTLIVES,
             ON_A_GRID,
             noise_assumption(secure_noise),
         ),

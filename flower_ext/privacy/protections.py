@@ -25,6 +25,13 @@ class Protection:
     """True if the whole upload is bounded, so that no other client's behaviour may move it."""
     num_examples: int | None = None
     """The only number of training examples that the guarantee covers; None if it covers all."""
+    hides_failures: ClassVar[bool] = True
+    """True if the noise also covers a received model that is sent in place of a failed training."""
+
+    @property
+    def hides_missing_data(self) -> bool:
+        """True if the upload of a client that cannot load its data looks like any other upload."""
+        return self.hides_failures
 
     @property
     def noise_multiplier(self) -> float:
@@ -137,6 +144,11 @@ class ClipModel(Protection):
     num_examples: int | None = None
 
     @property
+    def hides_missing_data(self) -> bool:
+        """True if the number of examples, which the client reports, is agreed on."""
+        return self.num_examples is not None
+
+    @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise, in clipping norms."""
         return self.noise_stddev / self.clipping_norm
@@ -166,6 +178,7 @@ class ClipSteps(Protection):
     """
 
     bounds_models = True
+    hides_failures = False  # the noise is in the steps, so a model without them has none
     clipping_norm: float
     gradient_clipping_norm: float
     noise_stddev: float
@@ -193,6 +206,7 @@ class PerturbObjective(Protection):
         Clients with fewer examples are not protected.
     """
 
+    hides_failures = False  # as for `ClipSteps`
     rate: float
     least_examples: int
 
@@ -207,3 +221,4 @@ class ProtectedByTraining(Protection):
     """Leave the upload as it is; the method's own training is already noised (DP-SGD)."""
 
     bounds_uploads = False
+    hides_failures = False  # as for `ClipSteps`

@@ -25,21 +25,12 @@ from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
-    ClientWork,
-    LocalResult,
-    Steps,
-    unmoved_by_errors,
 )
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
 from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.silos import among_silos
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 from flower_ext.training import LocalTraining
-
-
-def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train on all records of the silo (lines 9–13); if that fails, leave the model unchanged."""
-    return unmoved_by_errors(dp_fedavg.local_update, work)
 
 
 class UldpNaive(OnePhase):
@@ -65,7 +56,7 @@ class UldpNaive(OnePhase):
     units_are_clients = False
     client = ClientMethod(
         name="uldp_naive",
-        local_update=local_update,
+        local_update=dp_fedavg.local_update,  # on all records of the silo (lines 9–13)
         local_model=shared_model,
         memoryless=True,
         keeps_memory=False,

@@ -2,7 +2,6 @@
 
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.method import ClientMethod, ClientWork, LocalResult, Question
-from flower_ext.federation.client.unmoved import unmoved_by_errors
 
 __all__ = [
     "ClientMethod",
@@ -10,5 +9,4 @@ __all__ = [
     "LocalResult",
     "Question",
     "client_app",
-    "unmoved_by_errors",
 ]

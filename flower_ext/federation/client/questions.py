@@ -10,6 +10,7 @@ from flower_ext.federation import records
 from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.method import Question
 from flower_ext.federation.client.side import ClientSide
+from flower_ext.federation.client.unmoved import data_of
 from flower_ext.federation.cohort import check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.training import trains_apart
@@ -37,7 +38,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
         raise tellable(InvalidValue(f"{side.method.name} answers no questions: ask it none"))
     partition, content = partition_of(context.node_config), message.content
     question = Question(
-        data=side.task_of(context).data(partition),
+        data=data_of(side.task_of(context), partition, hidden=True),
         partition=partition,
         asked=dict(content.config_records[records.QUESTION]),
         arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
@@ -69,7 +70,7 @@ def _company(side: ClientSide, message: Message, context: Context) -> ArrayRecor
     The answer depends on the shape of the data only.
     """
     task = side.task_of(context)
-    data = task.data(partition_of(context.node_config)).train
+    data = data_of(task, partition_of(context.node_config), hidden=True).train
     trainings = records.read_trainings(message.content).values()
     apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
     return records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})

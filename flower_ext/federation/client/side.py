@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from flower_ext.data import ClientData
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
@@ -43,7 +43,14 @@ from flower_ext.federation.client.protecting import (
 )
 from flower_ext.federation.client.requests import Request, reader
 from flower_ext.federation.client.scores import plain_scores, scores_of
-from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
+from flower_ext.federation.client.unmoved import (
+    NO_DATA,
+    check_finite,
+    data_of,
+    hides_failures,
+    log_unmoved,
+    unmoved_by_errors,
+)
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
@@ -123,8 +130,9 @@ class ClientSide:
             return self._remembering(contexts[index], request, work, result, rows)
 
         def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
-            if bounds_models(request.protection):
-                return unmoved_by_errors(self.method.local_update, work, request.protection)
+            protection = request.protection
+            if protection is not None and (protection.hides_failures or protection.bounds_models):
+                return unmoved_by_errors(self.method.local_update, work, protection)
             return self.method.local_update(work)
 
         runs = in_turn(begin, requests, works)
@@ -228,8 +236,17 @@ class ClientSide:
         rows: Rows | None,
     ) -> RecordDict | Upload:
         """Store the client's memory, then return its reply."""
-        reply, memory = self._reply(context, request, work, result, rows)
-        check_finite(memory)
+        reply, update = self._reply(context, request, work, result, rows)
+        memory = result.memory
+        try:
+            if callable(memory):
+                memory = memory(_as_params(update, work.received))
+            check_finite(memory)
+        except Exception as error:  # the upload is on its way: a missing one would reveal the error
+            if not hides_failures(request.protection):
+                raise
+            log_unmoved(error)
+            memory = work.memory
         if memory is not None:
             if not self.method.keeps_memory:
                 error = InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
@@ -245,16 +262,26 @@ class ClientSide:
         work: ClientWork,
         result: LocalResult,
         rows: Rows | None,
-    ) -> tuple[RecordDict | Upload, Params | None]:
-        """Return the client's reply and its new memory."""
+    ) -> tuple[RecordDict | Upload, Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]]:
+        """Return the client's reply and its update as it leaves the client."""
         whole = bounds_models(request.protection)
         minus = difference
         if rows is not None:
             spare = result.memory is None and result.model is not work.received
             minus = partial(rows.difference, spare=spare)
-        own = result.bounded(work.received, whole=whole, minus=minus)
-        noise = self.policy(context).noise(request.facts, OF_UPLOADS)
-        update = protected(own, work.received, request.protection, noise)
+
+        def bounded(result: LocalResult) -> Any:
+            own = result.bounded(work.received, whole=whole, minus=minus)
+            noise = self.policy(context).noise(request.facts, OF_UPLOADS)
+            return own, protected(own, work.received, request.protection, noise)
+
+        try:
+            own, update = bounded(result)
+        except Exception as error:  # a difference of two finite models may overflow
+            if is_tellable(error) or not hides_failures(request.protection):
+                raise
+            log_unmoved(error)
+            own, update = bounded(LocalResult(model=work.received))
         sent = None
         if isinstance(request.protection, ClipToCells):
             told = _plain(request.state[records.SECURE_SUM])
@@ -264,7 +291,7 @@ class ClientSide:
             update = {name: torch.as_tensor(array * cell) for name, array in cells.items()}
         metrics: dict[str, float] = {}
         if request.facts.get("report-size"):
-            metrics |= {"num-examples": len(work.data.train), **result.metrics}
+            metrics |= {"num-examples": _num_examples(request, work), **result.metrics}
         if request.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
                 raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
@@ -280,10 +307,7 @@ class ClientSide:
             reply = rows.take(update, metrics)
         if reply is None:
             reply = content_of(records.to_record(update), metrics)
-        memory = result.memory
-        if callable(memory):
-            memory = memory(_as_params(update, work.received))
-        return reply, memory
+        return reply, update
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self.policy(context), self.method.upload_phase
@@ -299,10 +323,9 @@ class ClientSide:
                     "of training that makes the whole update"
                 )
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
-        data = task.data(partition)
-        if not isinstance(data, ClientData):
-            raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
-        check_size(len(data.train), request.protection)
+        data = data_of(task, partition, hidden=_hides_missing_data(request))
+        if data is not NO_DATA:
+            check_size(len(data.train), request.protection)
         made = object.__new__(ClientWork)  # __init__ of a frozen class takes six times as long
         vars(made).update(
             task=task,
@@ -330,6 +353,19 @@ class ClientSide:
         if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
             _go_back(memory, request.facts["remembered"])
         return memory.load(before=request.round + (request.kind == "evaluate"))
+
+
+def _hides_missing_data(request: Request) -> bool:
+    """Return True if the server must not learn that this client could not load its data."""
+    if request.kind == "evaluate":
+        return bool(request.scores)  # summed under noise
+    return request.protection is not None and request.protection.hides_missing_data
+
+
+def _num_examples(request: Request, work: ClientWork) -> int:
+    """Return the number of training examples: the agreed one also of a client without its data."""
+    agreed = None if request.protection is None else request.protection.num_examples
+    return len(work.data.train) if agreed is None else agreed
 
 
 def _as_params(

@@ -1,20 +1,68 @@
-"""Replace a failed training's result by the received model, because an error reveals a record."""
+"""Replace a failed training's result by the received model, because an error reveals a record.
+
+Any error in code that reads a client's data may be due to the data: a training, the loss, the
+method, `Task.data`. Where noise protects the whole upload, such a client counts as one without
+examples. Its upload is the received model, bounded and noised like every upload, and the reason
+stays in the client's own log.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
+import torch
+
+from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import is_tellable
 from flower_ext.federation.client.method import ClientWork, LocalResult
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.protections import ClipSteps, Protection
-from flower_ext.training import Params
+from flower_ext.privacy.protections import Protection
+from flower_ext.training import Params, Task
 from flower_ext.training.params import is_finite
 from flower_ext.training.side_by_side import Steps
 
 log = getLogger("flwr")
+
+_NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
+NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
+"""The data of a client without examples, under any method."""
+
+
+def hides_failures(protection: Protection | None) -> bool:
+    """Return True if the received model may take the place of a failed training."""
+    return protection is not None and protection.hides_failures
+
+
+def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
+    """Return a client's data; if they are ``hidden`` and cannot be loaded, no examples.
+
+    Raises
+    ------
+    TypeError
+        The task returned something else than ClientData.
+    Exception
+        Any error of ``Task.data``. With ``hidden``, the client's log has these errors instead.
+    """
+    try:
+        data = task.data(partition)
+        if not isinstance(data, ClientData):
+            raise TypeError(
+                f"data(partition) of the Task returned {type(data).__name__}: expected ClientData"
+            )
+    except Exception as error:
+        if not hidden:
+            raise
+        log.warning(
+            "the data of this client could not be loaded (%s), so it counts as a client without "
+            "examples: check Task.data",
+            type(error).__name__,
+        )
+        log.debug("the data of this client could not be loaded", exc_info=error)
+        return NO_DATA
+    return data
 
 
 def check_finite(params: Params | None) -> None:
@@ -35,45 +83,58 @@ def check_finite(params: Params | None) -> None:
 def unmoved_by_errors(
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]],
     work: ClientWork,
-    protection: Protection | None = None,
+    protection: Protection,
 ) -> Steps[LocalResult]:
     """Run ``local_update``, but leave the model unchanged if its training raises or diverges.
 
-    Use it if noise protects the uploaded model: an error in place of a model would reveal something
-    about a record. If the whole update fails, the received model is the result.
+    If a single training fails, its own model stays as it was. If the method fails, it is called
+    again for a client without examples. If that fails too, the received model is the result, and
+    the client keeps its memory.
 
-    Two kinds of errors are raised. Under `ClipSteps`, noise protects each step and no record can
-    make a step fail, so any other error is a fault of the method. A `tellable` error depends on no
-    data.
+    A `tellable` error depends on no data and is raised. If the protection does not hide failures,
+    only trainings without noise, such as that of a personal model, may fail unseen: noise then
+    protects each step, no record can make a step fail, and any other error is a fault of the
+    method.
     """
-    steps_noised = isinstance(protection, ClipSteps)
-    trained: Any = None
     try:
-        run = local_update(work)
-        while isinstance(run, Generator):
-            try:
-                wanted = run.send(trained)
-            except StopIteration as end:
-                run = end.value
-                break
-            try:
-                trained = yield wanted
-                if wanted.without_noise:
-                    check_finite(trained)
-            except Exception as error:  # a record may have caused any error
-                if not wanted.without_noise:
-                    raise
-                log_unmoved(error)
-                trained = dict(wanted.job.params)
-        result: LocalResult = run
-        for part in (result.model, result.update, result.memory):
-            if isinstance(part, Mapping):
-                check_finite(part)
+        return (yield from _unmoved_trainings(local_update, work))
     except Exception as error:
-        if steps_noised or is_tellable(error):
+        if not protection.hides_failures or is_tellable(error):
             raise
         log_unmoved(error)
-        return LocalResult(model=work.received)
+    try:
+        return (yield from _unmoved_trainings(local_update, replace(work, data=NO_DATA)))
+    except Exception as error:
+        if is_tellable(error):
+            raise
+        return LocalResult(model=work.received, memory=work.memory)
+
+
+def _unmoved_trainings(
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
+) -> Steps[LocalResult]:
+    """Run ``local_update``; a failed training without noise leaves its model unchanged."""
+    trained: Any = None
+    run = local_update(work)
+    while isinstance(run, Generator):
+        try:
+            wanted = run.send(trained)
+        except StopIteration as end:
+            run = end.value
+            break
+        try:
+            trained = yield wanted
+            if wanted.without_noise:
+                check_finite(trained)
+        except Exception as error:  # a record may have caused any error
+            if not wanted.without_noise:
+                raise
+            log_unmoved(error)
+            trained = dict(wanted.job.params)
+    result: LocalResult = run
+    for part in (result.model, result.update, result.memory):
+        if isinstance(part, Mapping):
+            check_finite(part)
     return result
 
 

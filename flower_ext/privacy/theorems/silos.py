@@ -25,7 +25,7 @@ from functools import partial
 from typing import TypeVar
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID
+from flower_ext.privacy.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
 from flower_ext.privacy.assumptions import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.client_level import of_secure_sum
 from flower_ext.privacy.guarantee import Guarantee
@@ -38,6 +38,7 @@ _OF_DATA = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
     "no user's records keep a silo from loading its data (Task.data)",
+    OUTLIVES,
 )
 OF_SILOS = (
     *_OF_DATA,

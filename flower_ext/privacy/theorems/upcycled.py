@@ -28,7 +28,7 @@ from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_count, require_delta
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
+from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, OUTLIVES, noise_assumption
 from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
 from flower_ext.privacy.perturbation import ObjectivePerturbation, OutputPerturbation, Perturbation
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
@@ -191,6 +191,7 @@ def perturbation_guarantees(
         "the planned rounds and each client's number of examples are public",
         "bounds on the loss hold for every possible record",
         LOADS,
+        OUTLIVES,
         ON_A_GRID if output else _IN_FLOATS,
         noise_assumption(secure_noise),
     )
