@@ -259,6 +259,11 @@ class Hosted(DPFedAvg):
         self._steps += 1
         return records.to_arrays(arrays)
 
+    @property
+    def server_step(self) -> str:
+        """Name of the Flower strategy's step."""
+        return f"the server's step of {type(self.server).__name__}"
+
     def state(self) -> Mapping[str, records.Arrays]:
         """Return the number of steps, and the server's moments and momenta.
 

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of, replies
+from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.client import ClientMethod
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.exchange import Exchange
@@ -110,6 +111,11 @@ class RunLoop(Strategy):
         """Restore the result of `state` in a new process, after `connect`."""
 
     @property
+    def server_step(self) -> str:
+        """Name of the server's step from the accepted updates to the next model."""
+        return f"the server's step of {type(self).__name__}"
+
+    @property
     def participations(self) -> Participations:
         """Counts of the units whose data the rounds so far used."""
         return self.population.participations
@@ -182,7 +188,8 @@ class RunLoop(Strategy):
         FederationNotReady
             A node is missing, or no client ever sent a usable reply.
         InvalidValue
-            A name in ``personal`` is misspelt, so that its part would be shared.
+            A name in ``personal`` is misspelt, so that its part would be shared; or the initial
+            model, or a model after the server's step, is not finite.
         """
         self.summary()
         self._check_personal(sorted(initial_arrays))
@@ -191,6 +198,11 @@ class RunLoop(Strategy):
         result.arrays, done = self._resume(grid, self.shared(initial_arrays), num_rounds)
         if done >= num_rounds:
             log.info("nothing left to do: all %d rounds are done", done)
+        require_finite(
+            records.to_arrays(result.arrays),
+            f"in the model before round {done + 1}",
+            "begin with a finite model",
+        )
         train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         if evaluate_fn is not None and not done:
             self._evaluate_here(0, result, evaluate_fn)
@@ -230,6 +242,7 @@ class RunLoop(Strategy):
         answers = replies(grid, asked, timeout=timeout) if asked else []
         moved, metrics = self.aggregate_train(server_round, answers)
         if moved is not None:
+            self._check_step(server_round, moved)
             result.arrays = moved
         if metrics is not None:
             result.train_metrics_clientapp[server_round] = metrics
@@ -243,6 +256,19 @@ class RunLoop(Strategy):
         self.progress.row["seconds"] = time.monotonic() - started
         self.progress.end(server_round, self._last_round or server_round)
         self._save(server_round, result.arrays)
+
+    def _check_step(self, server_round: int, moved: ArrayRecord) -> None:
+        """Refuse a model, or a state of the server, that is not finite after the server's step.
+
+        Accepted updates are finite, so the step is the cause and no client. Every later round would
+        be spent in vain.
+        """
+        remedy = f"change the settings of {self.server_step}, or take a smaller learning rate"
+        groups = {"in the model": records.to_arrays(moved)}
+        groups |= {f"in the server's state {name!r}": group for name, group in self.state().items()}
+        for place, arrays in groups.items():
+            where = f"{place} after {self.server_step} in round {server_round}"
+            require_finite(arrays, where, remedy)
 
     def _evaluate(
         self, server_round: int, grid: Grid, result: Result, timeout: float, config: ConfigRecord

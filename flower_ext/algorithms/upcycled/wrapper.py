@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.arrays import Arrays, to_arrays, to_record
+from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
 from flower_ext.federation.uploads import payload_bytes
 
 log = getLogger("flwr")
@@ -137,7 +137,7 @@ class Upcycled(Strategy):
         Raises
         ------
         InvalidValue
-            The coefficient of this round is negative or not finite.
+            The coefficient of this round is negative or not finite, or it makes the model so.
         """
         replies = list(replies)
         self.traffic[server_round].count(replies)
@@ -155,7 +155,13 @@ class Upcycled(Strategy):
             return None, metrics
         if isinstance(self.base, Extrapolates):
             self.base.extrapolate(coefficient)
-        return extrapolated(self._before, self._after, coefficient), metrics
+        moved = extrapolated(self._before, self._after, coefficient)
+        require_finite(
+            to_arrays(moved),
+            f"in the model after the extrapolation of Upcycled in round {server_round}",
+            f"take smaller coefficients than {coefficient:g}",
+        )
+        return moved, metrics
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the base's state, and the model before its last training round."""
