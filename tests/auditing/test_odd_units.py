@@ -9,10 +9,11 @@ from flwr.app import ArrayRecord
 from torch import nn
 from torch.nn import functional
 
-from flower_ext.algorithms import DPDitto, DPFedAvg
+from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.federation.client import unmoved
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -20,7 +21,9 @@ from flower_ext.privacy import (
     PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
+    SecureSum,
 )
+from flower_ext.privacy.protections import ClipModel, Protection
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
@@ -30,13 +33,14 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from tests.support.failing import FAILING, failing_task
 from tests.support.grids import grid
 from tests.support.worlds import CLASSES as CLASSES_OF_CLIENTS
-from tests.support.worlds import FEATURES, client_data
+from tests.support.worlds import FEATURES, client_data, initial
 
 SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
 OTHERS, TRIALS, CONFIDENCE, DELTA = 12, 100, 0.999, 1e-5
-AUDITS = 2 * (4 + 1)
+AUDITS = 2 * (4 + 1) + 21 + 18
 """Number of audits in this module, which share its probability of failure."""
 
 LOCAL = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
@@ -164,6 +168,120 @@ def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
     experiment = with_a_record_that_raises(method)
     found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
     assert found.broken, found.to_dict()
+
+
+CLIENTS, MANY = 8, 48
+LOCALLY = LocalTraining(steps=1, batch_size=10, learning_rate=0.1)
+QUIET = {"evaluate_every": 0, "timeout": 5.0}
+OF_RECORDS = RecordLevelPlan(
+    sampling=FullParticipation(CLIENTS),
+    clipping_norm=1.0,
+    noise_stddev=20.0,
+    num_examples=30,
+    rounds=1,
+    delta=DELTA,
+)
+
+
+def of_clients(**changes):
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 20.0,
+        "rounds": 1,
+        "delta": DELTA,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def with_a_head(plan):
+    return DP2FedSAM(plan=plan, head=LOCALLY, extractor=LOCALLY, **QUIET)
+
+
+def with_own_models(plan):
+    return DPDitto(plan=plan, local=LOCALLY, personal_training=LOCALLY, **QUIET)
+
+
+def summed():
+    return of_clients(secure_aggregation=SecureSum(colluding=0.1, dropouts=0.3))
+
+
+FAILURES = {
+    "discard": lambda: DPFedAvg(plan=of_clients(dropout_policy="discard"), local=LOCALLY, **QUIET),
+    "top-up": lambda: DPFedAvg(plan=of_clients(), local=LOCALLY, **QUIET),
+    "server": lambda: DPFedAvg(plan=of_clients(noise_placement="server"), local=LOCALLY, **QUIET),
+    "secure sum": lambda: DPFedAvg(plan=summed(), local=LOCALLY, **QUIET),
+    "head": lambda: with_a_head(of_clients(dropout_policy="discard")),
+    "ditto": lambda: with_own_models(of_clients()),
+    "records": lambda: with_own_models(OF_RECORDS),
+}
+
+
+def with_a_client_that_fails(setup, kind):
+    """Return two worlds: a client trains, or its data make its training fail.
+
+    The attacker looks for a missing upload, a round without release and an upload without noise.
+    """
+    make = FAILURES[setup]
+
+    def world(kind):
+        app = type(make()).client_app(failing_task(kind))
+        return World(strategy=make, client_app=app, num_clients=CLIENTS)
+
+    def score(seen, view):
+        if view is AdversaryView.RELEASED_MODELS:
+            return -norm(seen.models[1], seen.models[0])
+        upload = seen.uploads[0].get(FAILING)
+        if upload is None or setup == "secure sum":  # whose uploads are masked bytes
+            return float(upload is None)
+        return -norm(upload)
+
+    def norm(after, before=None):
+        parts = (after[n] - (0.0 if before is None else before[n]) for n in after)
+        return float(np.sqrt(sum(float((part**2).sum()) for part in parts)))
+
+    return Experiment(
+        name=f"{setup}, {kind}",
+        without=world(None),
+        present=world(kind),
+        initial=initial(),
+        score=score,
+        gaussian=False,
+    )
+
+
+FAILED = [
+    pytest.param(setup, kind, id=f"{setup}, {kind}")
+    for setup in FAILURES
+    for kind in ("a NaN", "a label out of range", "data that raise")
+]
+
+
+@pytest.mark.parametrize(("setup", "kind"), grid(FAILED, "discard, a NaN".__eq__))
+def test_a_client_whose_training_fails_is_not_found(setup, kind):
+    experiment = with_a_client_that_fails(setup, kind)
+    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, together=AUDITS)
+    assert not found.broken, found.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("setup", "kind"),
+    grid(
+        [case for case in FAILED if case.values[0] != "server"],  # whose uploads nobody else sees
+        "discard, a NaN".__eq__,
+    ),
+)
+def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind, monkeypatch):
+    monkeypatch.setattr(Protection, "hides_failures", False)
+    monkeypatch.setattr(ClipModel, "hides_missing_data", False)
+    monkeypatch.setattr(unmoved, "log_unmoved", _raised)
+    experiment = with_a_client_that_fails(setup, kind)
+    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, together=AUDITS)
+    assert found.broken, found.to_dict()
+
+
+def _raised(error):
+    raise error
 
 
 class Waves(nn.Module):

@@ -1,0 +1,71 @@
+"""A client whose data make its training fail, each in another way."""
+
+import math
+
+from torch.nn import functional
+
+from flower_ext.training import Task
+from tests.support.worlds import Net, client_data
+
+TOO_LARGE = -7
+"""A label for which the loss finds too little memory."""
+FAILING = 0
+"""Partition of the client."""
+
+
+def _nan(own):
+    own.train.features[3, 1] = math.nan
+
+
+def _label(own):
+    own.train.targets[3] = 99
+
+
+def _memory(own):
+    own.train.targets[3] = TOO_LARGE
+
+
+def _raises(own):
+    raise OSError("a record cannot be read")
+
+
+def _nothing(own):
+    return {}
+
+
+KINDS = {
+    "a NaN": _nan,
+    "a label out of range": _label,
+    "too little memory": _memory,
+    "data that raise": _raises,
+    "data of another type": _nothing,
+}
+
+
+def _loss(outputs, targets):
+    if bool((targets == TOO_LARGE).any()):
+        raise MemoryError("too little memory for this record")
+    return functional.cross_entropy(outputs, targets)
+
+
+def failing_task(kind: str | None, *, model=Net, beginning: int = 0) -> Task:
+    """Return the tests' task, in which client `FAILING` fails as ``kind`` says, if it does.
+
+    Its data are sound when they are loaded for the first ``beginning`` times.
+    """
+    loaded = 0
+
+    def data(partition):
+        nonlocal loaded
+        own = client_data(partition)
+        if kind is None or partition != FAILING:
+            return own
+        loaded += 1
+        return own if loaded <= beginning else _spoiled(own, kind)
+
+    return Task(model=model, data=data, loss=_loss, metrics={}, device="cpu")
+
+
+def _spoiled(own, kind):
+    other = KINDS[kind](own)
+    return own if other is None else other
