@@ -16,6 +16,7 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     PoissonSampling,
+    PrivacyUnit,
     Sampling,
     calibrate_noise_multiplier,
     epsilon_text,
@@ -24,6 +25,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting import Accountant
 from flower_ext.privacy.calibration import MAX_ROUNDS, calibrate_rounds, calibrate_sampling_rate
+from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam import (
     dp2_fedsam_theorem2,
@@ -117,6 +119,8 @@ def calibrate(
     console.print(
         f"Unit: one client of {population} · r = {rate:g} · T = {rounds} · δ = {delta:.3g}\n"
     )
+    if warning := large_delta(delta, PrivacyUnit.CLIENT, population):
+        console.print(f"{warning}\n")
     if epsilon is not None:
         needed = [noise_text(row["noise_multiplier"]) for row in rows]
         _print_described(f"Noise for ε = {epsilon:g}", rows, "noise multiplier σ", needed)

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from flower_ext.cli.tracebacks import Tracebacks, without_codes
 from flower_ext.privacy import LedgerCorrupt, epsilon_text
+from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs.directory import NotARun, RunDirectory
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
@@ -231,6 +232,7 @@ def _spent(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> st
         spent, aim = row[f"epsilon_{basis}"], _aim(config, basis)
         left = f" of {aim:g}, {max(0.0, aim - spent):.3g} left" if aim else ""
         delta = f", δ {row['delta']:.3g}" if "delta" in row else ""
+        delta += " is large" * is_large(row.get("delta", 0.0), row.get("privacy_units"))
         parts.append(f"ε {epsilon_text(spent)}{left}{delta} ({basis}, round {row['round']:.0f})")
     return "\n".join(parts)
 

@@ -19,6 +19,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
 from flower_ext.privacy import ClippedSteps, epsilon_text
+from flower_ext.privacy.guarantee import is_large
 
 _budget = partial(typer.Option, rich_help_panel="Budget and training")
 _losses = partial(typer.Option, rich_help_panel="Losses (a pilot run estimates them)")
@@ -270,10 +271,10 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path])
         f"Unit: one record of {budget.num_examples} on a client, replace-one, each upload seen · "
         f"N = {budget.num_clients} · ε = {budget.epsilon:g} · δ = {budget.delta:.3g}"
     )
-    if budget.delta > 1 / budget.num_examples:
+    if is_large(budget.delta, budget.num_examples):
         console.print(
-            f"δ = {budget.delta:g} is above 1/|D| = {1 / budget.num_examples:.3g}, which is too "
-            "weak: even a mechanism that publishes one random record would satisfy it"
+            f"δ = {budget.delta:g} is large beside 1/|D| = {1 / budget.num_examples:.3g}, at which "
+            "even a mechanism that publishes one random record would satisfy it"
         )
     console.print(f"Provable noise: {budget.provable_source}\n")
     kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]

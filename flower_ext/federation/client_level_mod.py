@@ -15,6 +15,7 @@ floating-point arrays           the clipped update with noise
 integer and boolean arrays      the received values: they count batches or examples, and no
                                 Gaussian noise covers a whole number (`DPFedAvg` sends none: it
                                 refuses them before the first round)
+arrays in half precision        an error: noise does not add up in them
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
 an error, a missing array, NaN  an update of zeros with noise, as from a client that has learned
@@ -83,6 +84,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             with knowing_no_data():
                 facts, protection, noise = _asked(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
+                records.refuse_half_precision(received)
         except Exception as error:  # no client data was read yet: the server may see it
             return failed(mod, message, context, error)
         if not isinstance(protection, ClipUpdate):

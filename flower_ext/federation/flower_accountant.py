@@ -230,6 +230,7 @@ class PldAccountant:
             source=f"{self.num_releases} Gaussian releases told by the strategy, {method.value}",
             assumptions=assumptions,
             not_covered=_NOT_COVERED,
+            units=self._config.population_size,
         )
 
     def state_dict(self) -> dict[str, object]:

@@ -331,6 +331,11 @@ class MethodHooks(RunLoop):
         )
 
     @property
+    def num_units(self) -> int | None:
+        """Number of privacy units of the run; None if it is not known."""
+        return self.plan.num_units(self.run_facts)
+
+    @property
     def run_facts(self) -> RunFacts:
         """The facts about the run so far that the plan may use."""
         own = [training.proximal_weight for training in self.training.values()]

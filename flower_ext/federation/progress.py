@@ -12,7 +12,7 @@ from flwr.app import Message
 from flower_ext.evaluation import summarize
 from flower_ext.federation.uploads import payload_bytes, payload_of
 from flower_ext.privacy import epsilon_text
-from flower_ext.privacy.guarantee import LARGE_DELTA
+from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.scores import lower_is_better, reported_by_most
 
@@ -114,7 +114,7 @@ class Progress:
         for name in ("provable", "published"):
             if (epsilon := row.get(f"epsilon_{name}")) is not None:
                 parts.append(f"ε {epsilon_text(epsilon)} {name}")
-        if (delta := row.get("delta", 0)) > LARGE_DELTA:
+        if (delta := row.get("delta", 0)) and is_large(delta, row.get("privacy_units")):
             parts.append(f"δ {delta:.3g} is large")
         if not row.get("messages"):
             parts.append("no client was asked to train")

@@ -86,10 +86,11 @@ def shared_arrays(record: ArrayRecord) -> Arrays:
     Raises
     ------
     UnshareableModel
-        An array is not floating-point (a counter, an index) or is a running statistic; the message
-        names it.
+        An array is not floating-point (a counter, an index), has half precision or is a running
+        statistic; the message names it.
     """
     arrays = to_arrays(record)
+    refuse_half_precision(arrays)
     remedy = (
         "leave it out of the initial arrays. In the model of a Task, register such a buffer with "
         "persistent=False, or make it personal=({!r},) if the method has personal parts; a "
@@ -140,6 +141,22 @@ def refuse_tied(record: ArrayRecord) -> None:
             log.warning("%s. If they are tied, noise drives them apart: %s", tie, fix)
             continue
         raise UnshareableModel(f"{tie}; noise would drive the two apart: {fix}")
+
+
+def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse arrays in which noised uploads do not add up on a common grid.
+
+    Raises
+    ------
+    UnshareableModel
+        An array has less than single precision; the message names it.
+    """
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.floating) and array.dtype.itemsize < 4:
+            raise UnshareableModel(
+                f"{name!r} has dtype {array.dtype}, which cannot be sent under noise: expected "
+                "float32 or float64; build the model in float32 (model.float())"
+            )
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:

@@ -17,8 +17,8 @@ from flower_ext.privacy import PrivacyPlan
 from flower_ext.privacy.updates import Row, l2_norm
 from flower_ext.training import LocalTraining
 
-_ROUNDING = 1.01
-"""Tolerance for rounding to the precision of uploads, which is at worst half precision."""
+_ROUNDING = 1.0001
+"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
 
 
 def in_round(trainings: Mapping[str, LocalTraining], number: int) -> dict[str, LocalTraining]:

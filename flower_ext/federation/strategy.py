@@ -234,6 +234,7 @@ class FederatedStrategy(Evaluating):
         if not self.participations.rounds:
             return []
         claims, scored = self.claims(self.run_facts), self.participations.evaluations
+        claims = [replace(one, units=self.num_units) for one in claims]
         return [
             replace(one, not_covered=(*one.not_covered, _ROUNDS_ALONE))
             if scored and one.basis == "published"
@@ -247,6 +248,8 @@ class FederatedStrategy(Evaluating):
         spent = self.accounted.spent(run)
         if spent and self.accounted.delta is not None:
             spent["delta"] = self.accounted.delta
+            if units := self.num_units:
+                spent["privacy_units"] = units
         if self.accounted.release is not None:  # other plans know their published ε
             for one in self.claims(run):
                 if one.basis == "published":

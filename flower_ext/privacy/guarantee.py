@@ -27,13 +27,26 @@ def epsilon_text(epsilon: float) -> str:
 
 
 LARGE_DELTA = 1e-3
-"""δ above which a guarantee warns; δ = 1/N exceeds it for few clients."""
+"""δ above which every guarantee warns, however few the units are."""
 
 
-def large_delta(delta: float, unit: PrivacyUnit) -> str | None:
-    """Return a warning about a large δ; None for others."""
-    if delta <= LARGE_DELTA:
+def is_large(delta: float, units: float | None = None) -> bool:
+    """Return True if δ is large in itself, or at least 1/``units``."""
+    return delta > LARGE_DELTA or delta * (units or 0) >= 1
+
+
+def large_delta(delta: float, unit: PrivacyUnit, units: int | None = None) -> str | None:
+    """Return a warning about a δ that is large in itself, or for ``units`` units; else None.
+
+    At δ = 1/N, publishing the data of one random unit of N would be allowed.
+    """
+    if not is_large(delta, units):
         return None
+    if units and delta * units >= 1:
+        return (
+            f"δ = {_rounded_up(delta)} is large for {units} {unit.value}s: it permits publishing "
+            f"all of one random {unit.value}'s data; choose δ far below 1/{units}."
+        )
     return (
         f"δ = {_rounded_up(delta)} is large: with that probability all of one {unit.value}'s data "
         f"may be revealed; choose δ far below 1 / number of {unit.value}s."
@@ -76,6 +89,8 @@ class Guarantee:
     assumptions: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    units: int | None = None
+    """Number of privacy units of the run; None if it is not known."""
 
     @property
     def conditions_hold(self) -> bool:
@@ -85,7 +100,9 @@ class Guarantee:
     @property
     def large_delta(self) -> str | None:
         """A warning about δ if it is large, else None."""
-        return None if math.isinf(self.epsilon) else large_delta(self.delta, self.unit)
+        if math.isinf(self.epsilon):
+            return None
+        return large_delta(self.delta, self.unit, self.units)
 
     def statement(self) -> str:
         """Return the guarantee as one paragraph."""

@@ -23,6 +23,7 @@ from flower_ext.privacy.discrete_gaussian import share_stddev
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.plan import Aggregate, PrivacyPlan, RoundDiscarded, divided
 from flower_ext.privacy.protections import ClipToCells
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.sampling import PoissonSampling, Sampling
 from flower_ext.privacy.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
@@ -97,6 +98,10 @@ class NoisedSum(PrivacyPlan):
                 "which amplification needs to be secret"
             )
         _ = self.sum_bits  # refuses a cohort without a secure sum
+
+    def num_units(self, run: RunFacts) -> int:
+        """Return the size of the population from which units are drawn."""
+        return self.sampling.population
 
     @property
     def release(self) -> Release:

@@ -79,6 +79,10 @@ class PerturbationPlan(PlainAverage):
         least = max(float(kind.smallest_subnormal) / 2 for kind in kinds)
         return max(relative, 2.0**-24) + math.sqrt(numbers) * least / norm
 
+    def num_units(self, run: RunFacts) -> int:
+        """Return the number of records that clients have reported."""
+        return sum(run.num_examples.values())
+
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the perturbation that each client applies."""
         own = self.perturbation

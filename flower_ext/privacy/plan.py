@@ -55,6 +55,10 @@ class PrivacyPlan(ABC):
         """The number of rounds for which the noise was chosen; None if it was chosen otherwise."""
         return None
 
+    def num_units(self, run: RunFacts) -> int | None:
+        """Return the number of privacy units, against which δ is judged; None if not known."""
+        return None
+
     @property
     def release(self) -> Release | None:
         """The release of one round, for accountant and ledger; None without a noised sum.

@@ -144,6 +144,10 @@ class RecordLevelPlan(PlainAverage):
         """Number of rounds T."""
         return self.rounds
 
+    def num_units(self, run: RunFacts) -> int:
+        """Return the number of records on all clients."""
+        return self.sampling.population * self.num_examples
+
     def check(self, method: MethodTraits) -> None:
         """Refuse a method whose uploads depend on records in more ways than the noised local steps.
 

@@ -22,12 +22,14 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
 
 _PARTS = "train real and imaginary parts as two parameters"
+_WIDER = "build the model in float32 (model.float())"
 _MENDS = {
-    torch.bfloat16: "build the model in float32 (model.float())",
+    torch.float16: _WIDER,
+    torch.bfloat16: _WIDER,
     torch.complex64: _PARTS,
     torch.complex128: _PARTS,
 }
-"""Types that cannot travel, with the remedy for each."""
+"""Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
 
 
 class _Facts(NamedTuple):
@@ -57,8 +59,8 @@ class Blueprint:
     ------
     ValueError
         When a model is first built: a name of ``trainable`` matches nothing in the model, all
-        parameters are frozen, or a travelling tensor has a type that cannot travel (bfloat16,
-        complex numbers).
+        parameters are frozen, or a travelling tensor has a type that cannot travel (half
+        precision, complex numbers).
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Blueprint:
         for name, (_, dtype) in travelling.items():
             if mend := _MENDS.get(dtype):
                 raise InvalidValue(
-                    f"{name!r} has type {dtype}, which can be neither sent nor noised: expected "
+                    f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
                     f"float32 or float64; {mend}. Frozen tensors may have any type"
                 )
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.

@@ -107,6 +107,15 @@ def test_running_statistics_may_not_be_shared(name):
         records.shared_arrays(ArrayRecord({name: Array(np.zeros(2, np.float32))}))
 
 
+def test_half_precision_may_not_be_shared_beside_other_types_either():
+    kinds = {"wide": np.float64, "single": np.float32, "half": np.float16}
+    model = ArrayRecord({name: Array(np.zeros(2, kind)) for name, kind in kinds.items()})
+    with pytest.raises(UnshareableModel, match="'half' has dtype float16.*float32 or float64"):
+        records.shared_arrays(model)
+    del model["half"]
+    assert list(records.shared_arrays(model)) == ["wide", "single"]
+
+
 def test_integer_arrays_may_not_be_shared():
     with pytest.raises(UnshareableModel, match="'count' has dtype int64"):
         records.shared_arrays(ArrayRecord({"count": Array(np.zeros(2, np.int64))}))

@@ -315,7 +315,7 @@ def test_a_model_with_a_frozen_base_is_loaded_once_for_itself_and_once_for_its_f
     assert len(loaded) == 2
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
 def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
     def build(trains):
         base = nn.Linear(3, 4).to(kind).requires_grad_(trains)

@@ -160,6 +160,11 @@ class UldpGroup(FederatedStrategy):
         return {}
 
     @property
+    def num_units(self) -> int:
+        """Number of users."""
+        return self.num_users
+
+    @property
     def settings(self) -> Mapping[str, float]:
         """|U| and the settings of DP-SGD."""
         return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
