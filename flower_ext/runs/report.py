@@ -17,7 +17,10 @@ from flower_ext.privacy.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, escaped, table, write_page
-from flower_ext.runs.scores import lower_is_better, noised_scores
+from flower_ext.runs.scores import lower_is_better, noised_scores, reported_by_few
+
+_MOST_SHOWN = 10
+"""Largest number of rare scores that the report names."""
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -136,6 +139,10 @@ def _scores(run: RunDirectory) -> list[str]:
             }
             title = f"{in_words(name)} of the clients' models"
             lines.append(table((title, "value"), facts.items()))
+    rows = run.client_metrics()
+    if few := list(reported_by_few(rows).items())[:_MOST_SHOWN]:
+        counts = ", ".join(f"{escaped(name)} ({count} of {len(rows)})" for name, count in few)
+        lines.append(f"Reported by half of the clients or fewer: {counts}.")
     if not lines and run.series("evaluation_messages")[0]:
         return ["No evaluation gave scores; the run's log has the reasons."]
     return lines or ["No client was evaluated."]

@@ -51,6 +51,17 @@ def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
     return {name for name, count in reported.items() if 2 * count > len(everyone)}
 
 
+def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """Return the other metrics, each with the number of clients that report it, by that number.
+
+    A client leaves out a score that failed or that is not finite.
+    """
+    everyone = list(by_client)
+    usual = reported_by_most(everyone)
+    reported = Counter(name for metrics in everyone for name in sorted(metrics))
+    return {name: count for name, count in reported.most_common() if name not in usual}
+
+
 def lower_is_better(metric: str) -> bool:
     """Return True for a metric that is a loss."""
     return metric.endswith("loss")

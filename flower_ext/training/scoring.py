@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from logging import DEBUG, WARNING, getLogger
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,12 @@ from flower_ext.training.calls import call, spared
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
 
+log = getLogger("flwr")
+
 R = TypeVar("R")
+
+_shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""By model's blueprint, the failing scores that the log has already."""
 
 
 def evaluate(
@@ -33,6 +41,14 @@ def evaluate(
     """
     outputs = predict(task, params, examples.features, batch_size=batch_size)
     return score(task, outputs, trees.to(examples.targets, task.torch_device()))
+
+
+def _evaluate_alone(
+    task: Task, params: Mapping[str, Tensor], examples: Examples
+) -> dict[str, float]:
+    """Return the scores of `score_each_alone` of a model on ``examples``."""
+    outputs = predict(task, params, examples.features)
+    return score_each_alone(task, outputs, trees.to(examples.targets, task.torch_device()))
 
 
 @torch.no_grad()
@@ -90,6 +106,31 @@ def score(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
     return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
+def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
+    """Return the scores of `score`, with NaN for each that raises an error.
+
+    Raises
+    ------
+    Exception
+        The first error, if all of them raise one.
+    """
+    scores: dict[str, float] = {}
+    errors: dict[str, Exception] = {}
+    for name, metric in {"loss": task.loss, **task.metrics}.items():
+        try:
+            scores[name] = float(metric(outputs, targets))
+        except Exception as error:  # of this score alone, of any type
+            scores[name], errors[name] = math.nan, error
+    if len(errors) == len(scores):
+        raise next(iter(errors.values()))
+    for name, error in errors.items():
+        shown = _shown.setdefault(task.blueprint, set())
+        level = DEBUG if name in shown else WARNING  # once, and not for each client and round
+        log.log(level, "the score %r failed, so it is left out", name, exc_info=error)
+        shown.add(name)
+    return scores
+
+
 def evaluate_many(
     task: Task,
     models: Sequence[Mapping[str, Tensor]],
@@ -121,6 +162,8 @@ def evaluate_each(
 ) -> list[dict[str, float] | Exception]:
     """Return the scores of `evaluate` for each model on its own examples, or the error it raises.
 
+    A loss or metric that raises an error for a client is NaN, and its other scores remain.
+
     Clients that share one model (the same object) pass through it together, as many as fit into
     ``memory_limit`` bytes, if their examples are tensors of one form and the model treats each
     example independently and returns a tensor. All others are evaluated one by one. A client's
@@ -134,7 +177,7 @@ def evaluate_each(
         like = examples[members[0]].features
         single = isinstance(like, Tensor)
         if not (single and _looks_at_each_alone(task.model, like.shape[1:], like.dtype)):
-            scores |= {i: _or_error(evaluate, task, models[i], examples[i]) for i in members}
+            scores |= {i: _or_error(_evaluate_alone, task, models[i], examples[i]) for i in members}
             continue
         for part in _portions(
             members, [examples[i].features.nbytes for i in members], memory_limit
@@ -146,7 +189,7 @@ def evaluate_each(
                     scores[index] = output
                 else:
                     targets = trees.to(one.targets, output.device)
-                    scores[index] = _or_error(score, task, output, targets)
+                    scores[index] = _or_error(score_each_alone, task, output, targets)
     return [scores[index] for index in range(len(models))]
 
 

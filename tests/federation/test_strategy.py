@@ -763,7 +763,7 @@ def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
     ],
 )
 def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, said, caplog):
-    strategy = DPFedAvg(plan=plan(), local=FAST)
+    strategy = DPFedAvg(plan=NonPrivatePlan(sampling=plan().sampling), local=FAST)
     app = DPFedAvg.client_app(Task(model=Net, data=data, device="cpu"))
     with pytest.raises(FederationNotReady, match=said) as failed:
         strategy.start(grid_of(app), initial(), num_rounds=2)

@@ -14,6 +14,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from tests.support.guarantees import by_view
@@ -69,6 +70,18 @@ def test_a_delta_that_promises_little_is_said_to(delta, large):
     for guarantee in by_view(plan(FullParticipation(100), delta=delta), seen).values():
         said = "is large: with that probability all of one client's data may be revealed"
         assert (said in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
+
+
+@pytest.mark.parametrize(
+    ("delta", "units", "large"),
+    [(1e-5, 100_000, True), (9.9e-6, 100_000, False), (1e-4, 100_000, True), (1e-3, 100, False)],
+)
+def test_a_delta_of_one_over_the_units_or_more_is_said_to_be_large(delta, units, large):
+    seen = Participations.worst_case(60, 10)
+    for guarantee in by_view(plan(FullParticipation(100), delta=delta), seen).values():
+        said = f"is large for {units} clients" in replace(guarantee, units=units).statement()
+        assert said == (large and math.isfinite(guarantee.epsilon))
+    assert large_delta(delta, PrivacyUnit.RECORD) is None
 
 
 def test_guarantees_and_releases_survive_json_text():

@@ -1,5 +1,6 @@
 """Scores of many models at once equal the scores of each by itself."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Task, evaluate, evaluate_many
+from flower_ext.training import Task, accuracy, evaluate, evaluate_each, evaluate_many
 from tests.support.jobs import SGD, UNEVEN, Dense, jobs_of, problem
 
 
@@ -83,3 +84,29 @@ def test_a_task_of_things_that_are_no_functions_is_refused():
         Task(model=nn.Linear(1, 1), data=lambda i: None)
     with pytest.raises(TypeError, match="data is a list: expected a function"):
         Task(model=Dense, data=[])
+
+
+def undefined(outputs, targets):
+    raise ZeroDivisionError("no example of class 2")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_score_that_raises_costs_that_score_alone_and_is_named_once(together, logged):
+    task = replace(problem(), metrics={"accuracy": accuracy, "of class 2": undefined})
+    jobs = jobs_of(Dense, [SGD], [12, 12])
+    models = [jobs[0].params, jobs[0].params if together else jobs[1].params]
+    for found, model, job in zip(
+        evaluate_each(task, models, [job.examples for job in jobs]), models, jobs, strict=True
+    ):
+        assert math.isnan(found.pop("of class 2"))
+        assert found == pytest.approx(evaluate(problem(), model, job.examples), abs=1e-6)
+    assert [r.getMessage() for r in logged.records] == [
+        "the score 'of class 2' failed, so it is left out"
+    ]
+
+
+def test_an_evaluation_of_which_every_score_raises_is_an_error():
+    task = replace(problem(loss=undefined), metrics={"of class 2": undefined})
+    (job,) = jobs_of(Dense, [SGD], [12])
+    (found,) = evaluate_each(task, [job.params], [job.examples])
+    assert isinstance(found, ZeroDivisionError)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from logging import getLogger
 
 from flwr.app import RecordDict
 
@@ -13,7 +13,7 @@ from flower_ext.federation.client.method import ClientWork
 from flower_ext.federation.failures import each
 from flower_ext.training import MEMORY_LIMIT, Params, Task, evaluate_each
 
-_LOSSES = ("loss", "training_loss")
+log = getLogger("flwr")
 
 
 def scores_of(
@@ -78,7 +78,9 @@ def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> 
 
 
 def _record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
-    # A metric may be undefined for these examples, but a loss of NaN reports a divergence.
-    told = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
+    # A score may be undefined for these examples; the server would refuse the others with it.
+    told = {n: v for n, v in scores.items() if abs(v) <= records.LARGEST_VALUE}
+    if lacking := sorted(set(scores) - set(told)):
+        log.warning("the scores %s of a client are not finite, so they are left out", lacking)
     told["num-examples"] = float(len(work.data.test))
     return RecordDict({records.METRICS: records.metrics_record(told)})

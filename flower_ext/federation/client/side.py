@@ -265,12 +265,12 @@ class ClientSide:
     ) -> tuple[RecordDict | Upload, Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]]:
         """Return the client's reply and its update as it leaves the client."""
         whole = bounds_models(request.protection)
-        minus = difference
-        if rows is not None:
-            spare = result.memory is None and result.model is not work.received
-            minus = partial(rows.difference, spare=spare)
 
         def bounded(result: LocalResult) -> Any:
+            minus = difference
+            if rows is not None:
+                spare = result.memory is None and result.model is not work.received
+                minus = partial(rows.difference, spare=spare)
             own = result.bounded(work.received, whole=whole, minus=minus)
             noise = self.policy(context).noise(request.facts, OF_UPLOADS)
             return own, protected(own, work.received, request.protection, noise)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.errors import is_tellable
+from flower_ext.errors import is_tellable, tellable
 from flower_ext.federation.client.method import ClientWork, LocalResult
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import Protection
@@ -49,9 +49,7 @@ def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
     try:
         data = task.data(partition)
         if not isinstance(data, ClientData):
-            raise TypeError(
-                f"data(partition) of the Task returned {type(data).__name__}: expected ClientData"
-            )
+            raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
     except Exception as error:
         if not hidden:
             raise

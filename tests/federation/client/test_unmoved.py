@@ -1,6 +1,5 @@
 """A client whose training fails sends what a client without examples sends, noised."""
 
-import logging
 import math
 from dataclasses import replace
 
@@ -128,10 +127,9 @@ def test_the_noise_of_a_client_that_fails_is_the_noise_of_all_others(kind):
     assert len(others) == 12 * (CLIENTS - 1)
 
 
-def test_a_failed_training_is_reported_in_the_log_of_its_client(caplog):
-    caplog.set_level(logging.WARNING, "flwr")
+def test_a_failed_training_is_reported_in_the_log_of_its_client(logged):
     run(fedavg(released()), failing_task("data that raise"))
-    (line,) = [r.getMessage() for r in caplog.records if "could not be loaded" in r.getMessage()]
+    (line,) = [r.getMessage() for r in logged.records if "could not be loaded" in r.getMessage()]
     assert "OSError" in line
     assert "cannot be read" not in line  # the message may hold a record
 
