@@ -92,7 +92,8 @@ def undefined(outputs, targets):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_score_that_raises_costs_that_score_alone_and_is_named_once(together, logged):
-    task = replace(problem(), metrics={"accuracy": accuracy, "of class 2": undefined})
+    metrics = {"accuracy": accuracy, "of class 2": undefined}
+    task = replace(problem(lambda: Dense()), metrics=metrics)  # a new model in the log
     jobs = jobs_of(Dense, [SGD], [12, 12])
     models = [jobs[0].params, jobs[0].params if together else jobs[1].params]
     for found, model, job in zip(
