@@ -116,17 +116,18 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
     """
     scores: dict[str, float] = {}
     errors: dict[str, Exception] = {}
-    for name, metric in {"loss": task.loss, **task.metrics}.items():
+    metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
+    for name, metric in metrics.items():
         try:
             scores[name] = float(metric(outputs, targets))
         except Exception as error:  # of this score alone, of any type
             scores[name], errors[name] = math.nan, error
     if len(errors) == len(scores):
         raise next(iter(errors.values()))
-    for name, error in errors.items():
+    for name, failure in errors.items():
         shown = _shown.setdefault(task.blueprint, set())
         level = DEBUG if name in shown else WARNING  # once, and not for each client and round
-        log.log(level, "the score %r failed, so it is left out", name, exc_info=error)
+        log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)
     return scores
 

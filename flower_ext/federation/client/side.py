@@ -249,8 +249,9 @@ class ClientSide:
             memory = work.memory
         if memory is not None:
             if not self.method.keeps_memory:
-                error = InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
-                raise tellable(error)
+                raise tellable(
+                    InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
+                )
             kept = ClientMemory(context, self.method.name, request.run)
             kept.store(memory, request.round, and_before=self.method.mirrored)
         return reply
