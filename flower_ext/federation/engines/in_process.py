@@ -121,7 +121,7 @@ class InProcessGrid(Grid):
             self._coming = zip(ids, self.workers.ask(messages, plan), strict=True)
         return ids
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
         self,
         reply_to_message_ids: Iterable[str] | None = None,
         *,

@@ -102,9 +102,9 @@ class VirtualGrid(Grid):
         """Send one message per node and turn, and return the ids of the single messages."""
         messages, ids = list(messages), []
         parcels: dict[tuple[int, int], dict[str, Message]] = defaultdict(dict)
-        for message, parcel in zip(messages, self._parcels(messages), strict=True):
+        for message, place in zip(messages, self._parcels(messages), strict=True):
             ids.append(f"virtual-{next(self._ids)}")
-            parcels[parcel][ids[-1]] = message
+            parcels[place][ids[-1]] = message
         sent = [self._pack(node, list(own.values())) for (_, node), own in parcels.items()]
         for sent_id, parcel in zip(self._grid.push_messages(sent), parcels.values(), strict=True):
             if sent_id:
@@ -113,7 +113,7 @@ class VirtualGrid(Grid):
                 ids = ["" if message_id in parcel else message_id for message_id in ids]
         return ids
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
         self,
         reply_to_message_ids: Iterable[str] | None = None,
         *,
