@@ -203,7 +203,7 @@ def with_own_models(plan):
 
 
 def summed():
-    return of_clients(secure_aggregation=SecureSum(colluding=0.1, dropouts=0.3))
+    return of_clients(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.3))
 
 
 FAILURES = {

@@ -59,7 +59,7 @@ def ditto(plan):
     return DPDitto(plan=plan, local=FAST, personal_training=FAST, **OPTIONS)
 
 
-SUMS = SecureSum(colluding=0.1, dropouts=0.3)
+SUMS = SecureSum(colluding=0.0, dropouts=0.3)
 SETUPS = {
     "discard": lambda: fedavg(released(dropout_policy="discard")),
     "top-up": lambda: fedavg(released()),
