@@ -43,8 +43,9 @@ NONE_OF_THEM = "the adversary is none of those who add noise: each could subtrac
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
 """The assumption about sums that are protected by noise in their parts."""
 OWN_GRADIENTS = (
-    "each gradient that a step clips belongs to one record alone: a trial on usual and on odd "
-    "records that pass the model together confirms it, which is evidence and no proof"
+    "each gradient that a step clips belongs to one record alone, to the last bit: trials on usual "
+    "and on odd records confirm it for every place and any company in a pass of a fixed number of "
+    "records, and that model and loss keep nothing of a record, which is evidence and no proof"
 )
 """The assumption about DP-SGD on models whose layers do not prove it."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"

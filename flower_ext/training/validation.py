@@ -62,8 +62,9 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
         if buffers:
             raise UnshareableModel(
                 f"layer {name!r} ({type(module).__name__}) has buffers {buffers}, which would "
-                "leave the client un-noised. Register them with persistent=False if they are "
-                f"constants, or make the layer personal. {objections(module)}".rstrip()
+                "leave the client un-noised. If no forward pass changes them, compute them there, "
+                "or freeze the layer's parameters (requires_grad=False); else make the layer "
+                f"personal: personal=(..., {name!r}). {objections(module)}".rstrip()
             )
 
 

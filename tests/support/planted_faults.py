@@ -85,7 +85,9 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     patch.setattr(
         ClippedGradient,
         "__init__",
-        lambda self, task, names, *, clipping_norm: made(self, task, names, clipping_norm=ENORMOUS),
+        lambda self, task, names, *, clipping_norm, **more: made(
+            self, task, names, clipping_norm=ENORMOUS, **more
+        ),
     )
     return experiment
 

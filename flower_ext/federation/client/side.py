@@ -66,6 +66,7 @@ from flower_ext.training import (
     Task,
     difference,
 )
+from flower_ext.training.apart import require_apart
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 
@@ -327,6 +328,9 @@ class ClientSide:
         data = data_of(task, partition, hidden=_hides_missing_data(request))
         if data is not NO_DATA:
             check_size(len(data.train), request.protection)
+        if request.kind == "train" and request.protection is not None and len(data.train):
+            with knowing_no_data():
+                require_apart(task, data.train)
         made = object.__new__(ClientWork)  # __init__ of a frozen class takes six times as long
         vars(made).update(
             task=task,

@@ -3,13 +3,19 @@
 The inputs and outputs of every layer give the norm of each example's gradient, and the sum of the
 clipped ones, in one pass (`one_pass`). Examples pass in small groups that stay in the caches. Where
 a model might mix examples, each example's gradient is found by vmap, or in a loop.
+
+Libraries choose their kernels by the number of rows, so an example's gradient would round otherwise
+if another example joined the pass, and a ReLU at its kink turns a difference in the last bit into a
+whole gradient. All passes therefore have one public width, and copies fill the last one up. Where a
+trial finds that an example's bits depend on the others even so, examples pass one by one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
 
@@ -20,21 +26,25 @@ from torch.nn import functional
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.blueprint import channels_last_needs, in_training
+from flower_ext.training.blueprint import channels_last_needs, in_training, seeded
 from flower_ext.training.calls import call, spared
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
 from flower_ext.training.dp.single import check_single_examples
-from flower_ext.training.dp.trial import TRIED, Trial, random_examples, zeros
+from flower_ext.training.dp.trial import ODD, TRIED, Trial, odd_examples, random_examples, zeros
 from flower_ext.training.params import Params, clone, shaken, sizes
+from flower_ext.training.state import State, changed, same_numbers, state_of
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 
-_TOGETHER = 64
-"""Examples that pass together where gradients of single examples are written down."""
+_TOGETHER, _FEWEST = 64, 4
+"""The most examples that pass together where gradients of single examples are written down, and the
+fewest: libraries have other kernels for one, two and three rows."""
+_MOST_DENSE, _OF_EIGHT = 1024, 8
+"""The most that pass together where they are not, in multiples of a register's numbers."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms, whose shortest sums are in single precision."""
 _HALF = (torch.float16, torch.bfloat16)
@@ -52,16 +62,27 @@ class ClippedGradient:
     names : list of str
         The trained parameters; the norm is taken over all of them together.
     clipping_norm : float
+    batch_size : float
+        The usual number of examples of a call. It must be public, because it sets how many
+        examples pass together.
 
     Raises
     ------
     ValueError
         The loss compares examples, the model has batch normalisation, or a trained parameter has
-        half precision. On a call: features have another type than the model's numbers, or the
-        model learns from no random example by itself (see `check_single_examples`).
+        half precision. On a call: the model or the loss keeps something between examples, features
+        have another type than the model's numbers, or the model learns from no random example by
+        itself (see `check_single_examples`).
     """
 
-    def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
+    def __init__(
+        self,
+        task: Task,
+        names: list[str],
+        *,
+        clipping_norm: float,
+        batch_size: float = _TOGETHER,
+    ) -> None:
         if task.compares_examples:
             raise InvalidValue(
                 "the loss compares examples, so no example has a gradient of its own to clip: "
@@ -92,25 +113,31 @@ class ClippedGradient:
             m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None
         ]
         written = any(type(layer) is not nn.Linear for layer in holders)
-        self.together = _TOGETHER if written else 16 * _TOGETHER
+        self._widest = _width(batch_size, written=written)
+        self._narrow = _width(batch_size, written=True)
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
         """Return the sum at ``params`` (the whole model), on (examples, …); zero without any."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, own in self.params.items():
             own.copy_(params[name])
-        self._check_single_examples(features, targets)
+        self._check_model(features, targets)
         if trees.length(features) == 0:
             return summed
         self._choose(features, targets)
-        size, some = self.together if self.in_one_pass else _TOGETHER, False
-        for x, y in trees.split((features, targets), size):
+        some = False
+        for x, y in trees.split((features, targets), self.width):
             for parts, there in self._gradients(x, y):
                 self._add(summed, parts, there)
                 some = some or bool(there.any())
         if not some:
             self._tell(ERROR, "the loss raises for every example: check the task and the data")
         return summed
+
+    @property
+    def width(self) -> int:
+        """The number of examples of each pass, the same for every batch."""
+        return self._widest if self.in_one_pass else self._narrow
 
     def _add(self, summed: Params, parts: Parts, there: Tensor) -> None:
         """Add the clipped gradients of the examples that are ``there`` and finite."""
@@ -124,114 +151,172 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, x: Tree, y: Tree) -> Iterator[tuple[Parts, Tensor]]:
-        """Yield examples' gradients, with a mask of the examples that have one."""
-        if self.in_one_pass or self.by_vmap:
-            count, device = trees.length(x), trees.first(x).device
-            there = torch.ones(count, dtype=torch.bool, device=device)
-            with suppress(Exception):  # a model or a loss may raise anything for a record
-                yield self._together(x, y, there)
-                return
-            own = [self._own(self.task.loss, *pair) is not None for pair in trees.each((x, y))]
-            there = torch.tensor(own, device=device)
-            # A stand-in keeps the shapes, and with them the rounding of all other examples.
+        """Yield gradients of up to `width` examples, with a mask of those that have one."""
+        count, device = trees.length(x), trees.first(x).device
+        if not (self.in_one_pass or self.by_vmap):
+            yield self._in_a_loop(x, y)
+            return
+        seed, there = _seed(), torch.ones(count, dtype=torch.bool, device=device)
+        parts = self._attempted(x, y, seed)
+        if parts is None:
+            there = torch.tensor(self._pass_alone(x, y, seed), device=device)
+            # A stand-in keeps the places, and with them the random draws, of all other examples.
             rows = torch.arange(count, device=device)
-            rows = rows.where(there, there.int().argmax())
-            with suppress(Exception):
-                others = trees.rows((x, y), rows)
-                yield self._together(others[0], others[1], there)
-                return
-        for pair in trees.split((x, y), _TOGETHER):
-            yield self._in_a_loop(*pair)
+            x, y = trees.rows((x, y), rows.where(there, there.int().argmax()))
+            parts = self._attempted(x, y, seed)
+        if parts is not None:
+            yield parts, functional.pad(there, (0, self.width - count))
 
-    def _together(self, x: Tree, y: Tree, there: Tensor) -> tuple[Parts, Tensor]:
-        """Return gradients of examples that pass together, in a number that passed its trial."""
-        if not self.in_one_pass:
-            return self._by_vmap(spared(self.task, x), y, self.task.loss), there
-        more = _room(trees.length(x)) - trees.length(x)
+    def _pass_alone(self, x: Tree, y: Tree, seed: int) -> list[bool]:
+        """Return for each example True if it passes without an error."""
+        if self._attempted(x, y, seed) is not None:
+            return [True] * trees.length(x)
+        if trees.length(x) == 1:
+            self._tell(WARNING, "an example's loss raises: counts as zero")
+            return [False]
+        halves = trees.split((x, y), -(-trees.length(x) // 2))
+        return [passes for x, y in halves for passes in self._pass_alone(x, y, seed)]
+
+    def _attempted(self, x: Tree, y: Tree, seed: int) -> Parts | None:
+        """Return gradients of examples that pass together; None if the pass raises."""
+        more = self.width - trees.length(x)
 
         def widened(leaf: Tensor) -> Tensor:
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         x, y = trees.mapped(widened, (x, y))
-        there = functional.pad(there, (0, more))
-        return self._one_pass(spared(self.task, x), y, self.task.loss), there
+        follow = self._one_pass if self.in_one_pass else self._by_vmap
+        try:
+            with self._draws(seed):
+                return follow(spared(self.task, x), y, self.task.loss)
+        except Exception:  # a model or a loss may raise anything for a record
+            log.debug("a pass raises", exc_info=True)
+            return None
+
+    def _draws(self, seed: int) -> AbstractContextManager[None]:
+        """Let random draws, as of dropout, depend on an example's place alone."""
+        return seeded(seed, devices=self.task.torch_device().type != "cpu")
 
     def _choose(self, features: Tree, targets: Tree) -> None:
-        """Choose the method for this number of examples.
+        """Choose the method, by trials.
 
         One pass finds every example's own gradient, unless a layer treats patches or times as rows,
-        a layer is used twice, or examples mix. A trial checks that for each number of examples. A
-        model may also change its operations by the values that it sees; such a model is refused
-        (`watched`). Trials use random examples, so the choice depends on nobody's data.
+        a layer is used twice, or examples mix. A trial checks that, and that the bits of an example
+        depend neither on its place nor on the others. A model may also change its operations by the
+        values that it sees; such a model is refused (`watched`). Trials use random examples, so the
+        choice depends on nobody's data.
         """
         known = self._known_of(features, targets)
+        trial = Trial(self._one_pass, self.params, self._own)
+        examples, loss = (features, targets), self.task.loss
         if self.in_one_pass is not False:
-            trial = Trial(self._one_pass, self.params, self._own)
             if known.in_one_pass is None:
-                known.in_one_pass = _holds(trial.tells_apart, features, targets, self.task.loss)
+                known.in_one_pass = (
+                    _holds(trial.tells_apart, *examples, loss)
+                    and _holds(trial.is_like, features, self._widest)
+                    and _holds(trial.is_steady, *examples, loss, self._one_pass, self._widest)
+                )
                 known.last = self._one_pass.last
             self._one_pass.last = known.last
-            count = trees.length(features)
-            most = min(count, self.together)
-            for room in {_room(most), _room(count % most or most)} - known.tried:
-                known.tried.add(room)
-                known.in_one_pass = known.in_one_pass and _holds(trial.is_like, features, room)
             self.in_one_pass = known.in_one_pass
         if not self.in_one_pass and self.by_vmap is None:
             if known.by_vmap is None:
-                known.by_vmap = _holds(self._vmap_follows, features, targets)
+                known.by_vmap = _holds(
+                    trial.is_steady, *examples, loss, self._by_vmap, self._narrow
+                )
                 how = "by vmap" if known.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
             self.by_vmap = known.by_vmap
 
-    def _check_single_examples(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model that learns from no example by itself; no record is read."""
+    def _check_model(self, features: Tree, targets: Tree) -> None:
+        """Refuse a model that keeps something, or learns from no example by itself.
+
+        No record is read.
+        """
         known = self._known_of(features, targets)
         if known.learns_singly:
             return
+        self._refuse_memory(features, targets)
         chosen = {name: self.params[name] for name in self.names}
         # Below a head that begins at zero all outputs would be equal.
         random = shaken(chosen, torch.Generator().manual_seed(0))
         check_single_examples(
             type(self.model).__name__,
-            lambda x: call(self.model, {**self._point(), **random}, x),
+            lambda x: call(self.model, {**self.params, **self._buffers(), **random}, x),
             lambda x, y: self._slopes(random, self.task.loss, x, y),
             features,
             targets,
         )
         known.learns_singly = True
 
+    def _refuse_memory(self, features: Tree, targets: Tree) -> None:
+        """Refuse a model or a loss that keeps something of an example, which others would see."""
+        loss, generator = self.task.loss, torch.Generator().manual_seed(0)
+        x = random_examples(features, TRIED, generator)
+        examples = [*trees.each((x, zeros(targets, TRIED)))]
+        examples += [*trees.each((odd_examples(features), zeros(targets, len(ODD))))]
+        models = [_built(self.task, self.names) for _ in range(2)]
+
+        def gradient(model: nn.Module, pair: tuple[Tree, Tree]) -> Params | None:
+            point = {n: p for n, p in model.state_dict().items() if n in self.params}
+            try:
+                with self._draws(0):
+                    return _slopes(model, point, self.names, loss, *trees.mapped(_copy, pair))
+            except Exception:  # a model or a loss may raise anything, for random examples too
+                return None
+
+        def state(model: nn.Module) -> State:
+            return state_of(model=model, loss=loss)
+
+        untouched = state(models[0])
+        usual = gradient(models[0], examples[0])
+        before = state(models[0])
+        for pair in examples[1:]:
+            gradient(models[0], pair)
+            if places := changed(before, state(models[0])):
+                raise _keeps(places[0])
+        again = gradient(models[0], examples[0])
+        pairs = zip((usual or {}).values(), (again or {}).values(), strict=False)
+        if not all(same_numbers(*pair) for pair in pairs):
+            raise _keeps("something outside its attributes")
+        # What a first pass prepares, as a table of positions, must not depend on the example.
+        gradient(models[1], examples[1])
+        other = state(models[1])
+        for place in changed(untouched, before):
+            if before.get(place) != other.get(place):
+                raise _keeps(place)
+
     def _known_of(self, features: Tree, targets: Tree) -> _Known:
         """Return the facts about this model on examples of these shapes and types."""
         if self._known is None:
             form = trees.form(features), trees.form(targets)
             kind = self.task.model, self.task.loss, trees.first(features).device, *form
-            self._known = _known(*kind, sizes(self.params), tuple(self.names))
+            shape = self._widest, torch.get_num_threads()
+            self._known = _known(*kind, sizes(self.params), tuple(self.names), *shape)
         return self._known
 
-    def _random(self, features: Tree, targets: Tree) -> tuple[Tree, Tree]:
-        """Return a few random examples, with zeros for targets."""
-        generator = torch.Generator().manual_seed(0)
-        return random_examples(features, TRIED, generator), zeros(targets, TRIED)
-
-    def _vmap_follows(self, features: Tree, targets: Tree) -> bool:
-        """Return True if vmap works: no branch on values, no operation that it does not know."""
-        self._by_vmap(*self._random(features, targets), self.task.loss)
-        return True
+    def _buffers(self) -> Params:
+        """Return copies of the model's buffers, so that the next example sees no change."""
+        return clone(dict(self.model.named_buffers()))
 
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
+        buffers = {n: self.params.get(n, b) for n, b in self.followed.named_buffers()}
+        point = {**self.params, **clone(buffers)}
 
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
-            return _alone(self.followed, {**self.params, **chosen}, loss, x, y)
+            return _alone(self.followed, {**point, **chosen}, loss, x, y)
 
         each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: Rows(gradient) for name, gradient in each.items()}
 
     def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Return every example's own gradient, for any model, and a mask of those that have one."""
-        every = [self._own(self.task.loss, *pair) for pair in trees.each((x, y))]
+        every = []
+        for pair in trees.each((x, y)):
+            with self._draws(_seed()):
+                every.append(self._own(self.task.loss, *pair))
         nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
         found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
         there = torch.tensor([own is not None for own in every], device=trees.first(x).device)
@@ -248,17 +333,8 @@ class ClippedGradient:
 
     def _slopes(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
         """Return the gradient of one example at the trained parameters ``chosen``."""
-        leaves = {name: p.detach().requires_grad_() for name, p in chosen.items()}
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
-        value = _alone(self.model, {**self._point(), **leaves}, loss, x, y)
-        slopes = torch.autograd.grad(
-            value, list(leaves.values()), allow_unused=True, materialize_grads=True
-        )
-        return dict(zip(leaves, slopes, strict=True))
-
-    def _point(self) -> Params:
-        """Return the model with copies of its buffers, so that the next example sees no change."""
-        return {**self.params, **clone(dict(self.model.named_buffers()))}
+        return _slopes(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
 
     def _tell(self, level: int, what: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""
@@ -275,7 +351,6 @@ class _Known:
     in_one_pass: bool | None = None
     learns_singly: bool = False
     last: Tree | None = None
-    tried: set[int] = field(default_factory=set)
 
 
 @lru_cache(maxsize=64)
@@ -320,7 +395,46 @@ def _alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Te
     return loss(call(model, params, x), y)
 
 
-def _room(count: int) -> int:
-    """Return ``count`` or up to an eighth more, so that few numbers of examples need a trial."""
-    step = 1 << max(0, count.bit_length() - 4)
-    return -(-count // step) * step
+def _slopes(
+    model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
+) -> Params:
+    """Return the gradient of one example; the next one finds the model's buffers as they were."""
+    leaves = {name: params[name].detach().requires_grad_() for name in names}
+    point = {**params, **clone(dict(model.named_buffers())), **leaves}
+    slopes = torch.autograd.grad(
+        _alone(model, point, loss, x, y),
+        list(leaves.values()),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, slopes, strict=True))
+
+
+def _keeps(place: str) -> InvalidValue:
+    return tellable(
+        InvalidValue(
+            f"{place} changes while an example passes the model or its loss: expected no change, "
+            "because one record would move the gradients of those that follow, which no clipping "
+            "bounds. Compute it anew in each forward pass, or register it as a buffer, which each "
+            "example finds as the server sent it"
+        )
+    )
+
+
+def _seed() -> int:
+    """Return a seed from torch's own generator."""
+    return int(torch.randint(2**62, (1,)))
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.clone()
+
+
+def _width(batch_size: float, *, written: bool) -> int:
+    """Return how many examples pass together, from the public number that a batch usually has."""
+    if written:  # each row costs: two passes or three waste less than one with room for all
+        half = math.ceil(min(batch_size, 2 * _TOGETHER) / 2)
+        return max(_FEWEST, 1 << (half - 1).bit_length())
+    usual = batch_size + 3 * math.sqrt(batch_size)  # a Poisson batch is rarely larger
+    passes = math.ceil(usual / _MOST_DENSE)
+    return _OF_EIGHT * math.ceil(usual / passes / _OF_EIGHT)

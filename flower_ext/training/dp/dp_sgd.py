@@ -19,8 +19,9 @@ from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
+from flower_ext.training.blueprint import seeded
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import SGD, Job, batches, gradient
+from flower_ext.training.local import SGD, Job, batches, gradient, own_seed
 from flower_ext.training.params import Params
 from flower_ext.training.problem import local_problem
 from flower_ext.training.task import Task
@@ -83,7 +84,8 @@ def train_dp_sgd(
     Parameters
     ----------
     sampling : numpy.random.Generator
-        Draws the records of every step: `privacy.secure_generator`, or a seeded one in simulation.
+        Draws the records of every step, and a seed of the model's own draws, such as dropout:
+        `privacy.secure_generator`, or a seeded one in simulation.
     noise : NoiseSource
 
     Raises
@@ -95,15 +97,24 @@ def train_dp_sgd(
     problem = local_problem(task, params, trained=trained)
     data = examples.to(problem.device)
     weights = {name: w.clone() for name, w in problem.start.items()}
-    clipped_gradient = ClippedGradient(task, list(weights), clipping_norm=training.clipping_norm)
+    clipped_gradient = ClippedGradient(
+        task,
+        list(weights),
+        clipping_norm=training.clipping_norm,
+        batch_size=training.batch_size,
+    )
     stddev = training.noise_multiplier * training.clipping_norm
-    for _ in range(training.steps):
-        drawn = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
-        rows = torch.from_numpy(drawn).to(problem.device)
-        point = {**problem.rest, **weights}
-        slope = clipped_gradient(point, *trees.rows((data.features, data.targets), rows))
-        for name, noised in noise.add_gaussian(slope, stddev).items():
-            weights[name].sub_(noised, alpha=training.learning_rate / training.batch_size)
+    # A record that joins moves others to places with other dropout masks: these must be as secret
+    # as the sample, while torch's own generator usually begins at a known seed.
+    draws = int(sampling.integers(2**62))
+    with seeded(draws, devices=problem.device.type != "cpu"):
+        for _ in range(training.steps):
+            drawn = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
+            rows = torch.from_numpy(drawn).to(problem.device)
+            point = {**problem.rest, **weights}
+            slope = clipped_gradient(point, *trees.rows((data.features, data.targets), rows))
+            for name, noised in noise.add_gaussian(slope, stddev).items():
+                weights[name].sub_(noised, alpha=training.learning_rate / training.batch_size)
     return problem.whole(weights, like=params)
 
 
@@ -172,15 +183,22 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
     terms = job.objective
     problem = local_problem(task, job.params, trained=trained)
     weights = {name: w.clone() for name, w in problem.start.items()}
-    clipped_gradient = ClippedGradient(task, list(weights), clipping_norm=noise.clipping_norm)
+    clipped_gradient = ClippedGradient(
+        task,
+        list(weights),
+        clipping_norm=noise.clipping_norm,
+        batch_size=training.batch_size,
+    )
     size = min(training.batch_size, len(job.examples))
 
     def added(point: Params) -> Tensor:
         return torch.stack([term(point) for term in terms]).sum()
 
     data = job.examples.to(problem.device)
-    for x, y in batches(data, training, job.generator):
-        step = clipped_gradient({**problem.rest, **weights}, x, y)
+    draws = own_seed(job.generator)
+    for number, (x, y) in enumerate(batches(data, training, job.generator)):
+        with seeded(draws + number, devices=problem.device.type != "cpu"):
+            step = clipped_gradient({**problem.rest, **weights}, x, y)
         pull = gradient(added, weights) if terms else {}
         moved = {}
         for name, w in weights.items():  # in float64 until noise covers the effect of rounding

@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.calls import called
+from flower_ext.training.calls import call, called
 from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.dp.watched import watched
+from flower_ext.training.params import clone
 
 Loss = Callable[[Any, Tree], Tensor]
 
@@ -98,7 +99,10 @@ class OnePass:
 
     def _outputs(self, x: Tree, count: int) -> Any:
         """Return the model's outputs for ``x``, without those of the last example."""
-        outputs = called(self.model, self._with_last(x))
+        # The next pass must find the buffers as they were: the number of passes is private.
+        buffers = clone(dict(self.model.named_buffers()))
+        given = self._with_last(x)
+        outputs = call(self.model, buffers, given) if buffers else called(self.model, given)
         if self.last is None:
             return outputs
         rows = count + 1

@@ -39,6 +39,7 @@ class Rows:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = flat_rows(rows)
+        self.factors = (self.rows,)
 
     def only(self, sound: Tensor) -> Rows:
         """Return gradients that are zero except for the ``sound`` examples."""
@@ -73,6 +74,7 @@ class Products:
 
     def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
         self.slopes, self.inputs = slopes, inputs
+        self.factors = slopes, inputs
 
     def only(self, sound: Tensor) -> Products:
         """Return gradients that are zero except for the ``sound`` examples."""
@@ -113,6 +115,7 @@ class Lookups:
 
     def __init__(self, slopes: Tensor, places: Tensor, rows: int) -> None:
         self.slopes, self.places, self.rows = slopes, places, rows
+        self.factors = slopes, places
 
     def only(self, sound: Tensor) -> Lookups:
         """Return gradients that are zero except for the ``sound`` examples."""

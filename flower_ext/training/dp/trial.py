@@ -6,7 +6,7 @@ A trial depends on the shapes and types of the examples, never on anybody's valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,12 +18,14 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.calls import called
 from flower_ext.training.dp.one_pass import Loss, OnePass, has_rows
+from flower_ext.training.dp.per_example import Parts
 from flower_ext.training.dp.watched import sober
 from flower_ext.training.params import Params, clone, flat_rows, shaken
 
+Follow = Callable[[Tree, Tree, Loss], Parts]
 TRIED = 3
 """Number of random examples on which one pass is compared with each one's own gradient."""
-_ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
+ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 """Values of an example by which a model may change what it does to all others."""
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
 """Examples in a piece with which larger passes are compared; the tolerated relative rounding; and
@@ -87,7 +89,7 @@ class Trial:
     def _keeps_apart(self, x: Tree, directions: Tree) -> bool:
         """Return True if all others' gradients stay the same, however odd the first example is.
 
-        False is certain. True is evidence only, because it holds for the values in `_ODD`.
+        False is certain. True is evidence only, because it holds for the values in `ODD`.
         """
         factors = torch.eye(TRIED).to(trees.first(x).device)[1:]
 
@@ -96,19 +98,43 @@ class Trial:
             sound = factors.any(dim=0)
             return {n: [p.only(sound).total(one) for one in factors] for n, p in parts.items()}
 
-        def beside(odd: float, leaf: Tensor) -> Tensor:
-            leaf = leaf.clone()
-            leaf[0] = odd if leaf.is_floating_point() else bool(odd)
-            return leaf
-
         usual = of_others(trees.mapped(Tensor.clone, x))
-        for odd in _ODD:
-            found = of_others(trees.mapped(partial(beside, odd), x))
+        for odd in ODD:
+            found = of_others(trees.mapped(partial(_beside, odd, 0), x))
             if usual.keys() != found.keys():
                 return False
             for name, rows in usual.items():
                 if not all(map(torch.equal, rows, found[name])):
                     return False
+        return True
+
+    def is_steady(
+        self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
+    ) -> bool:
+        """Return True if no bit of a row of ``count`` depends on its place or on the other rows.
+
+        False is certain. True is evidence for this processor and this number of its threads.
+
+        Parameters
+        ----------
+        follow : Callable[[Tree, Tree, Loss], Parts]
+            Returns every example's gradient from one pass.
+        """
+        with self._shaken() as generator:
+            x, directions = self._examples(features, count, generator)
+            places = torch.arange(count, device=trees.first(x).device)
+            for by, y in ((_along, directions), (loss, zeros(targets, count))):
+                usual = _numbers(follow(trees.mapped(Tensor.clone, x), y, by))
+                for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
+                    moved, along = trees.rows((x, y), order)
+                    found = _numbers(follow(moved, along, by))
+                    if not _equal(found, [part[order] for part in usual]):
+                        return False
+                for odd in ODD:
+                    beside = trees.mapped(partial(_beside, odd, slice(1, None, 2)), x)
+                    found = _numbers(follow(beside, y, by))
+                    if not _equal([part[::2] for part in found], [part[::2] for part in usual]):
+                        return False
         return True
 
     def is_like(self, features: Tree, count: int, piece: int = _PIECE) -> bool:
@@ -144,15 +170,16 @@ class Trial:
         generator = torch.Generator().manual_seed(0)
         every = self.one_pass.model.named_parameters()
         weights = {name: weight for name, weight in every if name in self.params}
-        kept = clone(weights)
+        buffers = dict(self.one_pass.model.named_buffers())  # a trial's passes may write into them
+        kept = clone(weights | buffers)
         for name, weight in shaken(weights, generator).items():
             weights[name].copy_(weight)
         try:
             with sober():
                 yield generator
         finally:
-            for name, weight in kept.items():
-                weights[name].copy_(weight)
+            for name, tensor in (weights | buffers).items():
+                tensor.copy_(kept[name])
 
     def _examples(
         self, features: Tree, count: int, generator: torch.Generator
@@ -186,6 +213,33 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
         return x.to(leaf.device, leaf.dtype)
 
     return trees.mapped(made, features)
+
+
+def odd_examples(features: Tree) -> Tree:
+    """Return examples that consist of the values in `ODD`, one example for each."""
+
+    def made(leaf: Tensor) -> Tensor:
+        leaf = leaf.new_zeros((len(ODD), *leaf.shape[1:]))
+        for row, odd in enumerate(ODD):
+            leaf = _beside(odd, row, leaf)
+        return leaf
+
+    return trees.mapped(made, features)
+
+
+def _beside(odd: float, place: int | slice, leaf: Tensor) -> Tensor:
+    leaf = leaf.clone()
+    leaf[place] = odd if leaf.is_floating_point() else bool(odd)
+    return leaf
+
+
+def _numbers(parts: Parts) -> list[Tensor]:
+    """Return everything of which each example has one row."""
+    return [tensor for part in parts.values() for tensor in (*part.factors, part.squares())]
+
+
+def _equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def zeros(targets: Tree, count: int) -> Tree:

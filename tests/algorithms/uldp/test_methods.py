@@ -113,7 +113,9 @@ def test_group_equals_the_plain_loop_on_records_that_never_change(size):
     )
     start = task().initial_params(SEED)
     rest = {"seed": SEED, "rounds": ROUNDS, "server_rate": 5.0}
-    close(ours, reference.group(silos(), start, limits, DP_SGD, **rest))
+    theirs = reference.group(silos(), start, limits, DP_SGD, **rest)
+    # Clipping leaves a margin of 1e-5, which the server's rate multiplies by five.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
 
 
 def group_uploads(strategy, **asked_instead):

@@ -131,6 +131,7 @@ def group(silos, start, limits, training, *, seed, rounds, server_rate):
             drawn = seeded_generator(int(numbers), "records")
             noise = SeededNoise(seed, "training-noise", s, t)
             model = {n: p.clone() for n, p in world.items()}
+            drawn.integers(2**62)  # the seed of the model's own draws, which it has none of
             for _ in range(training.steps):
                 taken = np.flatnonzero(drawn.random(len(data)) < training.sampling_rate)
                 step = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.items()}

@@ -1,0 +1,108 @@
+"""A trial that one training leaves nothing behind for the next one in the same process.
+
+Every training builds or copies its own model, but all of them share class attributes, global
+variables and what hooks enclose. Through these one user's records would change the updates of other
+users, or of other clients, which no clipping of each update bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flower_ext.data import ClientData, Examples, trees
+from flower_ext.errors import InvalidValue
+from flower_ext.training.blueprint import in_training
+from flower_ext.training.dp.trial import ODD, odd_examples, random_examples, zeros
+from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.params import Params, shaken
+from flower_ext.training.state import changed, same_numbers, state_of
+from flower_ext.training.task import Task
+
+
+def require_apart(task: Task, examples: Examples) -> None:
+    """Refuse a model or a loss by which one training changes another one.
+
+    The trial trains on random examples and on odd ones, so it depends on nobody's data. The process
+    remembers its result.
+
+    Raises
+    ------
+    ValueError
+        The message names what two models share.
+    """
+    features = trees.mapped(_one_row, examples.features)
+    targets = trees.mapped(_one_row, examples.targets)
+    form = trees.form(features), trees.form(targets)
+    place = _shared(_Trial(features, targets), task.model, task.loss, task.device, form)
+    if place is not None:
+        raise InvalidValue(
+            f"{place} changes while a model trains, and other models see it: expected no change, "
+            "because one user's records would move the updates of others, which no clipping "
+            "bounds. Keep it in the model itself, where each training has its own"
+        )
+
+
+class _Trial:
+    """Features and targets whose shapes and types matter; a cache must not compare them."""
+
+    def __init__(self, features: Any, targets: Any) -> None:
+        self.features, self.targets = features, targets
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Trial)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _one_row(leaf: Tensor) -> Tensor:
+    return leaf.new_zeros((1, *leaf.shape[1:]))
+
+
+def _no_data(client: int) -> ClientData:
+    raise NotImplementedError
+
+
+@lru_cache(maxsize=64)
+def _shared(
+    trial: _Trial, build: Callable[..., Any], loss: Callable[..., Tensor], device: str, form: object
+) -> str | None:
+    """Return the place that trainings share and change; None if a trial finds none."""
+    task = Task(model=build, data=_no_data, loss=loss, device=device)
+    generator = torch.Generator().manual_seed(0)
+    start = shaken(task.blueprint.like_initial(0), generator)
+
+    def trained(features: Any) -> Params | None:
+        targets = zeros(trial.targets, trees.length(features))
+        job = Job(
+            params=start,
+            examples=Examples(features, targets),
+            training=LocalTraining(steps=2, batch_size=2),
+            generator=torch.Generator().manual_seed(0),
+        )
+        try:
+            return train_job(task, job)
+        except Exception:  # a model or a loss may raise anything, for random examples too
+            return None
+
+    usual, other = (random_examples(trial.features, 3, generator) for _ in range(2))
+    odd = odd_examples(trial.features)
+    # A model that no training has: what changes in it, all models share.
+    beside = in_training(task.model().to(task.torch_device()))
+    first = trained(usual)
+    before = state_of(model=beside, loss=loss)
+    for features in (other, *trees.split(odd, 1)[: len(ODD)]):
+        trained(features)
+        if places := changed(before, state_of(model=beside, loss=loss)):
+            return places[0]
+    again = trained(usual)
+    if first is None or again is None:
+        return None
+    return (
+        None if all(map(same_numbers, first.values(), again.values())) else "a variable elsewhere"
+    )

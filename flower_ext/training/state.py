@@ -1,0 +1,164 @@
+"""Snapshots of all that a model can keep between two passes, to find out whether it keeps anything.
+
+A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
+in a variable that a function or a hook encloses, or in a global variable. `state_of` reads them
+all, and `changed` names those that differ. A trial that runs the model finds what hides elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+import weakref
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Hashable]
+"""A value, or its checksum, for each place."""
+_ATOMS = (
+    *(type(None), bool, int, float, complex, str, bytes, type(...)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+_CONTAINERS = (list, tuple, set, frozenset)
+_SKIPPED = (types.ModuleType, logging.Logger, weakref.ref, types.BuiltinFunctionType)
+_LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum")
+_DEEPEST = 40
+
+
+def state_of(**roots: Any) -> State:
+    """Return the state of all objects that can be reached from ``roots``, by their places."""
+    found: State = {}
+    seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
+    for name, root in roots.items():
+        _read(name, root, found, seen, 0)
+    return found
+
+
+def changed(before: State, after: State) -> list[str]:
+    """Return the places at which two states differ."""
+    return sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return True if all bits agree; on an accelerator, whose sums may vary, up to rounding."""
+    if one.is_cpu:
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.allclose(one, other, equal_nan=True)
+
+
+def _read(name: str, value: Any, found: State, seen: dict[int, Any], depth: int) -> None:
+    if isinstance(value, _ATOMS):
+        found[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
+        return
+    if isinstance(value, Tensor):  # noted at each of its places, which may come to differ
+        found[name] = _checksum(value)
+        return
+    if isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST:
+        return
+    seen[id(value)] = value
+    for part, inner in _parts(name, value, found):
+        _read(part, inner, found, seen, depth + 1)
+
+
+def _checksum(tensor: Tensor) -> Hashable:
+    try:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        crc = zlib.crc32(flat.view(torch.uint8).numpy().data)
+        return tuple(tensor.shape), str(tensor.dtype), crc
+    except Exception:  # an unusual tensor, such as one that `vmap` leaves behind
+        return id(tensor)
+
+
+def _parts(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an object with their places; note what the object is by itself."""
+    if isinstance(value, Mapping):
+        found[name] = type(value), len(value)
+        yield from ((_inner(name, key), inner) for key, inner in [*value.items()])
+    elif isinstance(value, _CONTAINERS):
+        found[name] = type(value), len(value)
+        yield from ((f"{name}[{n}]", inner) for n, inner in enumerate(value))
+    elif isinstance(value, nn.Module):
+        for key, inner in [*vars(value).items()]:
+            if key in ("_parameters", "_buffers", "_modules"):
+                yield from ((_inner(name, leaf), own) for leaf, own in [*inner.items()])
+            else:
+                yield _inner(name, key), inner
+        yield from _of_class(type(value))
+    elif isinstance(value, type):
+        yield from _of_class(value)
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(name, value)
+    elif isinstance(value, types.MethodType):
+        yield name, value.__self__
+        yield f"{name}()", value.__func__
+    elif isinstance(value, partial):
+        yield from ((f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
+    elif isinstance(value, classmethod | staticmethod):
+        yield name, value.__func__
+    elif isinstance(value, torch.Generator):
+        yield name, value.get_state()
+    else:
+        yield from _of_object(name, value, found)
+
+
+def _inner(name: str, key: Any) -> str:
+    return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        if not _in_library(base.__module__):
+            for key, inner in [*vars(base).items()]:
+                if not (key.startswith("__") and key.endswith("__")):
+                    yield f"{base.__name__}.{key}", inner
+
+
+def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    if _in_library(function.__module__ or ""):
+        return
+    code = function.__code__
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{variable} of {name}", cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    yield f"defaults of {name}", (function.__defaults__, function.__kwdefaults__)
+    yield f"attributes of {name}", vars(function)
+    for variable in code.co_names:
+        value = function.__globals__.get(variable)
+        # Functions and classes are left out: through them a walk would reach whole libraries.
+        if not isinstance(value, (type, types.FunctionType, *_SKIPPED)):
+            yield f"global {variable}", value
+
+
+def _of_object(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]:
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        yield from ((_inner(name, key), inner) for key, inner in [*held.items()])
+        yield from _of_class(type(value))
+        yield f"{name}()", vars(type(value)).get("__call__")
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot != "__dict__" and hasattr(value, slot):
+                yield f"{name}.{slot}", getattr(value, slot)
+    pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
+    if pickles_itself or not isinstance(held, dict):
+        try:  # what pickles an iterator, a queue or a generator of random numbers, shows its state
+            made = value.__reduce_ex__(4)
+        except Exception:
+            found[name] = id(value)
+            return
+        if isinstance(made, tuple):
+            yield f"{name} as pickled", [list(p) if isinstance(p, Iterator) else p for p in made]
+
+
+def _in_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
