@@ -92,9 +92,9 @@ def shared_arrays(record: ArrayRecord) -> Arrays:
     arrays = to_arrays(record)
     refuse_half_precision(arrays)
     remedy = (
-        "leave it out of the initial arrays. In the model of a Task, register such a buffer with "
-        "persistent=False, or make it personal=({!r},) if the method has personal parts; a "
-        "ClientApp of your own loads the model with strict=False"
+        "leave it out of the initial arrays. In the model of a Task, compute a constant in the "
+        "forward pass, or make it personal=({!r},) if the method has personal parts; a ClientApp "
+        "of your own loads the model with strict=False"
     )
     for name, array in arrays.items():
         layer, _, leaf = name.rpartition(".")
