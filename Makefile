@@ -4,7 +4,7 @@
 # make test    install and run the tests
 # make test-all   all cases of its grids as well, and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
-# make nightly the tests of federation and engines with the newest nightly of Flower
+# make nightly   the tests of federation and engines with the newest nightly of Flower
 # make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
 # make docs    build the site in site/, strictly; nothing is fetched to build or to read it
 # make check   format, lint, types, layer rules, tests: all that a contributor needs

@@ -70,7 +70,7 @@ DP_SGD = DpSgdTraining(
 class Odd(nn.Module):
     """A network whose outputs are scaled by a scalar, and that has a parameter without numbers."""
 
-    def __init__(self, counter: torch.dtype | None, persistent: bool) -> None:
+    def __init__(self, counter: torch.dtype | None) -> None:
         super().__init__()
         self.extractor = nn.Linear(FEATURES, 6)
         self.head = nn.Linear(6, CLASSES)
@@ -78,17 +78,15 @@ class Odd(nn.Module):
         self.none = nn.Parameter(torch.ones(0, 5))
         if counter is not None:
             ones = torch.ones(2, dtype=counter)
-            self.extractor.register_buffer("counter", ones, persistent=persistent)
+            self.extractor.register_buffer("counter", ones)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(torch.relu(self.extractor(x)))
         return logits * (self.scale + self.none.sum())
 
 
-def task(counter=None, *, persistent=True) -> Task:
-    return Task(
-        model=lambda: Odd(counter, persistent), data=lambda client: DATA[client], device="cpu"
-    )
+def task(counter=None) -> Task:
+    return Task(model=lambda: Odd(counter), data=lambda client: DATA[client], device="cpu")
 
 
 PLANS = {
@@ -206,9 +204,9 @@ def test_a_scalar_and_an_empty_parameter_train_over_silos(method, caplog):
 def test_whole_numbers_are_refused_before_any_training_and_the_remedies_work(method, caplog):
     plan = PLANS["no privacy"]
     for dtype in (torch.int64, torch.bool):
-        with pytest.raises(UnshareableModel, match=r"'extractor.counter' has dtype.*persistent=F"):
+        with pytest.raises(UnshareableModel, match=r"'extractor.counter' has dtype.*forward pass"):
             run(METHODS[method](plan(), **OPTIONS), task(dtype), CLIENTS)
-    remedies = [({}, task(torch.int64, persistent=False))]
+    remedies = [({}, task())]
     if method in ("DP²-FedSAM", "Centaur"):
         remedies += [({"personal": ("head", "extractor.counter")}, task(torch.int64))]
     for options, problem in remedies:
