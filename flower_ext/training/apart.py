@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flower_ext.data import ClientData, Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import in_training
+from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.dp.trial import ODD, odd_examples, random_examples, zeros
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params, shaken
@@ -93,7 +93,8 @@ def _shared(
     usual, other = (random_examples(trial.features, 3, generator) for _ in range(2))
     odd = odd_examples(trial.features)
     # A model that no training has: what changes in it, all models share.
-    beside = in_training(task.model().to(task.torch_device()))
+    with seeded(0, devices=task.torch_device().type != "cpu"):
+        beside = in_training(task.model().to(task.torch_device()))
     first = trained(usual)
     before = state_of(model=beside, loss=loss)
     for features in (other, *trees.split(odd, 1)[: len(ODD)]):

@@ -13,7 +13,7 @@ from flower_ext.data import Examples
 from flower_ext.evaluation import if_gaussian
 from flower_ext.privacy import SecureNoise, SeededNoise, gaussian_loss, secure_generator
 from flower_ext.training import ClippedGradient, DpSgdTraining, train_dp_sgd
-from tests.training.dp.test_memory import at_a_kink, kinked
+from tests.support.keeping import at_a_kink, kinked
 
 DELTA, TRIALS = 1e-5, 3000
 

@@ -7,7 +7,7 @@ from torch import nn
 from flower_ext.data import Examples
 from flower_ext.training.apart import require_apart
 from tests.support.jobs import problem
-from tests.training.dp.test_memory import Global, Hooked, Keeping, OfAClass
+from tests.support.keeping import Global, Hooked, Keeping, OfAClass
 
 EXAMPLES = Examples(torch.zeros(5, 4), torch.zeros(5).long())
 BOX = [0.0]

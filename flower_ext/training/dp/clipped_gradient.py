@@ -255,7 +255,8 @@ class ClippedGradient:
         x = random_examples(features, TRIED, generator)
         examples = [*trees.each((x, zeros(targets, TRIED)))]
         examples += [*trees.each((odd_examples(features), zeros(targets, len(ODD))))]
-        models = [_built(self.task, self.names) for _ in range(2)]
+        with self._draws(0):
+            models = [_built(self.task, self.names) for _ in range(2)]
 
         def gradient(model: nn.Module, pair: tuple[Tree, Tree]) -> Params | None:
             point = {n: p for n, p in model.state_dict().items() if n in self.params}

@@ -10,99 +10,22 @@ from torch.nn.functional import cross_entropy
 from flower_ext.training import ClippedGradient
 from flower_ext.training.dp import clipped_gradient
 from tests.support.jobs import problem
+from tests.support.keeping import (
+    Attribute,
+    FirstOnly,
+    Global,
+    Hooked,
+    Keeping,
+    Listed,
+    OddOnly,
+    OfAClass,
+    Written,
+    at_a_kink,
+    kinked,
+)
 
 NAMES = ["layer.weight", "layer.bias"]
-KEPT = [0.0]
 BOUND = 0.05
-
-
-class Keeping(nn.Module):
-    """A layer scaled by what earlier examples left behind."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.begin()
-
-    def begin(self):
-        self.kept = 0.0
-
-    def forward(self, x):
-        self.keep(x.detach().abs().mean())
-        return self.layer(x) * (1.0 + self.read())
-
-    def keep(self, value):
-        self.kept = 0.5 * self.kept + float(value)
-
-    def read(self):
-        return self.kept
-
-
-class Attribute(Keeping):
-    def keep(self, value):
-        self.kept = 0.5 * self.kept + value
-
-
-class Listed(Keeping):
-    def begin(self):
-        self.kept = []
-
-    def keep(self, value):
-        self.kept.append(value)
-
-    def read(self):
-        return sum(self.kept[-5:])
-
-
-class OfAClass(Keeping):
-    kept = 0.0
-
-    def begin(self):
-        pass
-
-    def keep(self, value):
-        type(self).kept = 0.5 * type(self).kept + float(value)
-
-
-class Global(Keeping):
-    def keep(self, value):
-        KEPT[0] = 0.5 * KEPT[0] + float(value)
-
-    def read(self):
-        return KEPT[0]
-
-
-class Hooked(Keeping):
-    def begin(self):
-        box = [0.0]
-
-        def hook(module, inputs, output):
-            box[0] = 0.5 * box[0] + float(inputs[0].detach().abs().mean())
-            return output * (1.0 + box[0])
-
-        self.layer.register_forward_hook(hook)
-
-    def keep(self, value):
-        pass
-
-    def read(self):
-        return 0.0
-
-
-class OddOnly(Keeping):
-    def keep(self, value):
-        if value > 100:
-            self.kept = 1.0
-
-
-class FirstOnly(Keeping):
-    def keep(self, value):
-        self.kept = self.kept or float(value)
-
-
-class Written(Keeping):
-    def keep(self, value):
-        self.layer.weight.data.add_(value)
 
 
 REFUSED = {
@@ -197,15 +120,6 @@ def test_each_record_finds_buffers_as_they_were_sent(build):
     assert moved(gradient, task.initial_params(0), *records()) <= 1 + 1e-6
 
 
-def at_a_kink(params, count):
-    """Return large records at the kink of the first neuron, where the last bit decides."""
-    x = 30 * torch.randn(count, 8, generator=torch.Generator().manual_seed(2))
-    direction, shift = params["0.weight"][0].double(), params["0.bias"][0].double()
-    x = x.double()
-    x -= ((x @ direction + shift) / (direction @ direction))[:, None] * direction
-    return x.float()
-
-
 def largest_change(gradient, params, beside, *, planted=False):
     """Return by how much the first of up to three records at a kink moves the sum.
 
@@ -227,15 +141,6 @@ def largest_change(gradient, params, beside, *, planted=False):
             math.sqrt(sum(float((with_it[n] - without[n]).square().sum()) for n in params))
         )
     return max(changes)
-
-
-def kinked(by_vmap):
-    task = problem(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
-    params = task.initial_params(0)
-    gradient = ClippedGradient(task, list(params), clipping_norm=1.0, batch_size=16)
-    if by_vmap:
-        gradient.in_one_pass = False
-    return gradient, params
 
 
 @pytest.mark.parametrize("by_vmap", [False, True])

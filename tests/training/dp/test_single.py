@@ -121,6 +121,7 @@ def test_a_model_that_learns_from_single_examples_draws_nothing_in_the_trial(bui
     gradient = ClippedGradient(task, [*params], clipping_norm=1.0)
     features = 1 + torch.rand(9, 6, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
+    gradient(params, features[:0], torch.arange(0))  # the trial alone
+    assert torch.equal(before, torch.get_rng_state())
     summed = gradient(params, features, torch.arange(9) % 3)
     assert all(part.any() for part in summed.values())
-    assert torch.equal(before, torch.get_rng_state())
