@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_ext.errors import InvalidValue, knowing_no_data
@@ -44,8 +44,10 @@ from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.cohort import (
+    FOR_MODS,
     asks_identity,
     check_addressee,
+    facts_for_mods,
     identity,
     is_rehearsal,
 )
@@ -78,7 +80,8 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return Message(identity(context.node_config), reply_to=message)
         if is_rehearsal(message):
             with hidden_errors(context):
-                call_next(_without_facts(message), context)
+                received = records.to_arrays(message.content.array_records[records.MODEL])
+                l2_norm(_update(call_next(_without_facts(message), context), received))
             return Message(RecordDict(), reply_to=message)
         try:
             with knowing_no_data():
@@ -119,7 +122,7 @@ def _asked(
         The owner of the node requires more noise, or secure noise.
     """
     check_addressee(message, context)
-    facts = dict(message.content.config_records.get(records.ROUND, {}))
+    facts = facts_for_mods(message)
     protection = check_facts(facts) if facts else None
     if type(protection) not in (ClipUpdate, ProtectedByServer):
         found = "none" if protection is None else type(protection).__name__
@@ -135,9 +138,13 @@ def _asked(
 
 def _without_facts(message: Message) -> Message:
     """Return the message as Flower's own strategies send it: the model and the user's config."""
-    kept = (records.MODEL, records.CONFIG)
-    content = RecordDict({n: message.content[n] for n in kept if n in message.content})
-    return message_like(message, content)
+    config = message.content.config_records.get(records.CONFIG, {})
+    settings = {name: value for name, value in config.items() if not name.startswith(FOR_MODS)}
+    content = {
+        records.MODEL: message.content[records.MODEL],
+        records.CONFIG: ConfigRecord(settings),  # type: ignore[arg-type]
+    }
+    return message_like(message, RecordDict(content))
 
 
 def _update(reply: Message, received: records.Arrays) -> records.Arrays:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
@@ -27,8 +28,11 @@ IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
 """Record of the answer. In a plain training message, which a mod reads, it is the question."""
+FOR_MODS = "flower-ext/"
+"""Prefix of the settings that mods of this package read in a plain message, and take out of it."""
 REHEARSAL = "rehearsal"
-"""Record of a training message whose result the server drops unread."""
+"""Fact of a training message before the first round, whose update the server drops."""
+_CONFIG = "config"
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
@@ -252,9 +256,20 @@ def asks_identity(message: Message) -> bool:
     return set(message.content) == {_IDENTITY_RECORD}
 
 
+def facts_for_mods(message: Message) -> dict[str, Any]:
+    """Return what a plain message says to the mods of this package."""
+    config = message.content.get(_CONFIG)
+    settings = config if isinstance(config, ConfigRecord) else {}
+    return {
+        name.removeprefix(FOR_MODS): value
+        for name, value in settings.items()
+        if name.startswith(FOR_MODS)
+    }
+
+
 def is_rehearsal(message: Message) -> bool:
     """Return True if the server only wants to know whether a ClientApp can train."""
-    return REHEARSAL in message.content
+    return REHEARSAL in facts_for_mods(message)
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:

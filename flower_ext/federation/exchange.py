@@ -10,8 +10,14 @@ from flwr.serverapp import Grid
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, messages_like, replies
-from flower_ext.federation.cohort import REHEARSAL, FederationNotReady, Roster, addressed
-from flower_ext.federation.failures import unlogged
+from flower_ext.federation.cohort import (
+    FOR_MODS,
+    REHEARSAL,
+    FederationNotReady,
+    Roster,
+    addressed,
+)
+from flower_ext.federation.failures import said, unlogged
 from flower_ext.federation.progress import Progress
 
 _REHEARSALS = 3
@@ -90,7 +96,7 @@ class Exchange:
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
-            built = {key: _for_any_app(content) for key, content in built.items()}
+            built = {key: _for_any_app(kind, content) for key, content in built.items()}
         shared = {key: RecordDict(dict(content)) for key, content in built.items()}
         like = Message(
             RecordDict(),
@@ -106,28 +112,44 @@ class Exchange:
             by_node[self.nodes[partition]] = addressed(whole, partition) if addresses else whole
         return messages_like(like, by_node)
 
-    def rehearse(self, grid: Grid, content: Content) -> None:
-        """Let a client train before round 1, and drop the result unread.
+    def rehearse(self, grid: Grid, content: Content, read: Callable[[Message], object]) -> None:
+        """Let a client train before round 1, and drop its update once it was read.
 
         A ClientApp of another project may be unable to train, for example because it reads a record
-        that no message has. Each round would then spend privacy, and nobody would train. One client
-        with odd records must not end a run, so the server asks up to three clients in turn.
+        that no message has, or returns arrays of other names. Each round would then spend privacy,
+        and nobody would train. One client with odd records must not end a run, so the server asks
+        up to three clients in turn.
+
+        Parameters
+        ----------
+        read : Callable[[Message], object]
+            Reads an update as a round does.
 
         Raises
         ------
         FederationNotReady
             Nobody could train.
         """
-        rehearsing = {**content, REHEARSAL: ConfigRecord()}
-        partitions = list(self.nodes)[:_REHEARSALS]
+        assert self.roster is not None
+        rehearsing = {**content, records.ROUND: ConfigRecord({REHEARSAL: True})}
+        partitions, reason = list(self.nodes)[:_REHEARSALS], "no answer"
         for partition in partitions:
             messages = self._messages("train", {partition: rehearsing}, 1)
-            answers = list(replies(grid, messages.values(), timeout=self.timeout))
-            if any(answer.has_content() for answer in answers):
-                return
+            for answer in replies(grid, messages.values(), timeout=self.timeout):
+                if answer.has_error():
+                    reason = said(answer.error)
+                    continue
+                if not answer.content:  # a mod of this package has read the update
+                    return
+                try:
+                    read(answer)
+                except Exception as error:  # whatever a reply provokes
+                    reason = str(error)
+                else:
+                    return
         raise FederationNotReady(
-            f"the ClientApp failed on the first training message, on {len(partitions)} of "
-            f"{len(partitions)} clients that tried: its log has the reason. No round began, and no "
+            f"the ClientApp cannot take part: {len(partitions)} of {len(partitions)} clients made "
+            f"no usable update of the first training message ({reason}). No round began, and no "
             "privacy was spent"
         )
 
@@ -233,11 +255,14 @@ class Exchange:
             self.progress.missing(kind, server_round, sorted(missing), refusals)
 
 
-_FOR_ANY_APP = (records.MODEL, records.CONFIG, records.ROUND, REHEARSAL)
-"""Records for another project's ClientApp, in this order: an app may take the first of a kind. The
-last two are for the mods of this package."""
+def _for_any_app(kind: str, content: Content) -> Content:
+    """Return what Flower's own strategies send: a model, and one record of settings.
 
-
-def _for_any_app(content: Content) -> Content:
-    """Return what Flower's own strategies send, and what the mods of this package read."""
-    return {name: content[name] for name in _FOR_ANY_APP if name in content}
+    Some apps and mods refuse a second record, so the settings have what mods of this package read.
+    """
+    settings = dict(content.get(records.CONFIG, {}))
+    if kind == "train":
+        facts = content.get(records.ROUND, {})
+        settings |= {f"{FOR_MODS}{name}": value for name, value in facts.items()}
+    model = {name: content[name] for name in (records.MODEL,) if name in content}
+    return {**model, records.CONFIG: ConfigRecord(settings)}  # type: ignore[arg-type]

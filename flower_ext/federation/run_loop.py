@@ -219,10 +219,8 @@ class RunLoop(Strategy):
                     log.info("stopped after round %d: should_stop returned True", server_round)
                     self._end_after(server_round, grid, result, timeout, evaluate)
                     break
-            if self.refusals and not (done or self._ever_answered):
-                raise FederationNotReady(
-                    f"no client ever sent a usable reply; the first refusal: {self.refusals[0]}"
-                )
+                self._check_answers(done, least=max(3, self.population.num_nodes / 2))
+            self._check_answers(done, least=1)
         return result
 
     def _play(
@@ -256,6 +254,16 @@ class RunLoop(Strategy):
         self.progress.row["seconds"] = time.monotonic() - started
         self.progress.end(server_round, self._last_round or server_round)
         self._save(server_round, result.arrays)
+
+    def _check_answers(self, done: int, *, least: float) -> None:
+        """End the run if no client ever sent a usable reply, and ``least`` replies were refused.
+
+        Later rounds would be spent in vain. A few clients alone do not end a run early.
+        """
+        if len(self.refusals) >= least and not (done or self._ever_answered):
+            raise FederationNotReady(
+                f"no client ever sent a usable reply; the first refusal: {self.refusals[0]}"
+            )
 
     def _check_step(self, server_round: int, moved: ArrayRecord) -> None:
         """Refuse a model, or a state of the server, that is not finite after the server's step.

@@ -303,7 +303,12 @@ class FederatedStrategy(Evaluating):
         roster = self.exchange.roster
         if roster is not None and roster.foreign and self.accounted.delta is not None:
             model = records.to_record(self.sent)
-            self.exchange.rehearse(grid, {records.MODEL: model, records.CONFIG: config})
+            trusted = not self.accounted.client_protects
+            self.exchange.rehearse(
+                grid,
+                {records.MODEL: model, records.CONFIG: config},
+                lambda reply: records.read_update(reply, base=self.sent, trust_models=trusted),
+            )
 
     def _check_frozen(self, grid: Grid) -> None:
         """Ask nodes if they have the server's base model.

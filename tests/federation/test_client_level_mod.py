@@ -26,6 +26,7 @@ from flower_ext.federation import (
     client_level_dp_mod,
     records,
 )
+from flower_ext.federation.cohort import FOR_MODS
 from flower_ext.federation.protection import to_facts
 from flower_ext.privacy import (
     AdversaryView,
@@ -404,7 +405,7 @@ def ask(model, returned, protection=TIGHT, **facts) -> Message:
     told = {"number": 1, "seed": 0, **to_facts(protection, seeded_noise=False), **facts}
     content = {
         records.MODEL: ArrayRecord({n: Array(a) for n, a in model.items()}),
-        records.ROUND: ConfigRecord(told),
+        records.CONFIG: ConfigRecord({f"{FOR_MODS}{name}": value for name, value in told.items()}),
     }
     message = Message(RecordDict(content), dst_node_id=node, message_type="train", group_id="1")
     (reply,) = grid.send_and_receive([message])

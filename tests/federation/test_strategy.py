@@ -20,6 +20,8 @@ from flower_ext.federation import (
     exchange,
     records,
 )
+from flower_ext.federation.client_level_mod import client_level_dp_mod
+from flower_ext.federation.cohort import FOR_MODS
 from flower_ext.privacy import (
     AdversaryView,
     Budget,
@@ -517,7 +519,8 @@ def test_a_foreign_client_app_and_flowers_own_strategy_get_the_same_records():
             for message in messages:
                 kind = message.metadata.message_type
                 if kind in seen:
-                    seen[kind].append(dict(message.content["config"]))
+                    config = message.content["config"].items()
+                    seen[kind].append({n: v for n, v in config if not n.startswith(FOR_MODS)})
             return super()._answers(messages)
 
     config = ConfigRecord({"lr": 0.1})
@@ -534,14 +537,41 @@ def test_a_foreign_client_app_and_flowers_own_strategy_get_the_same_records():
     assert ours["train"][-1] == {"lr": 0.1, "server-round": 2}
 
 
-def failing_app(fails) -> ClientApp:
-    """Return another project's ClientApp whose training fails on partitions that ``fails``."""
-    app = ClientApp()
+def failing(message, context):
+    raise KeyError("local-epochs")
+
+
+def renaming(message, context):
+    arrays = ArrayRecord({f"module.{n}": a for n, a in message.content["arrays"].items()})
+    return Message(RecordDict({"arrays": arrays}), reply_to=message)
+
+
+def diverging(message, context):
+    received = message.content["arrays"].items()
+    arrays = ArrayRecord({n: Array(np.full_like(a.numpy(), np.nan)) for n, a in received})
+    return Message(RecordDict({"arrays": arrays}), reply_to=message)
+
+
+def answering_nothing(message, context):
+    return None
+
+
+def losing_its_state(message, context):
+    context.state = None
+    return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+
+BROKEN = [failing, renaming, diverging, answering_nothing, losing_its_state]
+
+
+def failing_app(fails, how=failing, mods=()) -> ClientApp:
+    """Return another project's ClientApp whose training is broken on partitions that ``fails``."""
+    app = ClientApp(mods=list(mods))
 
     @app.train()
     def _(message: Message, context: Context) -> Message:
         if fails(context.node_config["partition-id"]):
-            raise KeyError("local-epochs")
+            return how(message, context)
         content = {"arrays": message.content["arrays"]}
         return Message(
             RecordDict({**content, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message
@@ -550,22 +580,74 @@ def failing_app(fails) -> ClientApp:
     return app
 
 
-def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(tmp_path):
-    noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+@pytest.mark.parametrize("placement", ["server", "client"])
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(how, placement, tmp_path):
+    noised = plan(noise_placement=placement, sampling=FullParticipation(CLIENTS))
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = DPFedAvg(plan=noised, ledger=ledger, evaluate_every=0)
+    mods = [client_level_dp_mod()] if placement == "client" else []
+    app = failing_app(lambda partition: True, how, mods)
     with pytest.raises(FederationNotReady, match="No round began, and no privacy was spent"):
-        strategy.start(grid_of(failing_app(lambda partition: True)), initial(), num_rounds=2)
+        strategy.start(grid_of(app), initial(), num_rounds=2)
     assert strategy.participations.rounds == 0
     ledger.close()
     assert Ledger.read(tmp_path / "ledger.jsonl") == []
 
 
-def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_client_app():
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_client_app(how):
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
     strategy = DPFedAvg(plan=noised, evaluate_every=0)
-    strategy.start(grid_of(failing_app(lambda partition: partition == 0)), initial(), num_rounds=2)
+    app = failing_app(lambda partition: partition == 0, how)
+    strategy.start(grid_of(app), initial(), num_rounds=2)
     assert strategy.participations.rounds == 2
+
+
+def test_a_run_ends_as_soon_as_it_is_clear_that_no_client_answers():
+    """There is no rehearsal, because nothing is spent."""
+    without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    strategy = DPFedAvg(plan=without, evaluate_every=0)
+    with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
+        strategy.start(grid_of(failing_app(lambda partition: True)), initial(), num_rounds=9)
+    assert strategy.participations.rounds == 1
+
+
+def test_what_a_foreign_client_app_writes_into_its_message_reaches_no_other_client():
+    seen = []
+    app = ClientApp()
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        seen.append(message.content["config"]["lr"])
+        message.content["config"]["lr"] = 0.0
+        arrays = ArrayRecord(dict(message.content["arrays"]))
+        message.content["arrays"].clear()
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+    strategy = DPFedAvg(plan=noised, evaluate_every=0)
+    strategy.start(grid_of(app), initial(), num_rounds=2, train_config=ConfigRecord({"lr": 0.5}))
+    assert set(seen) == {0.5}
+    assert strategy.refusals == []
+
+
+def test_mods_that_expect_what_flowers_strategies_send_find_it():
+    """Flower's own mods refuse messages with a second record of settings."""
+    kinds = []
+
+    def mod(message, context, call_next):
+        if message.metadata.message_type == "train":
+            kinds.append([*message.content])
+        return call_next(message, context)
+
+    noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+    strategy = DPFedAvg(plan=noised, evaluate_every=0)
+    app = failing_app(lambda partition: False, mods=[mod])
+    strategy.start(grid_of(app), initial(), num_rounds=1)
+    assert kinds == [["arrays", "config"]] * len(kinds)
+    assert len(kinds) > CLIENTS
 
 
 def test_a_foreign_client_app_is_no_error_in_the_log(logged):

@@ -8,6 +8,7 @@ errors, as on a node of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,9 @@ def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     if not known:  # another project's app, which the server asks if it is of this package
         unknown = Error(code=CLIENT_APP_RAISED, reason=STAYS_THERE)
         return Message(unknown, reply_to=message)
-    message.content = message.content.copy()  # several messages may share one
+    # Messages may share their records, and another project's app may write into what it gets.
+    content = message.content
+    message.content = content.copy() if isinstance(app, CohortApp) else deepcopy(content)
     return _answered(app, message, context, app)
 
 
@@ -116,7 +119,10 @@ def _answered(
 ) -> Message:
     before = context.state.copy()
     try:
-        return answer(message, context)
+        reply = answer(message, context)
+        if not isinstance(reply, Message) or not isinstance(context.state, RecordDict):
+            raise TypeError("the ClientApp returned no Message, or its context.state is none")
+        return reply
     except Exception as error:  # whatever a ClientApp raises becomes an error reply
         context.state = before
         return failed(app, message, context, error)
