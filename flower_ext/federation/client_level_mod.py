@@ -138,13 +138,11 @@ def _asked(
 
 def _without_facts(message: Message) -> Message:
     """Return the message as Flower's own strategies send it: the model and the user's config."""
-    config = message.content.config_records.get(records.CONFIG, {})
+    config = message.content.config_records.get(records.CONFIG, ConfigRecord())
     settings = {name: value for name, value in config.items() if not name.startswith(FOR_MODS)}
-    content = {
-        records.MODEL: message.content[records.MODEL],
-        records.CONFIG: ConfigRecord(settings),  # type: ignore[arg-type]
-    }
-    return message_like(message, RecordDict(content))
+    content = RecordDict({records.MODEL: message.content[records.MODEL]})
+    content[records.CONFIG] = ConfigRecord(settings)
+    return message_like(message, content)
 
 
 def _update(reply: Message, received: records.Arrays) -> records.Arrays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -260,9 +260,9 @@ def _for_any_app(kind: str, content: Content) -> Content:
 
     Some apps and mods refuse a second record, so the settings have what mods of this package read.
     """
-    settings = dict(content.get(records.CONFIG, {}))
+    settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
-        facts = content.get(records.ROUND, {})
+        facts: dict[str, Any] = dict(content.get(records.ROUND, {}))
         settings |= {f"{FOR_MODS}{name}": value for name, value in facts.items()}
     model = {name: content[name] for name in (records.MODEL,) if name in content}
-    return {**model, records.CONFIG: ConfigRecord(settings)}  # type: ignore[arg-type]
+    return {**model, records.CONFIG: ConfigRecord(settings)}
