@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 from flower_ext.errors import InvalidValue
 
 
+def is_number(value: object) -> bool:
+    """Return True for a real number, of Python or NumPy; a truth value is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Return True for an integer by its type; 2.0 and truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def require_positive(name: str, value: float) -> None:
     """Refuse a value that is not a finite number above 0."""
-    if not 0 < value < math.inf:
+    if not (is_number(value) and 0 < value < math.inf):
         raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
 
 
 def require_not_negative(name: str, value: float) -> None:
     """Refuse a value that is not a finite number of 0 or more."""
-    if not 0 <= value < math.inf:
+    if not (is_number(value) and 0 <= value < math.inf):
         raise InvalidValue(f"{name}={value!r}: expected a finite number >= 0")
 
 
-def require_at_least_one(name: str, value: float) -> None:
-    """Refuse a value below 1."""
-    if not value >= 1:
+def require_at_least_one(name: str, value: int) -> None:
+    """Refuse a value that is not an integer of 1 or more."""
+    if not (is_integer(value) and value >= 1):
         raise InvalidValue(f"{name}={value!r}: expected an integer >= 1")
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse a value below 0."""
-    if not value >= 0:
+    """Refuse a value that is not an integer of 0 or more."""
+    if not (is_integer(value) and value >= 0):
         raise InvalidValue(f"{name}={value!r}: expected an integer >= 0")
 
 
 def require_rate(name: str, value: float) -> None:
     """Refuse a value that is not a number in (0, 1]."""
-    if not 0 < value <= 1:
+    if not (is_number(value) and 0 < value <= 1):
         raise InvalidValue(f"{name}={value!r}: expected a number in (0, 1]")
 
 
@@ -45,6 +56,6 @@ def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
 
 
 def require_delta(delta: float) -> None:
-    """Refuse a δ outside (0, 1)."""
-    if not 0 < delta < 1:
+    """Refuse a δ that is not a number in (0, 1)."""
+    if not (is_number(delta) and 0 < delta < 1):
         raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")

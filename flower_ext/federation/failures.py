@@ -94,7 +94,15 @@ def said(error: Error) -> str:
     if error.code == CLIENT_APP_RAISED:
         return STAYS_THERE
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
-    return f"the client failed: {last}"
+    return f"the client failed: {printable(last)}"
+
+
+def printable(text: str) -> str:
+    """Return text of a client in one line, with escapes in place of what does not print.
+
+    Raw, a terminal would obey its control characters, and so hide or forge lines of the log.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:

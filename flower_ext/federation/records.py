@@ -25,11 +25,12 @@ from flower_ext.federation.arrays import read_array
 from flower_ext.federation.arrays import to_arrays as to_arrays
 from flower_ext.federation.arrays import to_params as to_params
 from flower_ext.federation.arrays import to_record as to_record
-from flower_ext.federation.failures import said
+from flower_ext.federation.failures import printable, said
 from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
 from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
+from flower_ext.privacy.secure_scores import ACCURACY
 from flower_ext.privacy.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
@@ -249,7 +250,8 @@ def accept(
             early[waiting[node]] = read(reply)
             del waiting[node]
         except Exception as error:
-            refuse(f"round {server_round}, node {node}: {_reason(error)}"[:LONGEST_REASON])
+            reason = printable(_reason(error)[:LONGEST_REASON])
+            refuse(f"round {server_round}, node {node}: {reason}"[:LONGEST_REASON])
             if node in waiting:  # stop waiting for it, though it may answer again
                 refused.add(waiting[node])
         while due and (due[0] in early or due[0] in refused):
@@ -361,11 +363,16 @@ def read_scores(reply: Message) -> dict[str, float]:
     Raises
     ------
     RefusedReply
-        As `read_metrics`, or the reply has no metric.
+        As `read_metrics`; the reply has no metric; or a score whose range is known is outside it.
     """
     scores = read_metrics(reply)
     if not scores:
         raise RefusedReply("the reply has no metric: expected at least one")
+    for name, low, high in ACCURACY:
+        if not low <= scores.get(name, low) <= high:
+            raise RefusedReply(
+                f"metric {name!r} is {scores[name]!r}: expected a share, {low:g} … {high:g}"
+            )
     return scores
 
 

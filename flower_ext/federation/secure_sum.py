@@ -30,6 +30,7 @@ from flower_ext.federation.client.sum_member import (
     SENT,
 )
 from flower_ext.federation.exchange import Exchange
+from flower_ext.federation.failures import printable
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.plan import Aggregate, RoundDiscarded
@@ -173,7 +174,8 @@ class SecureRound:
         Raises
         ------
         RoundDiscarded
-            Too few clients answered in one of the stages. Nobody learns any part of a sum.
+            Too few clients answered in one of the stages, so nobody learns any part of a sum; or
+            the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
         """
         self._take(map(_message_of, updates), self._server.add_masked)
         try:
@@ -258,7 +260,7 @@ class SecureRound:
         return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
 
     def _refuse(self, reason: str) -> None:
-        said = f"round {self._server_round}: {reason}"[: records.LONGEST_REASON]
+        said = printable(f"round {self._server_round}: {reason}"[: records.LONGEST_REASON])
         log.warning("%s", said)
         self._exchange.refusals.append(said)
 

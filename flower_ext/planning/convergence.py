@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import (
+    is_number,
     require_at_least_one,
     require_not_negative,
     require_positive,
@@ -87,8 +88,9 @@ class DittoProblem:
         for name in ("initial_gap", "initial_distance"):
             require_not_negative(name, getattr(self, name))
         for name in ("gradient_bound", "model_spread"):
-            if not getattr(self, name) >= 0:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+            value = getattr(self, name)
+            if not (is_number(value) and value >= 0):
+                raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
         for name in ("dimension", "num_clients"):
             require_at_least_one(name, getattr(self, name))
         if self.smoothness < self.strong_convexity:

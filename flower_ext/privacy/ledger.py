@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_ext.checks import require_delta
+from flower_ext.checks import is_number, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
 from flower_ext.privacy.guarantee import epsilon_text
@@ -59,7 +59,7 @@ class Budget:
     ledger: Path | None = None
 
     def __post_init__(self) -> None:
-        if not self.epsilon > 0:
+        if not (is_number(self.epsilon) and self.epsilon > 0):
             raise InvalidValue(f"epsilon={self.epsilon!r}: expected a number > 0")
         require_delta(self.delta)
 

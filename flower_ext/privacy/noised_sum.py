@@ -27,7 +27,7 @@ from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.sampling import PoissonSampling, Sampling
 from flower_ext.privacy.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
-from flower_ext.privacy.updates import Summed, Update
+from flower_ext.privacy.updates import Summed, Update, l2_norm
 
 NoisePlacement = Literal["client", "server"]
 DropoutPolicy = Literal["top-up", "discard"]
@@ -69,6 +69,8 @@ class NoisedSum(PrivacyPlan):
         require_positive("sensitivity", self.sensitivity)
         require_not_negative("residue", self.residue)
         require_at_least_one("rounds", self.rounds)
+        if self.silos is not None:
+            require_at_least_one("silos", self.silos)
         require_delta(self.delta)
         require_one_of("noise_placement", self.noise_placement, ("client", "server"))
         require_one_of("dropout_policy", self.dropout_policy, ("top-up", "discard"))
@@ -180,8 +182,13 @@ class NoisedSum(PrivacyPlan):
     def sum_bits(self) -> int:
         """Bits of the ring of secure sums, enough for all units of the population."""
         noise = self.cells_protection.share_stddev / self.cell * math.sqrt(self.cohort_size)
+        return ring_bits(self.largest_sum / self.cell, noise)
+
+    @property
+    def largest_sum(self) -> float:
+        """Largest norm of a secure sum before noise: that of all units with norm C each."""
         units = self.cohort_size if self.silos is None else self.sampling.population
-        return ring_bits(units * self.clipping_norm / self.cell, noise)
+        return units * self.clipping_norm
 
     def aggregate_sum(
         self, cells: Cells, *, answered: int, noise: NoiseSource, like: Update
@@ -202,13 +209,37 @@ class NoisedSum(PrivacyPlan):
             The server's source.
         like : Update
             Names, shapes and types of the result.
+
+        Raises
+        ------
+        RoundDiscarded
+            The sum is larger than a sum of honest answers, so a member spoiled it.
         """
         share = self.cells_protection.share_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
+        self._refuse_spoiled(value, share * math.sqrt(self.cohort_size))
         mean = divided(value, self.sampling.expected_cohort_size, like)
         return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
+
+    def _refuse_spoiled(self, value: Update, stddev: float) -> None:
+        """Refuse a noised sum that a sum of honest answers exceeds with probability `IMPROBABLE`.
+
+        The decision reads the noised sum alone, never an upload. It is post-processing of a release
+        that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
+        refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
+        with their stddev. It does not name the member, whom the masks hide, nor does it notice
+        an upload that the noise or the other members' bounds have room for.
+        """
+        numbers = sum(array.size for array in value.values())
+        limit = self.largest_sum + largest_noised_norm(0.0, stddev, numbers)
+        if (norm := l2_norm(value)) > limit:
+            raise RoundDiscarded(
+                f"the noised sum has a norm of {norm:.4g}, where honest members' has "
+                f"{limit:.4g} at most: a member spoiled it by an upload that is not a clipped and "
+                "noised one, so nothing is released"
+            )
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
         """Return `PrivacyPlan.largest_upload`; infinite if the server adds the noise.

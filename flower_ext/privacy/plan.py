@@ -21,7 +21,7 @@ from flower_ext.privacy.updates import Summed, Update, as_float64, total
 
 
 class RoundDiscarded(RuntimeError):
-    """Too few replies arrived; their noise is missing, so the plan releases nothing."""
+    """The plan releases nothing: noise of missing replies is missing, or a sum is spoiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one, require_rate
+from flower_ext.checks import is_integer, require_at_least_one, require_rate
 from flower_ext.errors import InvalidValue
 
 
@@ -55,7 +55,7 @@ class FixedSizeSampling:
 
     def __post_init__(self) -> None:
         require_at_least_one("population", self.population)
-        if not 1 <= self.size <= self.population:
+        if not (is_integer(self.size) and 1 <= self.size <= self.population):
             raise InvalidValue(
                 f"size={self.size!r}: expected an integer from 1 to population={self.population}"
             )

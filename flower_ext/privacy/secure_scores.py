@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import is_number, require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 
 Bounds = tuple[tuple[str, float, float], ...]
@@ -56,7 +56,8 @@ class SecureScores:
         if not names or len({*names}) < len(names):
             raise InvalidValue(f"bounds={self.bounds!r}: expected one or more scores, each once")
         for name, low, high in self.bounds:
-            if not -math.inf < low < high < math.inf:
+            numbers = is_number(low) and is_number(high)
+            if not (numbers and -math.inf < low < high < math.inf):
                 raise InvalidValue(
                     f"bounds of {name!r}: expected two finite numbers, the second above the first; "
                     f"found {low!r} and {high!r}"

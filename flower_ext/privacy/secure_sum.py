@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import is_number, require_at_least_one
 from flower_ext.errors import InvalidValue
 
 COMPLETE = 64
@@ -125,8 +125,9 @@ class SecureSum:
 
     def __post_init__(self) -> None:
         for name in ("colluding", "dropouts"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a share in [0, 1)")
+            share = getattr(self, name)
+            if not (is_number(share) and 0 <= share < 1):
+                raise InvalidValue(f"{name}={share!r}: expected a share in [0, 1)")
         if self.colluding + self.dropouts >= 1:
             raise InvalidValue(
                 f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected less than "

@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_not_negative, require_positive, require_rate
+from flower_ext.checks import (
+    is_number,
+    require_at_least_one,
+    require_count,
+    require_not_negative,
+    require_positive,
+    require_rate,
+)
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
@@ -89,13 +96,14 @@ class LocalTraining:
             if not ok:
                 raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
 
-        require("epochs", 0 <= self.epochs < math.inf, "an integer >= 0")
-        steps = 0 if self.steps is None else self.steps
-        require("steps", 0 <= steps < math.inf, "an integer >= 0 or None")
-        require("batch_size", 1 <= self.batch_size < math.inf, "an integer >= 1")
+        require_count("epochs", self.epochs)
+        if self.steps is not None:
+            require_count("steps", self.steps)
+        require_at_least_one("batch_size", self.batch_size)
         require_positive("learning_rate", self.learning_rate)
         require_rate("learning_rate_decay", self.learning_rate_decay)
-        require("momentum", 0 <= self.momentum < 1, "a number in [0, 1)")
+        momentum = is_number(self.momentum) and 0 <= self.momentum < 1
+        require("momentum", momentum, "a number in [0, 1)")
         for name in ("sam_radius", "proximal_weight", "weight_decay", "tolerance"):
             require_not_negative(name, getattr(self, name))
         require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")

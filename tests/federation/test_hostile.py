@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, private, private_silo
@@ -115,6 +115,37 @@ def test_a_reason_is_kept_short_whatever_a_client_writes_in_it():
     strategy.aggregate_train(1, replies)
     assert len(strategy.refusals) == 1
     assert len(strategy.refusals[0]) <= 1_000
+
+
+@pytest.mark.parametrize("error", [True, False])
+def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
+    text = "\x1b[2J\x1b]0;x\x07\x9b1A\x00\u202eround 9/9 · ε 0.1"
+
+    def read(message):
+        raise RefusedReply("the answer cannot be read: " + text + "\nround 9/9 · ε 0.1")
+
+    sent = reply(Error(code=100, reason=text) if error else RecordDict())
+    refusals = []
+    accepted = records.accept(
+        [sent],
+        asked={0: sent.metadata.src_node_id},
+        server_round=int(sent.metadata.group_id or 0),
+        read=records.read_metrics if error else read,
+        refuse=refusals.append,
+    )
+    assert not list(accepted)
+    (refusal,) = refusals
+    assert refusal.isprintable()
+    assert r"\x1b[2J" in refusal  # an operator may still see what came
+
+
+@pytest.mark.parametrize("value", [1e15, 1.5, 95, -0.1])
+def test_an_accuracy_is_a_share_whatever_a_client_reports(value):
+    content = RecordDict({"metrics": MetricRecord({"accuracy": value, "num-examples": 3})})
+    with pytest.raises(RefusedReply, match="metric 'accuracy' is .*: expected a share, 0 … 1"):
+        records.read_scores(reply(content))
+    other = RecordDict({"metrics": MetricRecord({"reward": value, "accuracy": 1.0})})
+    assert records.read_scores(reply(other))["reward"] == value
 
 
 # Who answers what ---------------------------------------------------------------------------------

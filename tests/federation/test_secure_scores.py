@@ -174,6 +174,26 @@ def test_where_too_few_take_part_there_are_no_scores_and_the_spend_stays(stage, 
     assert strategy.participations.evaluations == 1
 
 
+def test_scores_that_a_client_spoiled_are_discarded(logged):
+    class Spoiling(Recorder):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                evaluates = reply.metadata.message_type.startswith("evaluate")
+                if evaluates and reply.metadata.src_node_id == 1_003:
+                    data = records.to_arrays(reply.content[records.UPDATE])["message"].tobytes()
+                    far_off = data[:-1] + bytes([(data[-1] + 64) % 256])  # by a quarter of the ring
+                    sent = {"message": records.to_bytes_array(far_off)}
+                    reply.content[records.UPDATE] = records.to_record(sent)
+            return replies
+
+    strategy = scored()
+    _, result = run(strategy, Spoiling)
+    assert 1 not in result.evaluate_metrics_clientapp
+    assert "no scores after round 1: the noised sum has a norm of" in logged.text
+    assert strategy.participations.evaluations == 1
+
+
 def test_clients_lost_while_they_evaluate_leave_the_mean_of_the_others():
     class Silent(Recorder):
         def send_and_receive(self, messages, *, timeout=None):

@@ -18,6 +18,7 @@ from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,
     FullParticipation,
+    Ledger,
     NonPrivatePlan,
     SecureSum,
     SeededNoise,
@@ -277,6 +278,23 @@ def test_crafted_bytes_of_one_client_never_end_a_run(stage, craft):
     assert strategy.participations.rounds == 1
     if not (stage == "train" and craft in ("a length of 2^64 - 1", "ones", "zeros")):
         assert strategy.refusals  # such a vector is as uniform as any
+
+
+def far_off(data):
+    """Add a quarter of the ring to the last number, so that its sum is wrong for sure."""
+    return data[:-1] + bytes([(data[-1] + 64) % 256])
+
+
+def test_a_sum_that_a_member_spoiled_is_discarded_and_the_log_says_why(logged, tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = strategy_of(ledger=ledger)
+    _, found = run(strategy, Crafting, stage=["train"], craft=[far_off])
+    assert_same(found, records.to_arrays(initial()))
+    assert "round 1 discarded: the noised sum has a norm of" in logged.text
+    assert "a member spoiled it" in logged.text
+    (entry,) = [e for e in Ledger.read(tmp_path / "ledger.jsonl") if e["kind"] == "discard"]
+    assert "a member spoiled it" in entry["reason"]
+    assert strategy.participations.rounds == 1  # and it is spent
 
 
 class Garbling(Recorder):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from flower_ext.privacy import (
     FixedSizeSampling,
@@ -18,8 +19,9 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy import secure_sum as module
 from flower_ext.privacy.client_level import of_secure_sum
+from flower_ext.privacy.plan import RoundDiscarded
 from flower_ext.privacy.secure_sum import SumParameters, ring_bits
-from flower_ext.secure.aggregation.graph import neighbours_of
+from flower_ext.secure.aggregation.graph import graph_of
 from tests.support.pages import DOCS
 
 INSECURE, FAILED = Fraction(1, 2**40), Fraction(1, 2**20)
@@ -166,11 +168,12 @@ def test_a_circle_falls_apart_where_two_steps_are_longer_than_half_the_neighbour
     rng, members, neighbors = np.random.default_rng(1), 30, 4
     for _ in range(200):
         order = tuple(rng.permutation(members).tolist())
+        graph = graph_of(order, neighbors)
         stay = {order[place] for place in rng.choice(members, 18, replace=False)}
         reached, edge = set(), {min(stay)}
         while edge:
             reached |= edge
-            near = (set(neighbours_of(one, order, neighbors)) for one in edge)
+            near = (set(graph[member]) for member in edge)
             edge = (set().union(*near) & stay) - reached
         places = [place for place, member in enumerate(order) if member in stay]
         steps = [b - a for a, b in pairwise([*places, places[0] + members])]
@@ -405,10 +408,31 @@ def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(us
 def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
     own = plan()
     like = {"b": np.zeros((2, 2), np.float32), "a": np.zeros(3, np.float32)}
-    cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**40, 0], [0, -7]])}
+    cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**20, 0], [0, -7]])}
     found = own.aggregate_sum(cells, answered=100, noise=SecureNoise(), like=like)
     assert found.answered == 100
     for name, array in like.items():
         assert found.value[name].dtype == array.dtype
         expected = (cells[name] * own.cell / 100).astype(np.float32)
         np.testing.assert_array_equal(found.value[name], expected)
+
+
+@pytest.mark.parametrize("numbers", [1, 3, 10_000])
+@pytest.mark.parametrize("silos", [None, 5])
+def test_a_sum_of_the_largest_honest_answers_is_released_and_a_larger_one_is_not(numbers, silos):
+    """All units send C in one direction, and their noise lies there too, as far as it ever does."""
+    units = {} if silos is None else {"silos": silos, "unit": PrivacyUnit.USER}
+    own = plan(**units)
+    largest = own.sampling.population * own.clipping_norm
+    stddev = own.cells_protection.share_stddev * math.sqrt(own.cohort_size)
+    honest = largest + stddev * math.sqrt(stats.chi2(numbers).isf(2.0**-40))
+    like = {"a": np.zeros(numbers)}
+
+    def released(norm):
+        cells = {"a": np.full(numbers, int(norm / math.sqrt(numbers) / own.cell))}
+        return own.aggregate_sum(cells, answered=own.cohort_size, noise=SecureNoise(), like=like)
+
+    assert released(honest).answered == own.cohort_size
+    spoiled = largest + 1.5 * (honest - largest)
+    with pytest.raises(RoundDiscarded, match="a member spoiled it"):
+        released(spoiled)

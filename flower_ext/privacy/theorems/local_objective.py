@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Condition, PreconditionFailed
 
@@ -66,8 +67,9 @@ class LocalObjective:
             "distance_to_minimiser",
             "rounding",
         ):
-            if not getattr(self, name) >= 0:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+            value = getattr(self, name)
+            if not (is_number(value) and value >= 0):
+                raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
         if math.isinf(self.proximal_weight):
             raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")
 

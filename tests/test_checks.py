@@ -1,0 +1,95 @@
+"""Numbers of the wrong type or size are refused by the name of their setting."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+
+from flower_ext import checks
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import (
+    Budget,
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    ReleasePlan,
+    SecureScores,
+    SecureSum,
+)
+from flower_ext.training import LocalTraining
+
+plan = partial(
+    ReleasePlan,
+    sampling=FullParticipation(6),
+    clipping_norm=0.5,
+    noise_multiplier=1.0,
+    rounds=3,
+    delta=1e-5,
+)
+sizes = partial(FixedSizeSampling, population=6, size=2)
+coin = partial(PoissonSampling, population=6, rate=0.5)
+budget = partial(Budget, epsilon=1.0, delta=1e-5)
+scores = partial(SecureScores, noise_multiplier=1.0, evaluations=2)
+
+COUNTS = [2.5, 2.0, True, "2", None, 0, -1, math.nan, math.inf]
+NUMBERS = ["0.5", True, None, 1j, math.nan, -1.0]
+
+
+@pytest.mark.parametrize("value", COUNTS)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (plan, "rounds"),
+        (FullParticipation, "population"),
+        (coin, "population"),
+        (sizes, "population"),
+        (sizes, "size"),
+        (scores, "evaluations"),
+        (LocalTraining, "batch_size"),
+    ],
+)
+def test_counts_are_integers_of_one_or_more(make, name, value):
+    with pytest.raises(InvalidValue, match=rf"{name}=.*: expected an integer"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", [2.5, True, "2", -1, math.inf])
+@pytest.mark.parametrize("name", ["epochs", "steps"])
+def test_passes_are_integers_of_zero_or_more(name, value):
+    with pytest.raises(InvalidValue, match=rf"{name}=.*: expected an integer >= 0"):
+        LocalTraining(**{name: value})
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (plan, "clipping_norm"),
+        (plan, "noise_multiplier"),
+        (plan, "delta"),
+        (plan, "sensitivity"),
+        (plan, "residue"),
+        (coin, "rate"),
+        (budget, "epsilon"),
+        (budget, "delta"),
+        (scores, "noise_multiplier"),
+        (SecureSum, "colluding"),
+        (LocalTraining, "learning_rate"),
+        (LocalTraining, "momentum"),
+    ],
+)
+def test_numbers_are_numbers_in_their_range(make, name, value):
+    with pytest.raises(InvalidValue, match=f"{name}="):
+        make(**{name: value})
+
+
+def test_bounds_of_scores_are_numbers():
+    with pytest.raises(InvalidValue, match="bounds of 'loss': expected two finite numbers"):
+        scores(bounds=(("loss", "0", "4"),))
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert plan(rounds=np.int64(3), clipping_norm=np.float32(0.5), delta=np.float64(1e-5))
+    checks.require_count("steps", np.uint8(0))
+    checks.require_rate("rate", np.int32(1))
