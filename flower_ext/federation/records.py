@@ -30,7 +30,6 @@ from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
 from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
-from flower_ext.privacy.secure_scores import ACCURACY
 from flower_ext.privacy.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
@@ -363,16 +362,11 @@ def read_scores(reply: Message) -> dict[str, float]:
     Raises
     ------
     RefusedReply
-        As `read_metrics`; the reply has no metric; or a score whose range is known is outside it.
+        As `read_metrics`, or the reply has no metric.
     """
     scores = read_metrics(reply)
     if not scores:
         raise RefusedReply("the reply has no metric: expected at least one")
-    for name, low, high in ACCURACY:
-        if not low <= scores.get(name, low) <= high:
-            raise RefusedReply(
-                f"metric {name!r} is {scores[name]!r}: expected a share, {low:g} … {high:g}"
-            )
     return scores
 
 

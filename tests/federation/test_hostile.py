@@ -139,15 +139,6 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
     assert r"\x1b[2J" in refusal  # an operator may still see what came
 
 
-@pytest.mark.parametrize("value", [1e15, 1.5, 95, -0.1])
-def test_an_accuracy_is_a_share_whatever_a_client_reports(value):
-    content = RecordDict({"metrics": MetricRecord({"accuracy": value, "num-examples": 3})})
-    with pytest.raises(RefusedReply, match="metric 'accuracy' is .*: expected a share, 0 … 1"):
-        records.read_scores(reply(content))
-    other = RecordDict({"metrics": MetricRecord({"reward": value, "accuracy": 1.0})})
-    assert records.read_scores(reply(other))["reward"] == value
-
-
 # Who answers what ---------------------------------------------------------------------------------
 
 
