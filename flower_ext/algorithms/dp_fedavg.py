@@ -230,13 +230,13 @@ class Hosted(DPFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return this package's messages, after the server added to their configuration."""
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        cohort = _Cohort([message.metadata.dst_node_id for message in messages])
+        """Return this package's messages with what the server adds to their configuration."""
         if isinstance(self.server, FedAvgM):  # reads ``arrays`` in its first round only
             self.server.current_arrays = None
+        cohort = _Cohort(range(int(self.plan.sampling.expected_cohort_size)))
+        config = ConfigRecord({**config})
         self.server.configure_train(self._steps + 1, arrays, config, cast(Grid, cohort))
-        return messages
+        return super().configure_train(server_round, arrays, config, grid)
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
@@ -305,7 +305,10 @@ class Hosted(DPFedAvg):
 
 @dataclass(frozen=True)
 class _Cohort:
-    """The part of a Grid that a Flower strategy uses before it configures a round."""
+    """The part of a Grid that a Flower strategy uses before it configures a round.
+
+    The nodes stand for a cohort that is not drawn yet: the strategy's own messages are not sent.
+    """
 
     nodes: Sequence[int]
 

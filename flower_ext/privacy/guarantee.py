@@ -19,10 +19,9 @@ Basis = Literal["published", "provable"]
 def epsilon_text(epsilon: float) -> str:
     """Return ε with three significant digits, rounded up so that no text understates the spend.
 
-    An ε of 0 becomes 0.001, because a 0 would read as if nothing were revealed; δ remains.
+    An ε of 0 becomes 0.001, because a 0 would read as if nothing were revealed; δ remains. An
+    infinite ε is "inf".
     """
-    if math.isinf(epsilon):
-        return "none"
     return _rounded_up(epsilon or 1e-3)
 
 
@@ -54,6 +53,8 @@ def large_delta(delta: float, unit: PrivacyUnit, units: int | None = None) -> st
 
 
 def _rounded_up(value: float) -> str:
+    if value == 0 or math.isinf(value):
+        return f"{value:g}"
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
     # The guard keeps 2.0000000000000004 from becoming 2.01.
     return f"{math.ceil(value / step - 1e-6) * step:.3g}"
@@ -109,7 +110,9 @@ class Guarantee:
         if math.isinf(self.epsilon):
             promise = "No (ε, δ) is promised"
         else:
-            promise = f"ε = {epsilon_text(self.epsilon)} at δ = {_rounded_up(self.delta)}"
+            nothing_leaves = self.epsilon == self.delta == 0
+            epsilon = "0" if nothing_leaves else epsilon_text(self.epsilon)
+            promise = f"ε = {epsilon} at δ = {_rounded_up(self.delta)}"
         parts = [
             f"{promise} for one {self.unit.value} under the relation {self.relation.value}, "
             f"against an adversary who sees {self.view.sees} "

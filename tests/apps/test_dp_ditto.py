@@ -178,7 +178,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"epsilon": 0.0}, r"epsilon=0\.0: expected a finite number > 0"),
         ({"epsilon": -1.0, "calibration": "provable"}, r"epsilon=-1\.0"),
         ({"delta": 1.0}, r"delta=1\.0"),
-        ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
+        ({"clipping_norm": 0.0}, r"run-config clipping-norm=0\.0"),
         ({"global_weight": 2.5}, r"global_weight=2\.5: expected .* \[0, 2\]"),
         ({"global_weight": -0.5}, r"global_weight=-0\.5"),
         ({"examples_per_client": 100_000}, "examples-per-client=100000: expected 1 …"),
@@ -191,7 +191,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"planner": "pilot"}, "the losses are not strongly convex"),
         ({"planner": "pilot", "pilot_rounds": 1}, "rounds=1 of the pilot"),
         ({"method": "dp-apple", "noise": "steps"}, "expected noise='upload'"),
-        ({"noise": "steps", "gradient_clipping_norm": 0.0}, r"gradient_clipping_norm=0\.0"),
+        ({"noise": "steps", "gradient_clipping_norm": 0.0}, r"run-config gradient-clipping-norm=0\.0"),
         ({"method": "fedala", "sample_share": 0.0}, r"sample_share=0\.0"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_circle_falls_apart_where_two_steps_are_longer_than_half_the_neighbour
         order = tuple(rng.permutation(members).tolist())
         graph = graph_of(order, neighbors)
         stay = {order[place] for place in rng.choice(members, 18, replace=False)}
-        reached, edge = set(), {min(stay)}
+        reached, edge, graph = set(), {min(stay)}, graph_of(order, neighbors)
         while edge:
             reached |= edge
             near = (set(graph[member]) for member in edge)
