@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -182,8 +183,12 @@ def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | Non
         model = in_training(build().cpu())
         if not passes(2):
             return None
-        for name, module in model.named_modules():
-            said = f"layer {name!r} ({type(module).__name__})"
-            module.register_forward_pre_hook(lambda *_, said=said: entered.append(said))
-            module.register_forward_hook(lambda *_: entered.pop() and None)
-        return None if passes(1) else entered[-1]
+        with ExitStack() as hooks:  # of the next model too, if models share a layer
+            for name, module in model.named_modules():
+                said = f"layer {name!r} ({type(module).__name__})"
+                for hook in (
+                    module.register_forward_pre_hook(lambda *_, said=said: entered.append(said)),
+                    module.register_forward_hook(lambda *_: entered.pop() and None),
+                ):
+                    hooks.callback(hook.remove)
+            return None if passes(1) else entered[-1]
