@@ -37,7 +37,7 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     """Return the error reply of a client's app or mod, and log the error on the client."""
     told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
-    where, shown = _place(error), _shown.setdefault(app, set())
+    where, shown = place(error), _shown.setdefault(app, set())
     if where in shown:  # log one traceback per line of code, not one per client and round
         log.debug("client %s failed like an earlier client", partition, exc_info=error)
     elif told:
@@ -125,7 +125,8 @@ def in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exc
             yield attempted(step, *row)
 
 
-def _place(error: Exception) -> tuple[str, int]:
+def place(error: Exception) -> tuple[str, int]:
+    """Return the file and the line that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

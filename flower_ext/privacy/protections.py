@@ -27,6 +27,8 @@ class Protection:
     """The only number of training examples that the guarantee covers; None if it covers all."""
     hides_failures: ClassVar[bool] = True
     """True if the noise also covers a received model that is sent in place of a failed training."""
+    takes_models: ClassVar[bool] = True
+    """True if an upload may come from a whole model; False if only from a sum over units."""
 
     @property
     def hides_missing_data(self) -> bool:
@@ -117,6 +119,8 @@ class ClipToCells(Protection):
 class ClipUnitsToCells(ClipToCells):
     """The same where the upload is a sum over units, each clipped and rounded by the method."""
 
+    takes_models = False
+
     def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
         """Return what is bounded and in cells already with noise."""
         return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
@@ -125,6 +129,8 @@ class ClipUnitsToCells(ClipToCells):
 @dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
     """Noise a sum over units, each of which the method clips; otherwise as `ClipUpdate`."""
+
+    takes_models = False
 
 
 @dataclass(frozen=True, kw_only=True)

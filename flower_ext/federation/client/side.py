@@ -280,7 +280,10 @@ class ClientSide:
         try:
             own, update = bounded(result)
         except Exception as error:  # a difference of two finite models may overflow
-            if is_tellable(error) or not hides_failures(request.protection):
+            protection = request.protection
+            if is_tellable(error) or protection is None:
+                raise
+            if not (protection.hides_failures and protection.takes_models):
                 raise
             log_unmoved(error)
             own, update = bounded(LocalResult(model=work.received))

@@ -18,6 +18,7 @@ import torch
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import is_tellable, tellable
 from flower_ext.federation.client.method import ClientWork, LocalResult
+from flower_ext.federation.failures import place
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import Protection
 from flower_ext.training import Params, Task
@@ -29,6 +30,8 @@ log = getLogger("flwr")
 _NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
 NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
 """The data of a client without examples, under any method."""
+_shown: set[tuple[str, int]] = set()
+"""Lines of code whose tracebacks the log of this process has already."""
 
 
 def hides_failures(protection: Protection | None) -> bool:
@@ -53,12 +56,11 @@ def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
     except Exception as error:
         if not hidden:
             raise
-        log.warning(
+        _log_with_traceback(
             "the data of this client could not be loaded (%s), so it counts as a client without "
             "examples: check Task.data",
-            type(error).__name__,
+            error,
         )
-        log.debug("the data of this client could not be loaded", exc_info=error)
         return NO_DATA
     return data
 
@@ -87,7 +89,7 @@ def unmoved_by_errors(
 
     If a single training fails, its own model stays as it was. If the method fails, it is called
     again for a client without examples. If that fails too, the received model is the result, and
-    the client keeps its memory.
+    the client keeps its memory; where no model can be the result, the error is raised.
 
     A `tellable` error depends on no data and is raised. If the protection does not hide failures,
     only trainings without noise, such as that of a personal model, may fail unseen: noise then
@@ -103,7 +105,7 @@ def unmoved_by_errors(
     try:
         return (yield from _unmoved_trainings(local_update, replace(work, data=NO_DATA)))
     except Exception as error:
-        if is_tellable(error):
+        if is_tellable(error) or not protection.takes_models:
             raise
         return LocalResult(model=work.received, memory=work.memory)
 
@@ -144,9 +146,15 @@ def log_unmoved(error: Exception) -> None:
             "take a smaller learning rate if many trainings diverge, or check this client's data"
         )
     else:
-        log.warning(
+        _log_with_traceback(
             "a local training failed (%s), so its model stays unchanged: check this client's data, "
             "or the task if no client trains",
-            type(error).__name__,
+            error,
         )
-    log.debug("a local training failed", exc_info=error)
+
+
+def _log_with_traceback(text: str, error: Exception) -> None:
+    """Log a text about the type of an error, with one traceback for each line of code."""
+    where = place(error)
+    log.warning(text, type(error).__name__, exc_info=None if where in _shown else error)
+    _shown.add(where)
