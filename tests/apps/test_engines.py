@@ -181,7 +181,7 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     same_run(RunDirectory.open(tmp_path / "run"), in_process(UPCYCLED_FL, tmp_path / "reference"))
     again = CliRunner().invoke(cli, [str(word) for word in command])
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     said = again.stderr
     assert "is not empty; name a new one" in said
     assert "Traceback" not in said

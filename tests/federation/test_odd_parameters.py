@@ -94,7 +94,7 @@ PLANS = {
     "clients noise": lambda: release_plan(sampling=EVERYONE),
     "server noises": lambda: release_plan(sampling=EVERYONE, noise_placement="server"),
     "secure sums": lambda: release_plan(
-        sampling=EVERYONE, secure_aggregation=SecureSum(colluding=0.1, dropouts=0.3)
+        sampling=EVERYONE, secure_aggregation=SecureSum(colluding=0.0, dropouts=0.3)
     ),
     "noised models": record_plan,
     "output perturbation": lambda: PerturbationPlan(
