@@ -42,9 +42,7 @@ def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: Run
         The run was interrupted, and its process has ended.
     """
     command = [sys.executable, "-m", _PROGRAM, str(app), str(workers)]
-    # A terminal sends these signals to all its processes. The run ignores them, because this
-    # process passes each on, once.
-    program = view.follow(command, ignored=(signal.SIGINT, signal.SIGHUP))
+    program = view.follow(command)
     try:
         program.tell(json.dumps(dict(config)))
         status = program.wait()
@@ -158,7 +156,7 @@ def _finished(
     ServerApp may still be running.
     """
     words = [executable("flwr"), "log", run_id, *connection, "--stream"]
-    program = view.follow(words, env=env, ignored=(signal.SIGINT, signal.SIGHUP))
+    program = view.follow(words, env=env)
     try:
         program.tell()
         while not program.ended(_LOOK_EVERY):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -103,10 +102,9 @@ class RunView:
         command: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
-        ignored: Sequence[int] = (),
     ) -> Followed:
-        """Start a program and show its lines; the program ignores the signals in ``ignored``."""
-        return Followed(command, self, env=env, ignored=ignored)
+        """Start a program and show its lines; no signal of the terminal reaches the program."""
+        return Followed(command, self, env=env)
 
     def _now(self) -> Panel | Text:
         if self.path is None or not (self.path / "run.json").is_file():
@@ -130,7 +128,6 @@ class Followed:
         view: RunView,
         *,
         env: Mapping[str, str] | None,
-        ignored: Sequence[int],
     ) -> None:
         self.process = subprocess.Popen(
             command,
@@ -141,7 +138,9 @@ class Followed:
             text=True,
             encoding="utf-8",
             errors="replace",
-            preexec_fn=lambda: _ignore(ignored),
+            # Not by preexec_fn: an interruption during such a fork is raised in one of Python's own
+            # callbacks, which ignore errors. The run would then begin, and nothing would end it.
+            process_group=0,
         )
         pairs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self._readers = [
@@ -261,8 +260,3 @@ def _pump(source: IO[str], view: RunView, sink: IO[str]) -> None:
     for shown in tracebacks.rest():
         view.show(shown, sink)
     view.refused = view.refused or tracebacks.refused
-
-
-def _ignore(numbers: Sequence[int]) -> None:
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)

@@ -191,7 +191,10 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"planner": "pilot"}, "the losses are not strongly convex"),
         ({"planner": "pilot", "pilot_rounds": 1}, "rounds=1 of the pilot"),
         ({"method": "dp-apple", "noise": "steps"}, "expected noise='upload'"),
-        ({"noise": "steps", "gradient_clipping_norm": 0.0}, r"run-config gradient-clipping-norm=0\.0"),
+        (
+            {"noise": "steps", "gradient_clipping_norm": 0.0},
+            r"run-config gradient-clipping-norm=0\.0",
+        ),
         ({"method": "fedala", "sample_share": 0.0}, r"sample_share=0\.0"),
     ],
 )

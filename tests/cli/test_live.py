@@ -1,10 +1,12 @@
 """The panel of a run in progress."""
 
 import io
+import os
+import sys
 
 from rich.console import Console
 
-from flower_ext.cli.live import panel
+from flower_ext.cli.live import RunView, panel
 from flower_ext.runs import RunDirectory
 
 
@@ -26,3 +28,21 @@ def test_a_noised_mean_is_shown_with_its_error_and_claims_no_worst_tenth(tmp_pat
     text = shown(run)
     assert "0.700 ± 0.06 by noise (round 2)" in text
     assert "worst tenth" not in text
+
+
+def test_an_interruption_while_a_program_starts_is_not_lost():
+    """An error that a signal raises in a callback of a fork is ignored, so there is no callback."""
+    called, watching = [], True
+    os.register_at_fork(before=lambda: called.append(1) if watching else None)
+    program = RunView(None, {}).follow([sys.executable, "-c", "import os; print(os.getpgrp())"])
+    program.tell()
+    assert program.wait() == 0
+    watching = False
+    assert called == []
+
+
+def test_a_program_is_in_a_process_group_that_no_terminal_signals(capfd):
+    program = RunView(None, {}).follow([sys.executable, "-c", "import os; print(os.getpgrp())"])
+    program.tell()
+    assert program.wait() == 0
+    assert capfd.readouterr().out.strip() == str(program.process.pid)
