@@ -586,7 +586,7 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     strategy = make()
     with pytest.raises(FederationNotReady, match="the reason is in its own log"):
         start(strategy)
-    assert len(strategy.refusals) == SILOS * ROUNDS
+    assert len(strategy.refusals) == SILOS  # no silo ever answers, so the run ends early
     for refusal in strategy.refusals:
         assert "the reason is in its own log" in refusal
         assert "3.14" not in refusal
