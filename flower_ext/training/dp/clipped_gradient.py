@@ -416,8 +416,9 @@ def _keeps(place: str) -> InvalidValue:
         InvalidValue(
             f"{place} changes while an example passes the model or its loss: expected no change, "
             "because one record would move the gradients of those that follow, which no clipping "
-            "bounds. Compute it anew in each forward pass, or register it as a buffer, which each "
-            "example finds as the server sent it"
+            "bounds. Change it only when `not self.training`, or compute it anew in each forward "
+            "pass; for a weight of torch.nn.utils.spectral_norm, use "
+            "torch.nn.utils.parametrizations.spectral_norm"
         )
     )
 
