@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flower_ext.training import ClippedGradient
+from flower_ext.training.blueprint import seeded
 from tests.support.jobs import problem
 
 
@@ -108,3 +109,24 @@ def test_texts_that_are_apart_pass_together():
     gradient, moved = summed(Apart, texts(2), 0.01)
     assert gradient.in_one_pass is True
     assert moved <= 1 + 1e-6
+
+
+def test_trials_move_no_draw_of_the_first_training_in_a_process():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x + 0.1 * torch.randn_like(x))
+
+    task = problem(Noisy)
+    params = task.initial_params(0)
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+
+    def summed():
+        with seeded(1, devices=False):
+            return ClippedGradient(task, list(params), clipping_norm=1.0)(params, x, y)
+
+    first, second = summed(), summed()
+    assert all(torch.equal(first[name], second[name]) for name in params)
