@@ -1,8 +1,8 @@
 """Snapshots of all that a model can keep between two passes, to find out whether it keeps anything.
 
 A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
-in a variable that a function or a hook encloses, or in a global variable. `state_of` reads them
-all, and `changed` names those that differ. A trial that runs the model finds what hides elsewhere.
+in a variable that a function or a hook encloses, or in a global variable, also by way of functions
+and classes of the same project. `state_of` reads them all, and `changed` names those that differ. A trial that runs the model finds what hides elsewhere.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
     for variable in _names(code):
         value = function.__globals__.get(variable)
         if isinstance(value, type | types.FunctionType):
-            # Elsewhere, a walk through functions and classes would reach whole libraries.
-            if _package(value.__module__) == _package(function.__module__):
+            if _is_near(value, function):
                 yield variable, value
         elif not isinstance(value, _SKIPPED):
             yield f"global {variable}", value
@@ -161,6 +160,16 @@ def _of_object(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]
             return
         if isinstance(made, tuple):
             yield f"{name} as pickled", [list(p) if isinstance(p, Iterator) else p for p in made]
+
+
+def _is_near(value: Any, function: types.FunctionType) -> bool:
+    """Return True for the same project; of an installed library, for the same module.
+
+    Elsewhere, a walk through functions and classes would reach whole libraries.
+    """
+    if "site-packages" in function.__code__.co_filename:
+        return bool(value.__module__ == function.__module__)
+    return _package(value.__module__) == _package(function.__module__)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
