@@ -38,7 +38,9 @@ def require_apart(task: Task, examples: Examples) -> None:
     features = trees.mapped(_one_row, examples.features)
     targets = trees.mapped(_one_row, examples.targets)
     form = trees.form(features), trees.form(targets)
-    place = _shared(_Trial(features, targets), task.model, task.loss, task.device, form)
+    # The trial runs once in a process: its draws must not move those that follow.
+    with seeded(0, devices=task.torch_device().type != "cpu"):
+        place = _shared(_Trial(features, targets), task.model, task.loss, task.device, form)
     if place is not None:
         raise InvalidValue(
             f"{place} changes while a model trains, and other models see it: expected no change, "

@@ -1,8 +1,8 @@
 """Snapshots of all that a model can keep between two passes, to find out whether it keeps anything.
 
 A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
-in a variable that a function or a hook encloses, or in a global variable. `state_of` reads them
-all, and `changed` names those that differ. A trial that runs the model finds what hides elsewhere.
+in a variable that a function or a hook encloses, or in a global variable, also by way of functions
+and classes of the same project. `state_of` reads them all, and `changed` names those that differ. A trial that runs the model finds what hides elsewhere.
 """
 
 from __future__ import annotations
@@ -131,10 +131,12 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
             continue
     yield f"defaults of {name}", (function.__defaults__, function.__kwdefaults__)
     yield f"attributes of {name}", vars(function)
-    for variable in code.co_names:
+    for variable in _names(code):
         value = function.__globals__.get(variable)
-        # Functions and classes are left out: through them a walk would reach whole libraries.
-        if not isinstance(value, (type, types.FunctionType, *_SKIPPED)):
+        if isinstance(value, type | types.FunctionType):
+            if _is_near(value, function):
+                yield variable, value
+        elif not isinstance(value, _SKIPPED):
             yield f"global {variable}", value
 
 
@@ -160,5 +162,27 @@ def _of_object(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]
             yield f"{name} as pickled", [list(p) if isinstance(p, Iterator) else p for p in made]
 
 
+def _is_near(value: Any, function: types.FunctionType) -> bool:
+    """Return True for the same project; of an installed library, for the same module.
+
+    Elsewhere, a walk through functions and classes would reach whole libraries.
+    """
+    if "site-packages" in function.__code__.co_filename:
+        return bool(value.__module__ == function.__module__)
+    return _package(value.__module__) == _package(function.__module__)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that a function uses, and those of the functions within it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
 def _in_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
+    return _package(module) in _LIBRARIES

@@ -65,6 +65,29 @@ class Global(Keeping):
         return KEPT[0]
 
 
+class Shared:
+    """A class that no model is an instance of."""
+
+    largest = 0.0
+
+
+class InAnotherClass(Keeping):
+    def keep(self, value):
+        Shared.largest = max(Shared.largest, float(value))
+
+    def read(self):
+        return Shared.largest
+
+
+def remember(value):
+    KEPT[0] = 0.5 * KEPT[0] + float(value)
+
+
+class ByAFunction(Keeping):
+    def keep(self, value):
+        remember(value)
+
+
 class Hooked(Keeping):
     def begin(self):
         box = [0.0]

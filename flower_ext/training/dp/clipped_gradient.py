@@ -121,10 +121,14 @@ class ClippedGradient:
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, own in self.params.items():
             own.copy_(params[name])
-        self._check_model(features, targets)
-        if trees.length(features) == 0:
+        empty = trees.length(features) == 0
+        # Only the first training of a process has trials: their draws must not move its own.
+        with self._draws(0):
+            self._check_model(features, targets)
+            if not empty:
+                self._choose(features, targets)
+        if empty:
             return summed
-        self._choose(features, targets)
         some = False
         for x, y in trees.split((features, targets), self.width):
             for parts, there in self._gradients(x, y):
@@ -416,8 +420,9 @@ def _keeps(place: str) -> InvalidValue:
         InvalidValue(
             f"{place} changes while an example passes the model or its loss: expected no change, "
             "because one record would move the gradients of those that follow, which no clipping "
-            "bounds. Compute it anew in each forward pass, or register it as a buffer, which each "
-            "example finds as the server sent it"
+            "bounds. Change it only when `not self.training`, or compute it anew in each forward "
+            "pass; for a weight of torch.nn.utils.spectral_norm, use "
+            "torch.nn.utils.parametrizations.spectral_norm"
         )
     )
 

@@ -9,6 +9,7 @@ examples or parameters there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -21,8 +22,14 @@ from torch.nn.grad import conv2d_weight
 from flower_ext.training.params import flat_rows
 from flower_ext.training.validation import objections, opacus
 
-_ROUNDING = 16
-"""Multiple of a number's precision that bounds the rest of products whose sum is zero."""
+_CANCELLED = 2e-6
+"""Share of the sizes of an example's products that always adds to its norm. A clipped example's
+products are thus at most 1/share clipping norms, so that their sum in float64 rounds to far less
+than one."""
+_HUGE = 1e200
+"""From here, a square counts as infinite, because squares of the other factor might underflow."""
+_SINGLE = 1e-20
+"""Least sum of squares in single precision to which squares that underflow add nothing."""
 _FEW_CHANNELS = 32
 """With fewer channels a grouped convolution is at least as fast (on a CPU), without Opacus."""
 _PATCHES = 2**22
@@ -63,8 +70,8 @@ class Products:
     """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, never written down.
 
     Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022). They are computed
-    in float64, because terms of opposite sign may cancel. A margin covers what rounding leaves of
-    terms that do.
+    in float64, because terms of opposite sign may cancel and small ones underflow. A margin covers
+    what rounding leaves of terms that cancel.
 
     Parameters
     ----------
@@ -84,14 +91,10 @@ class Products:
     def squares(self) -> Tensor:
         """Return ‖gradient‖² of every example."""
         if self.slopes.shape[1] == 1:
-            return _squares(self.slopes.flatten(1)) * _squares(self.inputs.flatten(1))
-        sizes: Tensor = vector_norm(self.slopes, dim=2) * vector_norm(self.inputs, dim=2)
-        products = [
-            torch.bmm(part, part.mT) for part in (self.slopes.double(), self.inputs.double())
-        ]
-        squares = (products[0] * products[1]).sum(dim=(1, 2)).clamp_min(0.0)
-        rounding = _ROUNDING * torch.finfo(sizes.dtype).eps * sizes.sum(dim=1)
-        return (squares.sqrt() + rounding).square()
+            slopes, inputs = (_bounded(_squares(part.flatten(1))) for part in self.factors)
+            return slopes * inputs
+        slopes, inputs = (_bounded(torch.bmm(p, p.mT)) for p in map(Tensor.double, self.factors))
+        return _squares_of_sums(slopes * inputs, self.slopes.shape[2] + self.inputs.shape[2])
 
     def total(self, factors: Tensor) -> Tensor:
         """Return Σ factor · gradient."""
@@ -125,7 +128,13 @@ class Lookups:
         """Return ‖gradient‖² of every example."""
         some = max(1, _PATCHES // self.places.shape[1] ** 2)
         pairs = zip(torch.split(self.slopes, some), torch.split(self.places, some), strict=True)
-        return torch.cat([_squares_of_sums(*pair) for pair in pairs])
+        pieces = []
+        for slopes, places in pairs:
+            same = places.unsqueeze(2) == places.unsqueeze(1)
+            doubled = slopes.double()
+            products = _bounded(torch.bmm(doubled, doubled.mT)).where(same, 0.0)
+            pieces.append(_squares_of_sums(products, slopes.shape[2]))
+        return torch.cat(pieces)
 
     def total(self, factors: Tensor) -> Tensor:
         """Return Σ factor · gradient."""
@@ -134,23 +143,43 @@ class Lookups:
         return summed.index_add_(0, self.places.flatten(), scaled.flatten(0, 1))
 
 
-def _squares_of_sums(slopes: Tensor, places: Tensor) -> Tensor:
-    same = places.unsqueeze(2) == places.unsqueeze(1)
-    doubled = slopes.double()
-    squares = (torch.bmm(doubled, doubled.mT) * same).sum(dim=(1, 2)).clamp_min(0.0)
-    rounding = _ROUNDING * torch.finfo(slopes.dtype).eps * vector_norm(slopes, dim=2).sum(dim=1)
-    norms: Tensor = squares.sqrt() + rounding
-    return norms.square()
+def _squares_of_sums(products: Tensor, terms: int) -> Tensor:
+    """Return ‖Σ_t g_t‖² of every example, rounded up.
+
+    Parameters
+    ----------
+    products : Tensor
+        ⟨g_t, g_u⟩ in float64, of shape (examples, places, places).
+    terms : int
+        Number of roundings in each product.
+    """
+    squares = products.sum(dim=2).sum(dim=1).clamp_min(0.0)
+    sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
+    # In any order of additions, rounding moves the square by at most this share of sizes².
+    share = (terms + 2 * products.shape[1] + 4) * torch.finfo(torch.float64).eps
+    return (squares.sqrt() + max(_CANCELLED, math.sqrt(share)) * sizes).square()
+
+
+def _bounded(squares: Tensor) -> Tensor:
+    return squares.where(squares.abs() < _HUGE, math.inf)
 
 
 def _squares(rows: Tensor) -> Tensor:
-    """Return ‖row‖² in float64, because a long sum of squares in float32 loses its last terms."""
+    """Return ‖row‖² in float64.
+
+    A long sum of squares in float32 would lose its last terms, and squares may leave its range.
+    """
     whole = rows.shape[1] // _SQUARED * _SQUARED
     norms = [
         vector_norm(rows[:, :whole].view(len(rows), -1, _SQUARED), dim=2),
         vector_norm(rows[:, whole:], dim=1, keepdim=True),
     ]
-    return torch.cat(norms, dim=1).double().square().sum(dim=1)
+    squares = torch.cat(norms, dim=1).double().square().sum(dim=1)
+    if rows.dtype != torch.float64:
+        unsure = (squares < _SINGLE) | squares.isinf()
+        if bool(unsure.any()):
+            squares[unsure] = _squares(rows[unsure].double())
+    return squares
 
 
 Parts = Mapping[str, "Rows | Products | Lookups"]

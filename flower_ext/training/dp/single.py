@@ -53,13 +53,15 @@ def check_single_examples(
     Raises
     ------
     InvalidValue
-        Each example's loss raises, or no example has a finite gradient, or all examples by
-        themselves have equal outputs. The message may travel.
+        Each example's loss raises, or no example has a finite gradient other than zero, or all
+        examples by themselves have equal outputs. The message may travel.
     """
     x, y = random_examples(features, TRIED, torch.Generator().manual_seed(0)), zeros(targets, TRIED)
     pairs = [*trees.each((x, y))]
+    # Classes may be ignored, or weigh nothing, so another target is tried as well.
+    pairs += [(own, trees.mapped(torch.ones_like, target)) for own, target in pairs]
     pairs += [trees.mapped(fill, pairs[0]) for fill in (torch.zeros_like, torch.ones_like)]
-    reasons = []
+    reasons, are_zero = [], False
     for pair in pairs:
         try:
             with torch.random.fork_rng(devices=[]):  # a trial leaves the draws of training alone
@@ -70,14 +72,25 @@ def check_single_examples(
             text = str(error).partition("\n")[0].rstrip(". ")
             reasons.append(f"a random example raises {type(error).__name__}: {text}")
             continue
-        if all(map(is_finite, slopes.values())):
+        if not all(map(is_finite, slopes.values())):
+            reasons.append("a random example has a gradient that is not finite")
+        elif any(slope.any() for slope in slopes.values()):
             break
-        reasons.append("a random example has a gradient that is not finite")
+        else:
+            are_zero = True
     else:
-        raise tellable(InvalidValue(f"model={name}: {_REMEDY}; {reasons[0]}"))
+        if not are_zero:
+            raise tellable(InvalidValue(f"{reasons[0]}. model={name}: {_REMEDY}"))
+        raise tellable(
+            InvalidValue(
+                "each random example by itself has a gradient of zero. "
+                f"loss, model={name}: expected a loss that a single example can lower, and not one "
+                "over pairs of examples"
+            )
+        )
     if _is_constant(outputs_of, x):
         reason = "all random examples by themselves have equal outputs"
-        raise tellable(InvalidValue(f"model={name}: {_REMEDY}; {reason}"))
+        raise tellable(InvalidValue(f"{reason}. model={name}: {_REMEDY}"))
 
 
 def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:

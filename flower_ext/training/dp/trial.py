@@ -5,6 +5,7 @@ A trial depends on the shapes and types of the examples, never on anybody's valu
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
@@ -27,6 +28,9 @@ TRIED = 3
 """Number of random examples on which one pass is compared with each one's own gradient."""
 ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 """Values of an example by which a model may change what it does to all others."""
+_HIGHEST = (2, 3, 255, 10_000)
+"""Largest integers of random features beside zeros and ones: a few, as for marks of padding; those
+of images; and large ones, as for counts."""
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
 """Examples in a piece with which larger passes are compared; the tolerated relative rounding; and
 the rest that rounding leaves where the terms of a sum cancel."""
@@ -73,23 +77,89 @@ class Trial:
             if not one_pass.reads_last(x):
                 one_pass.last = None
             for by, y in ((_along, directions), (loss, zeros(targets, TRIED))):
-                found = one_pass(trees.mapped(Tensor.clone, x), y, by)
                 own = [self.own(by, *pair) or {} for pair in trees.each((x, y))]
                 expected = {n: torch.stack([one[n] for one in own]) for n in one_pass.names}
-                unused = [part for name, part in expected.items() if name not in found]
-                ones = torch.eye(TRIED).to(trees.first(x).device)
-                rows = {n: torch.stack([part.total(i) for i in ones]) for n, part in found.items()}
-                zero_too = by is not _along
-                if any(part.any() for part in unused) or not _alike(rows, expected, zero_too):
+                if not self._agrees(x, y, by, expected, zero_too=by is not _along):
                     return False
-            if not self._keeps_apart(x, directions):
+            odd = [trees.mapped(partial(_beside, value, 0), x) for value in ODD]
+            if not self._keeps_apart(x, directions, odd):
+                return False
+            if not self._tells_integers_apart(x, generator):
                 return False
         return self.is_like(features, _PIECE, TRIED)
 
-    def _keeps_apart(self, x: Tree, directions: Tree) -> bool:
-        """Return True if all others' gradients stay the same, however odd the first example is.
+    def _agrees(self, x: Tree, y: Tree, by: Loss, expected: Params, *, zero_too: bool) -> bool:
+        """Return True if one pass finds the expected gradient of each example."""
+        rows = self._rows(x, y, by)
+        unused = [part for name, part in expected.items() if name not in rows]
+        return not any(part.any() for part in unused) and _alike(rows, expected, zero_too)
 
-        False is certain. True is evidence only, because it holds for the values in `ODD`.
+    def _rows(self, x: Tree, y: Tree, by: Loss) -> Params:
+        """Return the gradient of every example, from one pass over them."""
+        found = self.one_pass(trees.mapped(Tensor.clone, x), y, by)
+        each = torch.eye(trees.length(x)).to(trees.first(x).device)
+        return {n: torch.stack([part.total(one) for one in each]) for n, part in found.items()}
+
+    def _tells_integers_apart(self, x: Tree, generator: torch.Generator) -> bool:
+        """Return True if examples also pass alike together and singly with any other integers.
+
+        Such integers stand in one of the features at a time. Those for which the model raises do
+        not count, because it may look them up in a table without such a row.
+        """
+        for _, leaf in trees.named("", x):
+            for low, high in self._ranges(leaf.dtype):
+                drawn = torch.randint(low, high + 1, leaf.shape, generator=generator).to(leaf)
+                examples = _replaced(x, leaf, drawn)
+                directions = self._directions(examples, generator)
+                if directions is None:
+                    continue
+                odd = []
+                for value in (low, high):
+                    beside = drawn.clone()
+                    beside[0] = value
+                    odd.append(_replaced(x, leaf, beside))
+                pairs = zip(trees.split(examples, 1), trees.split(directions, 1), strict=True)
+                singles = [self._rows(*pair, _along) for pair in pairs]
+                expected = {n: torch.cat([one[n] for one in singles]) for n in singles[0]}
+                if not (
+                    self._agrees(examples, directions, _along, expected, zero_too=True)
+                    and self._keeps_apart(examples, directions, odd)
+                ):
+                    return False
+        return True
+
+    def _ranges(self, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """Return smallest and largest integers between which to draw random features."""
+        if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+            return []
+        ranges = {(0, high) for high in _HIGHEST}
+        for table in self.one_pass.model.modules():
+            if isinstance(table, nn.Embedding | nn.EmbeddingBag):
+                last, padding = table.num_embeddings - 1, table.padding_idx
+                ranges |= {(0, last), (max(last - 1, 0), last)}
+                if padding is not None:
+                    ranges.add((max(padding - 1, 0), min(padding + 1, last)))
+        return sorted(pair for pair in ranges if pair[1] <= torch.iinfo(dtype).max)
+
+    def _directions(self, x: Tree, generator: torch.Generator) -> dict[str, Tensor] | None:
+        """Return random directions for the outputs; None if the model raises, or is not finite."""
+        try:
+            if not trees.first(x).is_cpu:  # there an error would be the end of the process
+                model = copy.deepcopy(self.one_pass.model).cpu()
+                called(model, trees.mapped(lambda leaf: leaf.cpu().clone(), x))
+            for example in trees.split(x, 1):
+                outputs = called(self.one_pass.model, trees.mapped(Tensor.clone, example))
+                if not all(map(_is_usable, dict(trees.named("", outputs)).values())):
+                    return None
+            outputs = called(self.one_pass.model, trees.mapped(Tensor.clone, x))
+        except Exception:  # a model may raise anything
+            return None
+        return _random_directions(outputs, TRIED, TRIED, generator)
+
+    def _keeps_apart(self, x: Tree, directions: Tree, odd: Sequence[Tree]) -> bool:
+        """Return True if all others' gradients stay the same if ``odd`` replaces ``x``.
+
+        Only the first example differs. False is certain; True is evidence only.
         """
         factors = torch.eye(TRIED).to(trees.first(x).device)[1:]
 
@@ -99,8 +169,8 @@ class Trial:
             return {n: [p.only(sound).total(one) for one in factors] for n, p in parts.items()}
 
         usual = of_others(trees.mapped(Tensor.clone, x))
-        for odd in ODD:
-            found = of_others(trees.mapped(partial(_beside, odd, 0), x))
+        for examples in odd:
+            found = of_others(trees.mapped(Tensor.clone, examples))
             if usual.keys() != found.keys():
                 return False
             for name, rows in usual.items():
@@ -188,12 +258,7 @@ class Trial:
         x = random_examples(features, count, generator)
         with torch.no_grad():
             outputs = called(self.one_pass.model, trees.mapped(lambda leaf: leaf[:2].clone(), x))
-        directions = {
-            name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
-            for name, leaf in trees.named("", outputs)
-            if has_rows(leaf, 2) and leaf.is_floating_point()
-        }
-        return x, directions
+        return x, _random_directions(outputs, 2, count, generator)
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
@@ -231,6 +296,25 @@ def _beside(odd: float, place: int | slice, leaf: Tensor) -> Tensor:
     leaf = leaf.clone()
     leaf[place] = odd if leaf.is_floating_point() else bool(odd)
     return leaf
+
+
+def _replaced(x: Tree, former: Tensor, leaf: Tensor) -> Tree:
+    return trees.mapped(lambda other: leaf if other is former else other, x)
+
+
+def _is_usable(output: Any) -> bool:
+    return not isinstance(output, Tensor) or bool(output.isfinite().all())
+
+
+def _random_directions(
+    outputs: Any, rows: int, count: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return ``count`` random directions for each of the outputs that has ``rows`` rows."""
+    return {
+        name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
+        for name, leaf in trees.named("", outputs)
+        if has_rows(leaf, rows) and leaf.is_floating_point()
+    }
 
 
 def _numbers(parts: Parts) -> list[Tensor]:

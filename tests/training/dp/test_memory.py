@@ -12,9 +12,11 @@ from flower_ext.training.dp import clipped_gradient
 from tests.support.jobs import problem
 from tests.support.keeping import (
     Attribute,
+    ByAFunction,
     FirstOnly,
     Global,
     Hooked,
+    InAnotherClass,
     Keeping,
     Listed,
     OddOnly,
@@ -34,6 +36,8 @@ REFUSED = {
     "a list": (Listed, r"model\.kept"),
     "a class": (OfAClass, r"OfAClass\.kept"),
     "a global": (Global, r"global KEPT"),
+    "another class": (InAnotherClass, r"Shared\.largest"),
+    "a function": (ByAFunction, r"global KEPT"),
     "a hook": (Hooked, r"box of model\.layer"),
     "something odd": (OddOnly, r"model\.kept"),
     "the first example": (FirstOnly, r"model\.kept"),

@@ -61,3 +61,51 @@ def test_no_number_of_weights_makes_a_norm_too_small(kind):
         part = per_example.Products(torch.full((1, 1, 1), 2.0), long.unsqueeze(1))
         exact *= 4
     assert float(part.squares()) == pytest.approx(exact, rel=1e-5)
+
+
+def largest_total(part):
+    """Return the largest norm of a gradient divided by its norm as `squares` gives it."""
+    norms = part.squares().sqrt()
+    every = torch.eye(len(norms), dtype=torch.float64)
+    return max(float(part.total(one / norm).norm()) for one, norm in zip(every, norms, strict=True))
+
+
+@pytest.mark.parametrize("places", [2, 3, 40])
+@pytest.mark.parametrize("large", [1e4, 1e8, 1e12, 1e16])
+@pytest.mark.parametrize("kind", ["products", "lookups"])
+def test_in_float64_nothing_that_cancels_passes_unclipped(kind, large, places):
+    """Terms of opposite sign leave a remainder that is far smaller than their squares' rounding."""
+    draw = torch.Generator().manual_seed(0)
+    count, width = 12, 64
+    signs = torch.ones(places, dtype=torch.float64)
+    signs[0] = 1.0 - places
+    slopes = torch.randn(count, 1, width, generator=draw, dtype=torch.float64)
+    slopes = slopes * signs.view(-1, 1)
+    inputs = large * torch.randn(count, 1, width, generator=draw, dtype=torch.float64)
+    inputs = inputs + torch.randn(count, places, width, generator=draw, dtype=torch.float64)
+    if kind == "products":
+        part = per_example.Products(slopes, inputs)
+    else:  # one row looked up with slopes whose sum is small
+        words = torch.full((count, places), 3)
+        part = per_example.Lookups(inputs * signs.view(-1, 1), words, 50)
+    assert largest_total(part) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("exponent", [15, 18, 22, 30])
+@pytest.mark.parametrize("places", [1, 2])
+def test_squares_that_leave_the_range_of_single_precision_count(places, exponent):
+    """Tiny slopes of huge inputs, and the other way round."""
+    tiny = torch.full((1, places, 128), 1.3 * 10.0 ** (-exponent - 5))
+    huge = torch.full((1, places, 4096), 1.1 * 10.0**exponent)
+    exact = places * 1.43e-5 * (128 * 4096) ** 0.5
+    for part in (per_example.Products(tiny, huge), per_example.Products(huge, tiny)):
+        assert float(part.squares().sqrt()) == pytest.approx(exact, rel=1e-4)
+        assert largest_total(part) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e-23, 1e-19, 1.0, 1e19, 1e30])
+def test_rows_of_any_size_have_the_right_norm(value):
+    part = per_example.Rows(torch.full((2, 1000), value) * torch.tensor([[1.0], [0.0]]))
+    norms = part.squares().sqrt()
+    assert float(norms[0]) == pytest.approx(value * 1000**0.5, rel=1e-4)
+    assert float(norms[1]) == 0.0

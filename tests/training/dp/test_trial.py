@@ -1,0 +1,132 @@
+"""Models that mix examples of integers never have their gradients found in one pass."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flower_ext.training import ClippedGradient
+from flower_ext.training.blueprint import seeded
+from tests.support.jobs import problem
+
+
+class Pixels(nn.Module):
+    """Images in units of the brightest pixel of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.layer((x.float() / x.max()).flatten(1))
+
+
+class Text(nn.Module):
+    """Sums of words, in units of the longest text of the batch."""
+
+    def __init__(self, padding, vocabulary=50):
+        super().__init__()
+        self.padding = padding
+        self.table, self.layer = nn.Embedding(vocabulary, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        mask = x != self.padding
+        return self.layer((self.table(x) * mask.unsqueeze(2)).sum(1) / mask.sum(1).max())
+
+
+class Counts(nn.Module):
+    """Numbers in units of the largest one of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.layer(x / x.amax(0).clamp(min=1))
+
+
+class Apart(nn.Module):
+    """Means of words, each text by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(50, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.layer(self.table(x).mean(1))
+
+
+def texts(padding):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.full((20, 40), padding)
+    x[:, :2] = torch.randint(3, 40, (20, 2), generator=draw)
+    x[0] = torch.randint(3, 40, (40,), generator=draw)
+    return x
+
+
+def images():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (20, 1, 8, 8), generator=draw).to(torch.uint8)
+    x[0] = 255
+    return x
+
+
+def counts():
+    x = torch.randint(0, 2, (20, 10), generator=torch.Generator().manual_seed(0))
+    x[0] = 10_000
+    return x
+
+
+def summed(build, x, bound):
+    """Return the gradient, and how far the first record moves its sum, in clipping norms."""
+    task, y = problem(build), torch.arange(len(x)) % 3
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=bound)
+    every, less = gradient(params, x, y), gradient(params, x[1:], y[1:])
+    moved = math.sqrt(sum(float((every[n] - less[n]).square().sum()) for n in every))
+    return gradient, moved / bound
+
+
+@pytest.mark.parametrize(
+    ("build", "x", "bound"),
+    [
+        (Pixels, images(), 0.5),
+        (lambda: Text(2), texts(2), 0.5),
+        (lambda: Text(49), texts(49), 0.5),
+        (Counts, counts(), 1.0),
+    ],
+    ids=["pixels", "text", "text with the last word as padding", "counts"],
+)
+def test_examples_that_integers_mix_are_kept_apart(build, x, bound):
+    gradient, moved = summed(build, x, bound)
+    assert gradient.in_one_pass is False
+    assert moved <= 1 + 1e-6
+
+
+def test_texts_that_are_apart_pass_together():
+    """Although the model has no row for most integers that a trial draws."""
+    gradient, moved = summed(Apart, texts(2), 0.01)
+    assert gradient.in_one_pass is True
+    assert moved <= 1 + 1e-6
+
+
+def test_trials_move_no_draw_of_the_first_training_in_a_process():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x + 0.1 * torch.randn_like(x))
+
+    task = problem(Noisy)
+    params = task.initial_params(0)
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+
+    def summed():
+        with seeded(1, devices=False):
+            return ClippedGradient(task, list(params), clipping_norm=1.0)(params, x, y)
+
+    first, second = summed(), summed()
+    assert all(torch.equal(first[name], second[name]) for name in params)
