@@ -56,6 +56,7 @@ from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.protections import ClipUpdate, ProtectedByServer, Protection
 from flower_ext.privacy.updates import l2_norm
+from flower_ext.training.isolation import isolated
 
 
 def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
@@ -79,7 +80,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         if asks_identity(message):
             return Message(identity(context.node_config), reply_to=message)
         if is_rehearsal(message):
-            with hidden_errors(context):
+            with hidden_errors(context), isolated():
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 l2_norm(_update(call_next(_without_facts(message), context), received))
             return Message(RecordDict(), reply_to=message)
@@ -94,7 +95,8 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return call_next(message, context)
         still = {name: np.zeros_like(array) for name, array in received.items()}
         try:
-            update = _update(call_next(_without_facts(message), context), received)
+            with isolated():
+                update = _update(call_next(_without_facts(message), context), received)
             norm = l2_norm(update)
         except Exception as error:  # a record may have caused any error
             log_unmoved(error)

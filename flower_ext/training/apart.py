@@ -7,10 +7,12 @@ users, or of other clients, which no clipping of each update bounds.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +64,14 @@ class _Trial:
         return 0
 
 
+def _positions(of_numpy: Any = None, of_python: Any = None) -> tuple[object, ...]:
+    """Return what a draw changes in the global generators, or in earlier states of them."""
+    numpy_state = np.random.get_state(legacy=False) if of_numpy is None else of_numpy  # noqa: NPY002
+    state = numpy_state["state"]
+    drawn = state["pos"] if "pos" in state else repr(state), numpy_state["has_gauss"]
+    return (*drawn, random.getstate() if of_python is None else of_python)
+
+
 def _one_row(leaf: Tensor) -> Tensor:
     return leaf.new_zeros((1, *leaf.shape[1:]))
 
@@ -97,7 +107,14 @@ def _shared(
     # A model that no training has: what changes in it, all models share.
     with seeded(0, devices=task.torch_device().type != "cpu"):
         beside = in_training(task.model().to(task.torch_device()))
-    first = trained(usual)
+    draws = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
+    try:
+        first = trained(usual)
+        if _positions() != _positions(*draws):
+            return "the global generator of numpy.random or random (draw from torch.rand instead)"
+    finally:
+        np.random.set_state(draws[0])  # noqa: NPY002
+        random.setstate(draws[1])
     before = state_of(model=beside, loss=loss)
     for features in (other, *trees.split(odd, 1)[: len(ODD)]):
         trained(features)

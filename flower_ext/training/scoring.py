@@ -18,6 +18,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.calls import call, spared
+from flower_ext.training.isolation import isolated
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
 
@@ -119,7 +120,8 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
     metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
     for name, metric in metrics.items():
         try:
-            scores[name] = float(metric(outputs, targets))
+            with isolated():
+                scores[name] = float(metric(outputs, targets))
         except Exception as error:  # of this score alone, of any type
             scores[name], errors[name] = math.nan, error
     if len(errors) == len(scores):
@@ -222,7 +224,8 @@ def _outputs(
 
 def _or_error(function: Callable[..., R], *given: object) -> R | Exception:
     try:
-        return function(*given)
+        with isolated():
+            return function(*given)
     except Exception as error:  # a model or a loss may raise anything for a client's examples
         return error
 

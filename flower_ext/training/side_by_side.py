@@ -14,6 +14,7 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.batched.many import train_each
 from flower_ext.training.dp.dp_sgd import ClippedJob, StepNoise, train_clipped_steps
+from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -140,10 +141,10 @@ def side_by_side(
 
     def go_on(index: int, steps: Steps[T], trained: Any) -> None:
         try:
-            if isinstance(trained, Exception):
-                waiting[index] = steps, steps.throw(trained)
-            else:
-                waiting[index] = steps, steps.send(trained)
+            with isolated():
+                failed = isinstance(trained, Exception)
+                training = steps.throw(trained) if failed else steps.send(trained)
+            waiting[index] = steps, training
         except StopIteration as end:
             results[index] = attempted(finish, index, end.value)
         except Exception as error:  # an error of this run alone, of any type
@@ -171,7 +172,8 @@ def side_by_side(
 def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
     """Return the result of one client's step, or its error, which affects no other client."""
     try:
-        return step(*given)
+        with isolated():
+            return step(*given)
     except Exception as error:  # data and methods may raise anything
         return error
 
@@ -186,7 +188,10 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
     states = [job.generator.get_state() for job in jobs]
     solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
     try:
-        for model in solve(jobs):
+        models = iter(solve(jobs))
+        while done < len(jobs):
+            with isolated():
+                model = next(models)
             yield model
             done += 1
     except Exception as error:  # training each alone finds out which one raises

@@ -2,7 +2,8 @@
 
 A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
 in a variable that a function or a hook encloses, or in a global variable, also by way of functions
-and classes of the same project. `state_of` reads them all, and `changed` names those that differ. A trial that runs the model finds what hides elsewhere.
+and classes of the same project. `state_of` reads them all, and `changed` names those that differ. A
+trial that runs the model finds what hides elsewhere.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from flower_ext.federation.failures import CLIENT_APP_RAISED, STAYS_THERE, faile
 from flower_ext.federation.packing import TOGETHER, packed, unpacked
 from flower_ext.federation.uploads import Upload, UploadReply
 from flower_ext.training import MEMORY_LIMIT
+from flower_ext.training.isolation import isolated
 
 Answer = RecordDict | Upload | Exception
 """One client's answer in a list of several clients' answers."""
@@ -62,7 +63,8 @@ class CohortApp(ClientApp):
         answer = self.together[messages[0].metadata.message_type]
         contents: Sequence[Answer]
         try:
-            contents = answer(messages, contexts, memory_limit=memory_limit)
+            with isolated():
+                contents = answer(messages, contexts, memory_limit=memory_limit)
         except Exception as error:  # in a shared part, such as the task
             contents = [error] * len(messages)
         replies = []
@@ -119,7 +121,8 @@ def _answered(
 ) -> Message:
     before = context.state.copy()
     try:
-        reply = answer(message, context)
+        with isolated():
+            reply = answer(message, context)
         if not isinstance(reply, Message) or not isinstance(context.state, RecordDict):
             raise TypeError("the ClientApp returned no Message, or its context.state is none")
         return reply

@@ -22,6 +22,7 @@ from flower_ext.federation.failures import place
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import Protection
 from flower_ext.training import Params, Task
+from flower_ext.training.isolation import isolated
 from flower_ext.training.params import is_finite
 from flower_ext.training.side_by_side import Steps
 
@@ -50,7 +51,8 @@ def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
         Any error of ``Task.data``. With ``hidden``, the client's log has these errors instead.
     """
     try:
-        data = task.data(partition)
+        with isolated():
+            data = task.data(partition)
         if not isinstance(data, ClientData):
             raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
     except Exception as error:
@@ -115,10 +117,12 @@ def _unmoved_trainings(
 ) -> Steps[LocalResult]:
     """Run ``local_update``; a failed training without noise leaves its model unchanged."""
     trained: Any = None
-    run = local_update(work)
+    with isolated():
+        run = local_update(work)
     while isinstance(run, Generator):
         try:
-            wanted = run.send(trained)
+            with isolated():
+                wanted = run.send(trained)
         except StopIteration as end:
             run = end.value
             break

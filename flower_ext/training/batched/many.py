@@ -19,6 +19,7 @@ from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
 from flower_ext.training.batched.network import CompiledNetwork, compiled
 from flower_ext.training.hulls import hull_of
+from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -130,9 +131,12 @@ def train_surely(
         own = [jobs[index]() for index in left]
         numbers = [*left]
         try:
-            for group, rows in train_groups(
+            groups = train_groups(
                 task, own, trained=trained, memory_limit=memory_limit, steady=True
-            ):
+            )
+            while left:
+                with isolated():
+                    group, rows = next(groups)
                 done = [numbers[index] for index in group]
                 left = [index for index in left if index not in set(done)]
                 yield done, rows

@@ -1,0 +1,147 @@
+"""One client's code changes nothing in the process that another client's training sees."""
+
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.client import unmoved
+from flower_ext.privacy import FullParticipation, ReleasePlan
+from flower_ext.training import LocalTraining, Task
+from flower_ext.training.isolation import ClientCrashed, isolated
+
+CLIENTS, NORM = 8, 0.05
+CHANGES = {
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "type": lambda: torch.set_default_dtype(torch.float64),
+}
+
+
+class Layers(torch.nn.Module):
+    """A model that takes one of two layers, by a draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.one(x) if self.training and self.draw() < 0.5 else self.other(x)
+
+    def draw(self):
+        return float(torch.rand(()))
+
+
+class OfNumpy(Layers):
+    """Its draws come from NumPy's global generator."""
+
+    def draw(self):
+        return np.random.uniform()  # noqa: NPY002
+
+
+class OfPython(Layers):
+    """Its draws come from Python's global generator."""
+
+    def draw(self):
+        return random.random()
+
+
+def released(odd, model=Layers, *, count=16):
+    """Return the released sum; the first client, if ``odd``, does something before its data."""
+
+    def data(client):
+        x = torch.randn(16, 3, generator=torch.Generator().manual_seed(client))
+        if client == 0 and odd is not None:
+            odd()
+        number = count if client == 0 else 16
+        examples = Examples(x[:number], (x[:number, 0] > 0).long())
+        return ClientData(train=examples, test=examples)
+
+    plan = ReleasePlan(
+        sampling=FullParticipation(CLIENTS),
+        clipping_norm=NORM,
+        noise_multiplier=1.0,
+        rounds=1,
+        delta=1e-5,
+    )
+    task = Task(model=model, data=data)
+    local = LocalTraining(epochs=1, batch_size=4, learning_rate=1.0)
+    strategy = DPFedAvg(plan=plan, local=local, seed=1, seeded_noise=True, evaluate_every=0)
+    grid = InProcessGrid(DPFedAvg.client_app(task, allow_seeded_noise=True), CLIENTS)
+    result = strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=1)
+    return CLIENTS * np.concatenate([a.numpy().ravel() for a in result.arrays.values()])
+
+
+def moved(odd, model=Layers, **changes):
+    usual, other = released(None, model), released(odd, model, **changes)
+    return np.linalg.norm(usual.astype(float) - other) / NORM
+
+
+class Noisy(torch.nn.Linear):
+    """A model that only trains alone, so that each client's settings matter."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x):
+        return super().forward(x + 0.01 * torch.randn_like(x))
+
+
+def raising(change):
+    def odd():
+        change()
+        raise ValueError("odd record")
+
+    return odd
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_that_a_client_leaves_move_the_sum_by_one_norm_at_most(name):
+    assert moved(raising(CHANGES[name]), Noisy) <= 1 + 1e-5
+
+
+def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
+    monkeypatch.setattr(unmoved, "isolated", nullcontext)
+    monkeypatch.setattr("flower_ext.training.side_by_side.isolated", nullcontext)
+    try:
+        assert moved(raising(CHANGES["gradients"]), Noisy) > 2
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("model", [OfNumpy, OfPython])
+def test_models_that_draw_from_shared_generators_are_refused(model):
+    """Their draws would depend on the numbers of other clients' records."""
+    with pytest.raises(FederationNotReady, match="changes while a model trains"):
+        released(None, model)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_block_restores_settings(name):
+    with isolated():
+        before = torch.empty(0)
+        with pytest.raises(ValueError, match="odd"), isolated():
+            raising(CHANGES[name])()
+        after = torch.empty(0)
+        assert before.dtype == after.dtype
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, BaseException])
+def test_a_crash_becomes_an_error_of_its_client(kind):
+    def odd():
+        raise kind("odd record")
+
+    with pytest.raises(ClientCrashed, match=kind.__name__), isolated():
+        odd()
+    assert moved(odd) <= 1 + 1e-5
+
+
+def test_the_user_can_interrupt():
+    with pytest.raises(KeyboardInterrupt), isolated():
+        raise KeyboardInterrupt
