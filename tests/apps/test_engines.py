@@ -198,7 +198,7 @@ def test_silos_on_ray_run_dp_sgd_as_in_one_process(flower, tmp_path):
 def test_a_failed_run_looks_failed(flower, tmp_path):
     settings = ("--set", "method=nonsense", "--set", f"run-directory={tmp_path / 'run'}")
     done = flower.command("flower-ext", "run", str(DP2_FEDSAM.folder), *settings)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "method='nonsense': expected one of" in done.stderr
 
 
@@ -238,7 +238,7 @@ def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tm
 )
 def test_secure_sums_are_the_same_run_wherever_clients_keep_their_secrets(where, flower, tmp_path):
     """On SuperNodes each message has a new process."""
-    settings = {"aggregation": "secure", "clients": 4}
+    settings = {"aggregation": "secure", "clients": 4, "colluding-share": 0.0}
     places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
     if where == "superlink":
         flower.deploy(nodes=4)
@@ -286,6 +286,7 @@ def test_scores_in_secure_sums_are_the_same_means_everywhere(where, flower, tmp_
         "evaluation-noise-multiplier": 0.5,
         "evaluation-loss-bound": 4.0,
         "clients": 4,
+        "colluding-share": 0.0,
     }
     places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
     if where == "superlink":
