@@ -68,6 +68,8 @@ nightly: install
 	$(PYTHON) -m venv --clear $(NIGHTLY)
 	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
 		> $$($(NIGHTLY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_above.pth
+	sed '1s|.*|#!$(abspath $(NIGHTLY))/bin/python|' $(BIN)/flower-ext > $(NIGHTLY)/bin/flower-ext
+	chmod +x $(NIGHTLY)/bin/flower-ext
 	$(NIGHTLY)/bin/pip install --quiet 'flwr-nightly>=1.41.0.dev0' 'certifi>=2026.10.19'
 	$(NIGHTLY)/bin/python -m pytest tests/federation/engines tests/federation/test_strategy.py tests/federation/test_flower_private.py tests/apps/test_engines.py
 
