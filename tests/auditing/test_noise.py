@@ -108,11 +108,11 @@ def data_of(name):
 
 
 def still(name):
-    """Return a task that moves no parameter."""
+    """Return a task that moves parameters by nothing beside the noise."""
     return Task(
         model=Net,
         data=data_of(name),
-        loss=lambda outputs, targets: 0.0 * outputs.sum(),
+        loss=lambda outputs, targets: 1e-12 * outputs.sum(),
         metrics={},
         device="cpu",
     )
