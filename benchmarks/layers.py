@@ -358,14 +358,19 @@ def by_dp_sgd(kind: Kind) -> Cell:
         ours = gradient(start, data.features, data.targets)
     except ValueError as error:
         return Cell(str(error), refused=True)
-    theirs = clipped_by_pytorch(kind, start, data, names)
+    theirs = clipped_by_pytorch(kind, start, data, names, width=gradient.width)
     one_by_one = "by vmap" if gradient.by_vmap else "one by one"
     how = "in one pass" if gradient.in_one_pass else one_by_one
     return Cell(f"equal, {how}", _off(ours, theirs, {}))
 
 
-def clipped_by_pytorch(kind: Kind, start: Params, data: Examples, names: list[str]) -> Params:
-    """Clip each example's gradient from its own pass; with dropout, from its row of one pass."""
+def clipped_by_pytorch(
+    kind: Kind, start: Params, data: Examples, names: list[str], *, width: int
+) -> Params:
+    """Clip each example's gradient from its own pass; with dropout, from its row of one pass.
+
+    Copies of the first example fill that pass up to its ``width``, as in `ClippedGradient`.
+    """
     draws = any(isinstance(module, nn.Dropout) for module in kind.build().modules())
     summed = {name: torch.zeros_like(start[name], dtype=torch.float64) for name in names}
     for row in range(len(data)):
@@ -373,8 +378,12 @@ def clipped_by_pytorch(kind: Kind, start: Params, data: Examples, names: list[st
         model.load_state_dict(start, strict=False)
         model.train()
         torch.manual_seed(0)
-        rows = slice(None) if draws else slice(row, row + 1)
-        outputs = model(data.features[rows])[row if draws else 0].unsqueeze(0)
+        rows = data.features[row : row + 1]
+        if draws:
+            torch.manual_seed(int(torch.randint(2**62, ())))
+            copies = data.features[:1].expand(width - len(data), *data.features.shape[1:])
+            rows = torch.cat([data.features, copies])
+        outputs = model(rows)[row if draws else 0].unsqueeze(0)
         nn.functional.cross_entropy(outputs, data.targets[row : row + 1]).backward()  # type: ignore[no-untyped-call]
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         slopes = {name: part.to_dense().double() for name, part in found.items()}
