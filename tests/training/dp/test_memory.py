@@ -112,7 +112,7 @@ class Counted(Buffered):
 
 
 def moved(gradient, params, x, y):
-    """How far the first record moves the sum, in clipping norms."""
+    """Return by how many clipping norms the first record moves the sum."""
     every, less = gradient(params, x, y), gradient(params, x[1:], y[1:])
     return math.sqrt(sum(float((every[n] - less[n]).square().sum()) for n in every)) / BOUND
 
