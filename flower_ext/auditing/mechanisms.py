@@ -116,7 +116,7 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` whose evaluations are summed securely over three clients, one of them the canary.
 
-    The canary reports an accuracy of 5, or has no test examples. Training moves nothing, and has
+    The canary reports an accuracy of 8, or has no test examples. Training moves nothing, and has
     so much noise that the evaluations determine ε.
     """
     plan = _plan(
@@ -135,7 +135,7 @@ def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         "scores in secure sums",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1),
         without=[rated(), rated(0.5), rated(0.5)],
-        present=[rated(5.0), rated(0.5), rated(0.5)],
+        present=[rated(8.0), rated(0.5), rated(0.5)],
         views=[AdversaryView.RELEASED_MODELS],
         rounds=rounds,
         metrics={"accuracy": lambda outputs, targets: float(targets.mean())},

@@ -51,10 +51,14 @@ SMALL = (faults.weights_of_two, faults.pair_masks_left_out, SILENT)
 """Faults that double an effect or less: they show sooner where ε is larger."""
 
 
+TRIALS = dict.fromkeys(POISSON, 800) | {"objective-perturbation": 400, "secure-scores": 250}
+"""Of each world, where 100 would find a planted fault by luck."""
+
+
 def planted():
     """(mechanism, fault, how to plant it, rounds, trials)."""
     for name in MECHANISMS:
-        trials = 800 if name in POISSON else 400 if name == "objective-perturbation" else 100
+        trials = TRIALS.get(name, 100)
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
             bare = faults.count_unnoised if name == "secure-scores" else faults.part_unnoised
