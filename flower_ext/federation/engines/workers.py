@@ -221,6 +221,13 @@ class Workers:
             process.start()
             there.close()
             self._others.append((process, ours))
+        if not all(self._receive(number) for number in range(1, self.count)):
+            self.abandon()
+            raise RuntimeError(
+                f"workers={self.count}: expected 1, because this process has trained before and "
+                "sees a GPU, after which PyTorch computes no gradients in forked processes: "
+                "start the run in a new process, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+            )
 
     def _serve(self, channel: _Channel, other_end: _Channel) -> None:
         """Answer for this process's clients until the server's process ends or asks to stop."""
@@ -229,6 +236,7 @@ class Workers:
         torch.seed()  # so that processes draw different numbers
         for other in (other_end, *(earlier for _, earlier in self._others)):
             other.connection.close()  # else this process would never see the server's end close
+        channel.share(_has_gradients())
         nodes: set[int] = set()
         kept: list[Upload] = []
         while True:
@@ -277,6 +285,15 @@ class Workers:
             "state of its clients is lost: see its error above; after exit code -9, take fewer "
             "workers, because the system may have run out of memory"
         )
+
+
+def _has_gradients() -> bool:
+    """Return False if PyTorch refuses to compute gradients in this process."""
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 def _facts(upload: Upload, *, with_norm: bool) -> _Facts:

@@ -1,5 +1,6 @@
 """Clients that several processes share are the clients of one."""
 
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -13,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Scaffold
 from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation.engines import workers
 from flower_ext.federation.engines.workers import WorkerLost, Workers
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
@@ -134,9 +136,9 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
 )
 def test_a_run_in_several_processes_is_that_in_one(strategy):
     finals = []
-    for workers in (1, 2):
+    for count in (1, 2):
         run = strategy(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1)
-        grid = InProcessGrid(type(run).client_app(task()), num_clients=9, workers=workers)
+        grid = InProcessGrid(type(run).client_app(task()), num_clients=9, workers=count)
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         grid.workers.gather()
         assert run.refusals == []
@@ -166,6 +168,16 @@ def test_updates_that_are_only_added_up_are_not_fetched_from_their_process(monke
     grid.workers.gather()
     assert run.refusals == []
     assert fetched == []
+
+
+def test_processes_that_cannot_train_end_the_run_before_its_first_round(monkeypatch):
+    """As where a process that sees a GPU has trained before it forks."""
+    monkeypatch.setattr(workers, "_has_gradients", lambda: False)
+    run = DPFedAvg(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), local=SGD, seed=1)
+    grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=9, workers=2)
+    with pytest.raises(RuntimeError, match="workers=2: expected 1.*start the run in a new process"):
+        run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=1)
+    assert not multiprocessing.active_children()
 
 
 def test_bad_numbers_of_workers_are_refused():

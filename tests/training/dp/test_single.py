@@ -80,7 +80,7 @@ def task_of(build):
     def data(client):
         raise NotImplementedError
 
-    return Task(model=build, data=data, loss=functional.cross_entropy)
+    return Task(model=build, data=data, loss=functional.cross_entropy, device="cpu")
 
 
 REFUSED = {
@@ -144,7 +144,7 @@ def contrastive(outputs, targets):
 
 def of_labels(count, loss, first=0):
     """Train for nothing on labels from ``first``."""
-    task = Task(model=LINEAR, data=task_of(LINEAR).data, loss=loss)
+    task = Task(model=LINEAR, data=task_of(LINEAR).data, loss=loss, device="cpu")
     params = task.initial_params(0)
     gradient = ClippedGradient(task, [*params], clipping_norm=1.0)
     features = torch.rand(count, 6, generator=torch.Generator().manual_seed(0))
