@@ -16,6 +16,7 @@ from rich.progress import track
 
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import num_nodes
 
 Config = dict[str, bool | float | int | str]
 
@@ -85,9 +86,11 @@ def run(app: Path, config: Config) -> RunDirectory:
     import torch
 
     torch.set_num_threads(1)
+    clients = num_nodes(config)
+    assert clients is not None
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with redirect_stdout(StringIO()):
-        run_app(app, config)
+        run_app(app, config, clients=clients)
     return RunDirectory.open(path)
 
 

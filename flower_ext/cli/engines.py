@@ -28,7 +28,9 @@ _LOOK_EVERY = 5
 """Seconds between two calls of ``watch``."""
 
 
-def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: RunView) -> None:
+def in_one_process(
+    app: Path, config: Mapping[str, Any], clients: int, workers: int, view: RunView
+) -> None:
     """Run an app in one process, with ``workers`` − 1 further processes that share its clients.
 
     The function passes an interruption on as SIGTERM. The run then has `GRACE` seconds to write
@@ -41,7 +43,7 @@ def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: Run
     KeyboardInterrupt
         The run was interrupted, and its process has ended.
     """
-    command = [sys.executable, "-m", _PROGRAM, str(app), str(workers)]
+    command = [sys.executable, "-m", _PROGRAM, str(app), str(workers), str(clients)]
     program = view.follow(command)
     try:
         program.tell(json.dumps(dict(config)))

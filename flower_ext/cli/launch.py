@@ -104,7 +104,8 @@ def launch(
             if env is None:
                 env = environment()
             if in_process:
-                in_one_process(app, run.config, workers, view)
+                assert run.nodes is not None  # `prepare` refuses an unknown number
+                in_one_process(app, run.config, run.nodes, workers, view)
             elif superlink is not None:
                 on_superlink(app, run.changes, [superlink], env, view)
             else:

@@ -103,8 +103,9 @@ def prepare(
     if clients is not None:
         if setting is None:
             raise InvalidValue(
-                f"--clients={clients}: {app} has no setting for the number of clients; add "
-                "'clients' to [tool.flwr.app.config] of its pyproject.toml"
+                f"--clients={clients}: {app} has no setting for the number of clients; give "
+                f"--in-process --nodes={clients}, or add 'clients' to [tool.flwr.app.config] of "
+                "its pyproject.toml"
             )
         changes[setting] = clients
     if (here or runs is not None) and not config.get("run-directory", True):
@@ -122,10 +123,9 @@ def prepare(
         console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
     count = nodes if setting is None else num_nodes(config)
     if superlink is None and count is None:
-        alone = "" if in_process else ", or give --nodes=N"
         raise InvalidValue(
             f"{app} has no setting 'clients', so the number of clients is unknown; add clients = N "
-            f"to [tool.flwr.app.config] of its pyproject.toml{alone}"
+            "to [tool.flwr.app.config] of its pyproject.toml, or give --nodes=N"
         )
     if here and not config.get("data-folder", True):
         from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds

@@ -25,8 +25,8 @@ an error, a missing array, NaN  an update of zeros with noise, as from a client 
 In the last case an error reply would reveal something about a record, because a record may have
 caused the error. As a consequence the server cannot see that a ClientApp breaks during a run. If
 the model does not improve, read the nodes' logs. Before the first round the server lets up to three
-clients train in turn, until one can. Of these trainings the mod sends only that they succeeded or
-failed, which the guarantee does not cover.
+clients train in turn, until one can. Of these trainings the mod sends only that they succeeded, by
+an update of zeros, or failed; the guarantee does not cover that.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             with hidden_errors(context), isolated():
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 l2_norm(_update(call_next(_without_facts(message), context), received))
-            return Message(RecordDict(), reply_to=message)
+            learned_nothing = records.to_record(_zeros(received))
+            return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
             with knowing_no_data():
                 facts, protection, noise = _asked(message, context, allow_seeded_noise)
@@ -93,7 +94,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return failed(mod, message, context, error)
         if not isinstance(protection, ClipUpdate):
             return call_next(message, context)
-        still = {name: np.zeros_like(array) for name, array in received.items()}
+        still = _zeros(received)
         try:
             with isolated():
                 update = _update(call_next(_without_facts(message), context), received)
@@ -130,7 +131,8 @@ def _asked(
         found = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {found!r}, expected that of "
-            "a ReleasePlan; run DPFedAvg(plan=ReleasePlan(...)) on the server, or remove the mod"
+            "a ReleasePlan; run DPFedAvg(plan=ReleasePlan(...)) on the server, or remove the mod. "
+            "If the server does run it, another mod took the settings out: put this one first"
         )
     assert protection is not None
     policy = NodePolicy(context, allow_seeded_noise)
@@ -158,7 +160,10 @@ def _update(reply: Message, received: records.Arrays) -> records.Arrays:
     returned = _model_in(reply)
     for name, base in received.items():
         if name not in returned:
-            raise InvalidValue(f"the ClientApp returned no {name!r}: expected every received array")
+            raise InvalidValue(
+                f"the ClientApp returned {records.names_in(returned)}, but no {name!r}: expected "
+                f"every received array{records.WRAPPED}"
+            )
         own = returned[name]
         if own.shape != base.shape or own.dtype != base.dtype:
             raise InvalidValue(
@@ -167,6 +172,10 @@ def _update(reply: Message, received: records.Arrays) -> records.Arrays:
             )
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for NaN and inf
         return {name: np.asarray(returned[name] - received[name]) for name in _floating(received)}
+
+
+def _zeros(arrays: records.Arrays) -> records.Arrays:
+    return {name: np.zeros_like(array) for name, array in arrays.items()}
 
 
 def _floating(arrays: records.Arrays) -> list[str]:

@@ -27,9 +27,11 @@ PARTITION = "partition-id"
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
-"""Record of the answer. In a plain training message, which a mod reads, it is the question."""
+"""Record of the answer."""
 FOR_MODS = "flower-ext/"
 """Prefix of the settings that mods of this package read in a plain message, and take out of it."""
+_WHO = "identity"
+"""Fact of a training message without a model, by which the server asks a mod for a partition."""
 REHEARSAL = "rehearsal"
 """Fact of a training message before the first round, whose update the server drops."""
 _CONFIG = "config"
@@ -122,7 +124,12 @@ def refuse_foreign(
             f"{fix}{said}"
         )
     if client_protects:
-        mods = "give it mods=[flower_ext.federation.client_level_dp_mod()], " if mod else ""
+        mods = (
+            "give it mods=[flower_ext.federation.client_level_dp_mod(), ...], that mod before all "
+            "others of ClientApp(mods=...), "
+            if mod
+            else ""
+        )
         raise FederationNotReady(
             "the plan leaves noise to the clients, but the ClientApp does not know how: "
             f"{mods}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
@@ -179,7 +186,9 @@ class Roster:
         foreign = not told
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
-            question = RecordDict({_IDENTITY_RECORD: ConfigRecord()})
+            # The settings are those of any training, because mods before ours may read them.
+            settings = ConfigRecord({"server-round": 0, FOR_MODS + _WHO: True})
+            question = RecordDict({_CONFIG: settings})
             told, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
             told = {node: own for node, own in told.items() if own is not None}  # a mod's answers
         numbered = dict(enumerate(nodes))
@@ -253,7 +262,7 @@ def _by_partition(told: Mapping[int, object], population: int, together: int) ->
 
 def asks_identity(message: Message) -> bool:
     """Return True if a plain training message only asks a mod for its node's partition."""
-    return set(message.content) == {_IDENTITY_RECORD}
+    return _WHO in facts_for_mods(message)
 
 
 def facts_for_mods(message: Message) -> dict[str, Any]:

@@ -23,6 +23,11 @@ from flower_ext.federation.progress import Progress
 _REHEARSALS = 3
 """Clients that may try to train before round 1, until one can."""
 
+_BEFORE_OURS = (
+    ". A mod before client_level_dp_mod in ClientApp(mods=...) sees what that sends, without "
+    "metrics: put client_level_dp_mod first"
+)
+
 T = TypeVar("T")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
 
@@ -139,8 +144,6 @@ class Exchange:
                 if answer.has_error():
                     reason = said(answer.error)
                     continue
-                if not answer.content:  # a mod of this package has read the update
-                    return
                 try:
                     read(answer)
                 except Exception as error:  # whatever a reply provokes
@@ -150,7 +153,7 @@ class Exchange:
         raise FederationNotReady(
             f"the ClientApp cannot take part: {len(partitions)} of {len(partitions)} clients made "
             f"no usable update of the first training message ({reason}). No round began, and no "
-            "privacy was spent"
+            f"privacy was spent{_BEFORE_OURS if self.roster.protects else ''}"
         )
 
     def query(

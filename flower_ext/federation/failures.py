@@ -26,6 +26,8 @@ R = TypeVar("R")
 
 CLIENT_APP_RAISED = 2
 """Error code of a reply whose ClientApp raised an exception, as in Flower's own engines."""
+MOD_REFUSED = 6
+"""Error code of a mod of Flower that does not find in a message what its own strategy sends."""
 TOLD = 100
 """Error code of a reply whose text does not depend on the client's data."""
 STAYS_THERE = "the client failed; the reason is in its own log"
@@ -94,6 +96,11 @@ def said(error: Error) -> str:
     if error.code == CLIENT_APP_RAISED:
         return STAYS_THERE
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
+    if error.code == MOD_REFUSED:
+        return (
+            "a mod of the ClientApp refused the message; take the mods of the former strategy out "
+            f"of ClientApp(mods=...): {printable(last)}"
+        )
     return f"the client failed: {printable(last)}"
 
 

@@ -63,10 +63,10 @@ class Progress:
         for refusal in refusals[:MOST_SHOWN]:
             log.warning("refused reply: %s", refusal)
         if (more := len(refusals) - MOST_SHOWN) > 0:
-            log.warning(
-                "and %d more were refused (missing.jsonl in the run directory has the reasons)",
-                more,
+            where = (
+                "strategy.refusals" if self.run is None else "missing.jsonl in the run directory"
             )
+            log.warning("and %d more were refused (%s has the reasons)", more, where)
 
     def missing(
         self, kind: str, server_round: int, partitions: Sequence[int], refusals: Sequence[str]

@@ -72,6 +72,14 @@ LONGEST_NAME = 100
 """Most characters of a metric's name."""
 LONGEST_REASON = 1_000
 """Most characters of a refusal, because a client wrote part of it."""
+_NAMES_SHOWN = 3
+"""Most names of arrays in a refusal."""
+
+WRAPPED = (
+    "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
+    "state_dict of the model itself"
+)
+"""What may be wrong with the names of the arrays that a ClientApp returns."""
 
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
 
@@ -311,13 +319,24 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
     elif trust_models and isinstance(sent := content.get(MODEL), ArrayRecord):
-        known = {name: sent[name] for name in base if name in sent}  # it may return more
-        model = _checked(known, base)
+        if missing := sorted(base.keys() - sent.keys()):
+            raise RefusedReply(
+                f"the ClientApp returned {names_in(sent)}, but no {missing[0]!r}: expected every "
+                f"array that it received{WRAPPED}"
+            )
+        model = _checked({name: sent[name] for name in base}, base)  # it may return more
         arrays = {name: model[name] - base[name] for name in base}
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
         raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
     return Update(arrays, _metrics(content))
+
+
+def names_in(arrays: Iterable[str]) -> str:
+    """Return the first names of a model's arrays, for a message."""
+    names = sorted(arrays)
+    shown = [repr(name[:LONGEST_NAME]) for name in names[:_NAMES_SHOWN]]
+    return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "no arrays"
 
 
 def read_metrics(reply: Message) -> dict[str, float]:
@@ -340,6 +359,8 @@ def _metrics(content: RecordDict) -> dict[str, float]:
 def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for name, value in items:
+        if isinstance(value, list):  # Flower has lists of numbers too; they are no scores
+            continue
         if not (name.isprintable() and 0 < len(name) <= LONGEST_NAME):
             raise RefusedReply(
                 f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"

@@ -67,6 +67,8 @@ def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
     with pytest.raises(InvalidValue, match="--clients=7: .* has no setting for the number .*add"):
         prepare(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
+    run = prepare(FOREIGN.folder, runs=tmp_path, nodes=7, in_process=True)
+    assert run.nodes == 7
 
 
 def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):

@@ -96,12 +96,20 @@ def run(app: ClientApp, strategy=None, rounds: int = 2, grid=None):
     return strategy.start(grid, start(), num_rounds=rounds), strategy, grid
 
 
-def replies_of_training(grid):
+def replies_of_training(grid, *, rehearsal=False):
+    """Return the replies of rounds, or those of the rehearsal, which are zeros."""
     return [
         m
         for m in grid.received
-        if m.metadata.message_type == "train" and m.content and "identity" not in m.content
+        if m.metadata.message_type == "train"
+        and m.content
+        and "identity" not in m.content
+        and rehearsal == is_zero(m.content.get(records.UPDATE, {}))
     ]
+
+
+def is_zero(update) -> bool:
+    return bool(update) and not any(array.numpy().any() for array in update.values())
 
 
 # In a run ---------------------------------------------------------------------------------------
@@ -153,9 +161,9 @@ def test_nothing_but_the_noised_update_leaves_the_client():
     _, strategy, grid = run(foreign_app(more=more))
     sent = replies_of_training(grid)
     assert len(sent) == 2 * CLIENTS
-    assert sum(m.has_content() and not m.content for m in grid.received) == 1  # the rehearsal's
     assert strategy.refusals == []
-    for reply in sent:
+    (rehearsed,) = replies_of_training(grid, rehearsal=True)
+    for reply in [*sent, rehearsed]:
         assert set(reply.content) == {records.UPDATE}
         assert set(reply.content[records.UPDATE]) == set(START)
 
@@ -315,6 +323,52 @@ def test_personal_layers_stay_on_the_client_though_the_app_returns_its_whole_mod
     assert set(replies_of_training(grid)[0].content[records.UPDATE]) == {"w", "t"}
     with pytest.raises(UnshareableModel):
         DPFedAvg(plan=plan(), evaluate_every=0).start(grid, whole, num_rounds=1)
+
+
+# Among other mods ---------------------------------------------------------------------------------
+
+
+def reads_round(message, context, call_next):
+    """Read what every training of Flower has, as a mod that logs does."""
+    if message.metadata.message_type == "train":
+        assert message.content["config"]["server-round"] in (0, 1, 2)
+    return call_next(message, context)
+
+
+def reads_metrics(message, context, call_next):
+    reply = call_next(message, context)
+    if reply.has_content() and message.metadata.message_type == "train":
+        assert reply.content["metrics"]["num-examples"] == LOUD["num-examples"]
+    return reply
+
+
+def halves(message, context, call_next):
+    """Compress what leaves the client, which the server cannot read then."""
+    reply = call_next(message, context)
+    for name, record in list(reply.content.array_records.items()):
+        half = {key: Array(array.numpy().astype(np.float16)) for key, array in record.items()}
+        reply.content[name] = ArrayRecord(half)
+    return reply
+
+
+def mods_of(before=(), after=()):
+    return [*before, client_level_dp_mod(allow_seeded_noise=True), *after]
+
+
+def test_mods_after_ours_see_a_plain_app_and_one_before_may_read_the_settings():
+    for mods in (mods_of(after=[reads_round, reads_metrics]), mods_of(before=[reads_round])):
+        _, strategy, _ = run(foreign_app(mods=mods))
+        assert strategy.refusals == []
+        assert strategy.participations.rounds == 2
+
+
+@pytest.mark.parametrize("before", [reads_metrics, halves])
+def test_a_mod_before_ours_that_spoils_uploads_ends_the_run_before_privacy_is_spent(before):
+    strategy = DPFedAvg(plan=plan(), evaluate_every=0)
+    with pytest.raises(FederationNotReady, match=r"that mod before all others|put .* first"):
+        run(foreign_app(mods=mods_of(before=[before])), strategy)
+    assert strategy.participations.rounds == 0
+    assert strategy.guarantees() == []
 
 
 # What a client's data may do --------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_of_many_refusals_the_log_quotes_three_and_counts_the_others(logged):
     refusals = [f"round 1, node {node}: 'w' holds values above 1e+15" for node in range(50)]
     assert list(progress.answered("train", [], refusals)) == []
     quoted = [f"refused reply: {refusal}" for refusal in refusals[:3]]
-    said = "and 47 more were refused (missing.jsonl in the run directory has the reasons)"
+    said = "and 47 more were refused (strategy.refusals has the reasons)"
     assert lines(logged) == [*quoted, said]
 
 

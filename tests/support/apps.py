@@ -117,4 +117,5 @@ PRIVATE_FINETUNING = App(
 )
 OWN = App(folder=Path(__file__).parent / "own_app", small={})
 TEXTS = App(folder=Path(__file__).parent / "text_project", small={})
+EXAMPLES = App(folder=Path(__file__).parent / "flower_examples", small={})
 FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

@@ -1,7 +1,7 @@
 """Run an app in this process, or with its clients shared among several worker processes.
 
-The command line names the app's folder and the number of workers; standard input holds the whole
-run configuration, as JSON. People use ``flower-ext run FOLDER --in-process``, which fills in the
+The command line names the app's folder and the numbers of workers and clients; standard input holds
+the whole run configuration, as JSON. People use ``flower-ext run FOLDER --in-process``, which fills in the
 app's defaults.
 """
 
@@ -22,7 +22,6 @@ from flwr.serverapp import ServerApp
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
-from flower_ext.runs.settings import num_nodes
 
 REFUSED = 2
 """Exit status for a refused value, that of all commands."""
@@ -44,12 +43,10 @@ def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
     return found[0], found[1]
 
 
-def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessGrid:
-    """Run an app with as many clients as its setting ``clients`` or ``num-silos``."""
+def run_app(folder: Path, config: UserConfig, *, clients: int, workers: int = 1) -> InProcessGrid:
+    """Run the app of a folder with ``clients`` clients."""
     server, client = load_app(folder.absolute())
-    count = num_nodes(config)
-    assert count is not None
-    return run_in_process(server, client, num_clients=count, run_config=config, workers=workers)
+    return run_in_process(server, client, num_clients=clients, run_config=config, workers=workers)
 
 
 def main() -> None:
@@ -59,7 +56,8 @@ def main() -> None:
     """
     former = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
+        workers, clients = int(sys.argv[2]), int(sys.argv[3])
+        run_app(Path(sys.argv[1]), json.load(sys.stdin), clients=clients, workers=workers)
     except KeyboardInterrupt as end:
         if end.args:
             sys.exit(128 + signal.SIGTERM)
