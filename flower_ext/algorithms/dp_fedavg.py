@@ -177,7 +177,9 @@ class Hosted(DPFedAvg):
     ----------
     server : FedAvg
         Strategy that turns the accepted models, weighted by their numbers of examples, into the
-        next model. The plan chooses the cohort; the strategy's ``fraction_train`` has no effect.
+        next model. The plan chooses the cohort, and all clients evaluate: the strategy's
+        ``fraction_train``, ``fraction_evaluate`` and functions that aggregate metrics have no
+        effect.
     plan : PrivacyPlan
         Any plan but a `ReleasePlan`, without Poisson sampling, because Flower's strategies wait
         for a cohort of a fixed size.

@@ -136,7 +136,7 @@ class Progress:
         if row.get("topped_up_stddev"):
             parts.append("the server topped up the noise")
         if row.get("discarded"):
-            parts.append("round discarded, and spent nevertheless")
+            parts.append("round discarded")
         if refused := row.get("refused", 0):
             parts.append(f"{refused:.0f} refused")
         log.info(" · ".join(parts))

@@ -79,7 +79,7 @@ WRAPPED = (
     "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
     "state_dict of the model itself"
 )
-"""What may be wrong with the names of the arrays that a ClientApp returns."""
+"""Likely reason why a ClientApp returns arrays of other names."""
 
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
 

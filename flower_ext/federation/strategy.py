@@ -215,7 +215,8 @@ class FederatedStrategy(Evaluating):
             summed = self.combine if self.secure_round is None else self.secure_round.combine
             aggregate = summed(updates)
         except RoundDiscarded as reason:
-            log.warning("round %d discarded: %s", server_round, reason)
+            spent = "" if self.accounted.delta is None else "; its privacy is spent nevertheless"
+            log.warning("round %d discarded: %s%s", server_round, reason, spent)
             self.progress.row["discarded"] = 1
             release.discard(str(reason))
             return None

@@ -1,8 +1,8 @@
 """Run an app in this process, or with its clients shared among several worker processes.
 
 The command line names the app's folder and the numbers of workers and clients; standard input holds
-the whole run configuration, as JSON. People use ``flower-ext run FOLDER --in-process``, which fills in the
-app's defaults.
+the whole run configuration, as JSON. People use ``flower-ext run FOLDER --in-process``, which fills
+in the app's defaults.
 """
 
 from __future__ import annotations

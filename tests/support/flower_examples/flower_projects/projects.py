@@ -10,7 +10,7 @@ from torch.optim import SGD
 from flower_projects.task import answer, evaluate, load_data, one_epoch, received, train_fn
 
 scalars: list[dict] = []
-"""What `scalars_mod` wrote: a line a training."""
+"""Lines of `scalars_mod`: one a training."""
 
 
 def quickstart(*mods) -> ClientApp:
