@@ -24,8 +24,8 @@ _REHEARSALS = 3
 """Clients that may try to train before round 1, until one can."""
 
 _BEFORE_OURS = (
-    ". A mod before client_level_dp_mod in ClientApp(mods=...) sees what that sends, without "
-    "metrics: put client_level_dp_mod first"
+    ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
+    "client_level_dp_mod first: the other one would find no metrics, and may change no upload"
 )
 
 T = TypeVar("T")

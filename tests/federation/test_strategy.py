@@ -604,13 +604,15 @@ def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_clie
     assert strategy.participations.rounds == 2
 
 
-def test_a_run_ends_as_soon_as_it_is_clear_that_no_client_answers():
-    """There is no rehearsal, because nothing is spent."""
+def test_a_run_ends_as_soon_as_it_is_clear_that_no_client_answers(logged):
+    """There is no rehearsal, because nothing is spent, and the log does not say otherwise."""
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     strategy = DPFedAvg(plan=without, evaluate_every=0)
     with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
         strategy.start(grid_of(failing_app(lambda partition: True)), initial(), num_rounds=9)
     assert strategy.participations.rounds == 1
+    assert "round 1 discarded" in logged.text
+    assert "spent nevertheless" not in logged.text
 
 
 def test_what_a_foreign_client_app_writes_into_its_message_reaches_no_other_client():
