@@ -68,11 +68,27 @@ TESTS = {
     "privacy/secure_sum.py": ("privacy/test_secure_sum.py",),
     "privacy/secure_scores.py": ("privacy/test_secure_scores.py",),
     "privacy/discrete_gaussian.py": ("privacy/test_discrete_gaussian.py",),
+    "training/apart.py": ("training/test_apart.py",),
     "training/batched/rows.py": ("auditing/test_paths.py", "training/batched/test_rows.py"),
+    "training/dp/clipped_gradient.py": (
+        "training/dp/test_memory.py",
+        "training/dp/test_single.py",
+        "training/dp/test_dp_sgd.py",
+    ),
+    "training/dp/single.py": ("training/dp/test_single.py",),
+    "training/dp/trial.py": (
+        "training/dp/test_trial.py",
+        "training/dp/test_memory.py",
+        "training/dp/test_dp_sgd.py",
+        "training/dp/test_tree_examples.py",
+    ),
+    "training/isolation.py": ("training/test_isolation.py",),
+    "training/state.py": ("training/test_apart.py", "training/dp/test_memory.py"),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
     "federation/client/sum_member.py": _OF_MASKS,
     "federation/client/masked_scores.py": _OF_MASKS,
+    "federation/client/unmoved.py": ("federation/client/test_unmoved.py",),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/rounds.py": ("federation/test_hostile.py", *_OF_ROUNDS),
     "federation/secure_sum.py": _OF_MASKS,
@@ -226,10 +242,11 @@ def _tested(folder: Path, tests: list[str]) -> int:
 
 
 def _copy(folder: Path) -> Path:
+    """Copy the project with its machine code, without which the tests of rows would be skipped."""
     for name in _COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.pyc"))
         else:
             shutil.copy(source, folder / name)
     return folder

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_ext.secure.fixed_point import FixedPoint, from_residue
+from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
 
 
 @given(st.floats(-5, 5), st.sampled_from([1e-10, 1e-6, 0.3]))
@@ -55,8 +56,24 @@ def test_steps_and_bounds_must_be_positive(field, value):
 
 
 def test_a_range_that_64_bits_do_not_hold_is_refused():
-    with pytest.raises(ValueError, match="coarser step"):
-        FixedPoint(step=1e-10, bound=1e9)
+    """Twice the largest number must fit, as `multiexp` adds to it."""
+    assert FixedPoint(step=1.0, bound=2.0**61).largest == LARGEST_EXPONENT
+    for bound in (math.nextafter(2.0**61, math.inf), 1e19):
+        with pytest.raises(ValueError, match="coarser step"):
+            FixedPoint(step=1.0, bound=bound)
+
+
+@pytest.mark.parametrize(("bound", "largest"), [(2.4, 2), (2.6, 3), (1.0, 1), (0.6, 1), (0.1, 1)])
+def test_the_largest_number_of_steps_is_that_of_the_bound_and_at_least_one(bound, largest):
+    encoding = FixedPoint(step=1.0, bound=bound)
+    assert encoding.largest == largest
+    assert largest == max(1, *abs(encoding.encode([bound, -bound])))
+
+
+def test_numbers_below_one_and_no_numbers_pass_a_bound_below_one():
+    encoding = FixedPoint(step=0.25, bound=0.5)
+    assert encoding.encode([0.25, -0.5]).tolist() == [1, -2]
+    assert encoding.encode([]).tolist() == []
 
 
 @pytest.mark.parametrize("modulus", [mpz(101), mpz(100)])

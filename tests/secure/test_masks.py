@@ -74,6 +74,21 @@ def test_residues_are_uniform_even_where_the_modulus_is_far_from_a_power_of_two(
     assert abs(np.corrcoef(shares[1:], shares[:-1])[0, 1]) < 0.03
 
 
+@pytest.mark.parametrize("bits", range(57, 73))
+def test_each_draw_has_at_least_128_bits_more_than_the_modulus(bits):
+    class Modulus:
+        """Keeps a draw whole: the remainder would hide how long it was."""
+
+        def bit_length(self):
+            return bits
+
+        def __rmod__(self, drawn):
+            return drawn
+
+    drawn = zip(*(uniform_residues(bytes([i]) * 32, 3, Modulus()) for i in range(60)), strict=True)
+    assert all(max(at_one_place).bit_length() >= bits + 128 for at_one_place in drawn)
+
+
 def test_one_silos_masks_are_uniform():
     masks = agreed(3)[1].multiplicative_masks("m", 1, 20_000, MODULUS)
     shares = np.array([float(x) for x in masks]) / float(MODULUS)
@@ -151,6 +166,13 @@ def test_a_sealed_message_opens_for_its_receiver_run_and_purpose_only():
     ):
         with pytest.raises(ValueError, match="sealed message"):
             opener.open(sender, purpose, text)
+
+
+def test_a_silo_without_a_key_is_refused_by_its_number():
+    pair = agreed(2)[0]
+    for exchange in (pair.seal, pair.open):
+        with pytest.raises(ProtocolError, match="no key with silo 2"):
+            exchange(2, "seed", b"message")
 
 
 def test_secrets_are_not_shown():
