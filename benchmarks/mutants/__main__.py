@@ -88,7 +88,10 @@ TESTS = {
     "federation/client/protecting.py": _OF_PROTECTION,
     "federation/client/sum_member.py": _OF_MASKS,
     "federation/client/masked_scores.py": _OF_MASKS,
-    "federation/client/unmoved.py": ("federation/client/test_unmoved.py",),
+    "federation/client/unmoved.py": (
+        "federation/client/test_failed_trainings.py",
+        "federation/client/test_unmoved.py",
+    ),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/rounds.py": ("federation/test_hostile.py", *_OF_ROUNDS),
     "federation/secure_sum.py": _OF_MASKS,
@@ -106,7 +109,7 @@ TESTS = {
     "secure/aggregation/server.py": ("secure/aggregation",),
     "secure/aggregation/shamir.py": ("secure/aggregation",),
 }
-_COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
+_COPIED = ("flower_ext", "tests", "apps", "benchmarks", "docs", "pyproject.toml")
 _SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")
 _EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 _LEFT_OUT = "not independent_accountant"

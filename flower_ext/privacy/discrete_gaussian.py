@@ -23,9 +23,9 @@ sum. The steps, where θ(r) = 2.01 exp(−2π² r²):
    (Peikert 2010). T(y + k) is T(y) + k in distribution for every whole number k.
 5. So v + N_Z(0, n s²) is T(v + N(0, n s² − 16)) up to these factors, and T is post-processing.
 
-`sum_distance` is τ for one coordinate and sum: below 1e-135 for shares of at least `LEAST_STDDEV`.
-Over a whole run of 10⁹ coordinates and 10⁶ rounds τ is below 1e-120, so that neither ε nor δ
-changes within double precision.
+For one coordinate and sum τ is below 1e-135, if shares have at least `LEAST_STDDEV`. Over a whole
+run of 10⁹ coordinates and 10⁶ rounds τ is below 1e-120, so that neither ε nor δ changes within
+double precision.
 
 **The sampler.** `draw` is fast because it looks numbers up in tables that fit into a processor's
 nearest caches, by 16 random bits each.
@@ -100,14 +100,6 @@ def share_stddev(total: float, shares: int) -> float:
     return stddev
 
 
-def sum_distance(stddev: float, shares: int) -> float:
-    """Return τ for one coordinate of a sum: a bound on ln of the factor in step 5."""
-    _check(stddev)
-    each = 2.01 * math.exp(-(math.pi**2) * stddev**2)  # θ(r) at r² = s²/2
-    smoothed = 2.01 * math.exp(-2 * math.pi**2 * _SMOOTHED)
-    return 2.1 * (shares * each + 2 * smoothed)  # ln((1 + θ)/(1 − θ)) < 2.1 θ
-
-
 def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return ``count`` independent draws of N_Z(0, stddev²), as int64 of shape (count,).
 
@@ -156,8 +148,9 @@ class _Table:
         places = np.flatnonzero(drawn == _UNDECIDED)
         more = first[places].astype(np.uint64) << _REST | words(len(places)) >> _KNOWN
         entries = np.searchsorted(self.high, more, side="left")
-        # Where 64 bits decide nothing, 64 more do: once in 2⁴⁰ draws or less often.
-        for at in np.flatnonzero(self.high[np.minimum(entries, len(self.high) - 1)] == more):
+        # Where 64 bits decide nothing, 64 more do: once in 2⁴⁰ draws or less often. There always is
+        # an entry to compare with, because the last one is 2¹²⁸ − 1.
+        for at in np.flatnonzero(self.high[entries] == more):
             end = int(np.searchsorted(self.high, more[at], side="right"))
             low = self.low[entries[at] : end]
             entries[at] += int(np.searchsorted(low, words(1)[0], side="right"))

@@ -12,6 +12,7 @@ from scipy import stats
 
 from flower_ext.privacy import SecureNoise, SeededNoise, discrete_gaussian
 from flower_ext.privacy.discrete_gaussian import (
+    _SMOOTHED,
     _UNDECIDED,
     LEAST_STDDEV,
     MOST_STDDEV,
@@ -19,7 +20,6 @@ from flower_ext.privacy.discrete_gaussian import (
     _tables,
     draw,
     share_stddev,
-    sum_distance,
 )
 
 LUCK = 1e-10
@@ -55,6 +55,7 @@ def test_a_table_is_the_distribution_function_to_128_bits(variance):
         # Values beyond the table are too rare to matter.
         assert 2 * exact[0] * table.reach < mpmath.mpf(2) ** -128
     assert found == sorted(found)
+    assert found[-1] == 2**128 - 1
 
 
 def entries(table):
@@ -226,16 +227,33 @@ def test_a_discrete_gaussian_is_a_rounding_of_a_continuous_one_up_to_the_bound_o
             assert abs(mpmath.log(rounded(k) / exact[30 + k])) <= 2.1 * theta
 
 
-def test_shares_are_worth_what_they_were_made_for_and_the_distance_is_nothing():
+def distance(shares):
+    """Return τ of steps 3 and 4 for one coordinate of a sum of the smallest shares."""
+    squares = [mpmath.mpf(LEAST_STDDEV) ** 2 / 2] * (shares - 1)
+    squares += [mpmath.mpf(_SMOOTHED), mpmath.mpf(LEAST_STDDEV) ** 2]
+    thetas = [2.01 * mpmath.exp(-2 * mpmath.pi**2 * square) for square in squares]
+    return mpmath.fsum(mpmath.log((1 + t) / (1 - t)) for t in thetas)
+
+
+def test_the_distance_of_a_whole_run_is_below_what_its_assumptions_say():
+    with mpmath.workdps(400):
+        assert distance(shares=1_000) < mpmath.mpf(10) ** -135
+        assert distance(shares=1_000) * 10**9 * 10**6 < mpmath.mpf(10) ** -120
+
+
+def test_shares_are_worth_what_they_were_made_for():
     for total, shares in ((2**16, 100), (2**17 - 1, 1), (2.0**16, 10**6)):  # and fewer of them
         stddev = share_stddev(total, shares)
         assert shares * (stddev**2 - 16) == pytest.approx(total**2, rel=1e-12)
-        assert sum_distance(stddev, shares) < 1e-135
         for honest in (1, (shares + 1) // 2):
             worth = honest * stddev**2 - 16
             assert worth >= total**2 * honest / shares * (1 - 1e-12)
     with pytest.raises(ValueError, match="expected 16 to 262144"):
         share_stddev(2**19, 1)
+    with pytest.raises(ValueError, match="shares=0"):
+        share_stddev(2**16, 0)
+    with pytest.raises(ValueError, match="count=-1"):
+        draw(50.0, -1, np.random.default_rng(0))
     for outside in (LEAST_STDDEV / 1.01, MOST_STDDEV * 1.01, math.nan):
         with pytest.raises(ValueError, match="discrete noise"):
             draw(outside, 1, np.random.default_rng(0))
