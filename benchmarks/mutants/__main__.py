@@ -83,7 +83,7 @@ TESTS = {
         "training/dp/test_tree_examples.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
-    "training/state.py": ("training/test_apart.py", "training/dp/test_memory.py"),
+    "training/state.py": ("training/test_state.py", "training/test_apart.py"),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
     "federation/client/sum_member.py": _OF_MASKS,

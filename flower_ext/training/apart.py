@@ -22,7 +22,7 @@ from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.dp.trial import ODD, odd_examples, random_examples, zeros
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params, shaken
-from flower_ext.training.state import changed, same_numbers, state_of
+from flower_ext.training.state import changed, same_params, state_of
 from flower_ext.training.task import Task
 
 
@@ -121,8 +121,4 @@ def _shared(
         if places := changed(before, state_of(model=beside, loss=loss)):
             return places[0]
     again = trained(usual)
-    if first is None or again is None:
-        return None
-    return (
-        None if all(map(same_numbers, first.values(), again.values())) else "a variable elsewhere"
-    )
+    return None if same_params(first, again) else "a variable elsewhere"

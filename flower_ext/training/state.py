@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flower_ext.training.params import Params
+
 State = dict[str, Hashable]
 """A value, or its checksum, for each place."""
 _ATOMS = (
@@ -52,6 +54,13 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
     if one.is_cpu:
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
     return torch.allclose(one, other, equal_nan=True)
+
+
+def same_params(one: Params | None, other: Params | None) -> bool:
+    """Return True if all numbers are those of `same_numbers`, or both are None."""
+    if one is None or other is None:
+        return one is other
+    return all(map(same_numbers, one.values(), other.values()))
 
 
 def _read(name: str, value: Any, found: State, seen: dict[int, Any], depth: int) -> None:

@@ -131,10 +131,42 @@ def test_in_a_complete_graph_colluders_get_no_secret_and_all_others_reach_the_th
         found = sums.for_cohort(members)
         lost = members - found.least_answers
         assert found.neighbors == members - 1
-        assert found.colluders < found.threshold <= members - 1 - lost
+        assert found.colluders < found.threshold == members - 1 - lost
         assert not resist or 2 * found.threshold > members - 1 + found.colluders
         assert lost >= dropouts * members - 1e-9
         assert found.honest_answers >= 2
+
+
+def test_up_to_64_members_are_all_neighbours():
+    sums = SecureSum(colluding=0.0, dropouts=0.0)
+    assert sums.for_cohort(64).neighbors == 63
+    assert sums.for_cohort(65).neighbors < 64
+
+
+@pytest.mark.parametrize(
+    ("members", "population", "colluding", "dropouts"),
+    [(24, 1_000, 0.1, 0.1), (28, 5_000, 0.05, 0.2)],
+)
+def test_in_a_complete_graph_of_a_random_cohort_only_the_number_of_colluders_is_random(
+    members, population, colluding, dropouts
+):
+    """The bound of a random graph would count it once for each member, and refuse the cohort."""
+    found = SecureSum(colluding=colluding, dropouts=dropouts).for_cohort(
+        members, population=population
+    )
+    assert (found.neighbors, found.threshold) == (members - 1, found.least_answers - 1)
+    assert found.colluders < 2 * found.threshold - found.neighbors
+
+
+def test_without_a_number_of_rounds_a_run_has_one():
+    sums = SecureSum(colluding=0.05)
+    one, usual, two = (
+        sums.for_cohort(50, population=1_000, **rounds)
+        for rounds in ({"rounds": 1}, {}, {"rounds": 2})
+    )
+    assert one == usual
+    assert one.colluders == 17
+    assert two.colluders == 18
 
 
 @pytest.fixture
@@ -255,6 +287,11 @@ def test_what_no_sum_withstands_is_refused_by_what_to_change():
         SecureSum().for_cohort(10, population=1_000)  # all ten, once in 10^10 cohorts
     with pytest.raises(ValueError, match="least_answers=3: expected 10 to 40"):
         SecureSum(least_answers=3).for_cohort(40)
+    with pytest.raises(ValueError, match="least_answers=2: expected 3 to 10"):
+        SecureSum(colluding=0.0, least_answers=2).for_cohort(10)
+    for name in ("threshold", "neighbors", "least_answers"):
+        with pytest.raises(ValueError, match=f"{name}=-1"):
+            SecureSum(**{name: -1})
 
 
 def test_numbers_that_are_given_are_kept_where_they_withstand_what_is_asked():
@@ -263,6 +300,7 @@ def test_numbers_that_are_given_are_kept_where_they_withstand_what_is_asked():
         members=100, neighbors=34, threshold=23, least_answers=80, colluders=10
     )
     assert SecureSum(neighbors=50).for_cohort(100).threshold == 40  # the largest that it can have
+    assert SecureSum(neighbors=200).for_cohort(100).neighbors == 99
     weak = [
         {"threshold": 1},
         {"neighbors": 12, "threshold": 7},
@@ -321,6 +359,19 @@ def test_no_sum_leaves_its_ring(members, noise):
     assert most + 11 * share * math.sqrt(members) < 2 ** (bits - 1)
     with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
         ring_bits(2.0**63, 1.0)
+
+
+@pytest.mark.parametrize("whole", [2**31, 2**63])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_a_ring_has_room_for_eleven_stddevs_beside_the_largest_sum(whole, share):
+    bits = {2**31: 32, 2**63: 64}[whole]
+    rest = whole * (1 - share) / 11
+    assert ring_bits(whole * share, 0.99 * rest) == bits
+    if bits == 32:
+        assert ring_bits(whole * share, 1.01 * rest) == 64
+    else:
+        with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
+            ring_bits(whole * share, 1.01 * rest)
 
 
 @pytest.mark.parametrize("members", [5, 100, 1_000])

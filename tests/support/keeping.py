@@ -1,5 +1,7 @@
 """Models that keep something between examples, and records where the last bit decides."""
 
+from logging import getLogger
+
 import torch
 from torch import nn
 
@@ -7,6 +9,7 @@ from flower_ext.training import ClippedGradient
 from tests.support.jobs import problem
 
 KEPT = [0.0]
+HIDDEN = getLogger("keeping")
 
 
 class Keeping(nn.Module):
@@ -114,6 +117,33 @@ class OddOnly(Keeping):
 class FirstOnly(Keeping):
     def keep(self, value):
         self.kept = self.kept or float(value)
+
+
+class OutOfSight(Keeping):
+    """Keeps numbers where no snapshot looks; only one of its layers shows them."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(1, 1)
+
+    def begin(self):
+        pass
+
+    def keep(self, value):
+        HIDDEN.kept = 0.5 * HIDDEN.kept + float(value)
+
+    def read(self):
+        return HIDDEN.kept
+
+
+class Broken(OutOfSight):
+    """Raises for all examples that follow a large one."""
+
+    def keep(self, value):
+        HIDDEN.kept = HIDDEN.kept or float(value > 100)
+
+    def read(self):
+        return 1 / (1.0 - HIDDEN.kept)
 
 
 class Written(Keeping):

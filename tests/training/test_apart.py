@@ -1,5 +1,9 @@
 """No training leaves anything in its process by which another training changes."""
 
+import random
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,7 +11,15 @@ from torch import nn
 from flower_ext.data import Examples
 from flower_ext.training.apart import require_apart
 from tests.support.jobs import problem
-from tests.support.keeping import Global, Hooked, Keeping, OfAClass
+from tests.support.keeping import (
+    HIDDEN,
+    Broken,
+    Global,
+    Hooked,
+    Keeping,
+    OfAClass,
+    OutOfSight,
+)
 
 EXAMPLES = Examples(torch.zeros(5, 4), torch.zeros(5).long())
 BOX = [0.0]
@@ -25,6 +37,47 @@ def enclosed():
     return model
 
 
+class Layer(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+
+class OfNumpy(Layer):
+    def forward(self, x):
+        return np.random.normal() * super().forward(x)  # noqa: NPY002
+
+
+class OfPython(Layer):
+    def forward(self, x):
+        return random.random() * super().forward(x)
+
+
+class OfLargeNumbers(Layer):
+    """Keeps large numbers in its class, and raises for those that are not finite."""
+
+    kept = 0.0
+
+    def forward(self, x):
+        if not bool(x.isfinite().all()):
+            raise ArithmeticError
+        if bool((x > 100).any()):
+            type(self).kept += 1.0
+        return super().forward(x)
+
+
+class Unsuited(Layer):
+    """Raises for every example of a trial."""
+
+    def forward(self, x):
+        raise ArithmeticError
+
+
+def positions():
+    """Return the states of the global generators."""
+    of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    return of_numpy["state"]["key"].tolist(), of_numpy["state"]["pos"], random.getstate()
+
+
 @pytest.mark.parametrize(
     ("build", "place"),
     [(OfAClass, r"OfAClass\.kept"), (Global, "global KEPT"), (enclosed, "global BOX")],
@@ -32,6 +85,42 @@ def enclosed():
 def test_a_model_that_shares_what_it_keeps_is_refused_by_the_name_of_the_place(build, place):
     with pytest.raises(ValueError, match=f"{place}.*other models see it"):
         require_apart(problem(build), EXAMPLES)
+
+
+@pytest.mark.parametrize("build", [OfNumpy, OfPython])
+def test_a_model_that_draws_from_a_global_generator_is_refused_and_the_draws_are_put_back(build):
+    before = positions()
+    with pytest.raises(ValueError, match="global generator"):
+        require_apart(problem(build), EXAMPLES)
+    assert positions() == before
+
+
+def test_draws_are_noticed_under_any_of_numpys_generators():
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        require_apart(problem(lambda: nn.Linear(4, 3)), EXAMPLES)
+        with pytest.raises(ValueError, match="global generator"):
+            require_apart(problem(partial(OfNumpy)), EXAMPLES)
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+@pytest.mark.parametrize("build", [OutOfSight, Broken])
+def test_a_model_that_keeps_something_out_of_sight_is_refused(build, monkeypatch):
+    monkeypatch.setattr(HIDDEN, "kept", 0.0, raising=False)
+    with pytest.raises(ValueError, match="a variable elsewhere changes"):
+        require_apart(problem(build), EXAMPLES)
+
+
+def test_each_odd_value_is_tried_by_itself():
+    """A model that raises for one must not hide what it keeps of another."""
+    with pytest.raises(ValueError, match=r"OfLargeNumbers\.kept"):
+        require_apart(problem(OfLargeNumbers), EXAMPLES)
+
+
+def test_a_model_that_random_examples_do_not_suit_is_left_to_its_training():
+    require_apart(problem(Unsuited), EXAMPLES)
 
 
 @pytest.mark.parametrize("build", [Keeping, Hooked, lambda: nn.Linear(4, 3)])

@@ -35,7 +35,7 @@ from flower_ext.training.dp.per_example import Parts, Rows, is_known
 from flower_ext.training.dp.single import check_single_examples
 from flower_ext.training.dp.trial import ODD, TRIED, Trial, odd_examples, random_examples, zeros
 from flower_ext.training.params import Params, clone, shaken, sizes
-from flower_ext.training.state import State, changed, same_numbers, state_of
+from flower_ext.training.state import State, changed, same_params, state_of
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -280,9 +280,7 @@ class ClippedGradient:
             gradient(models[0], pair)
             if places := changed(before, state(models[0])):
                 raise _keeps(places[0])
-        again = gradient(models[0], examples[0])
-        pairs = zip((usual or {}).values(), (again or {}).values(), strict=False)
-        if not all(same_numbers(*pair) for pair in pairs):
+        if not same_params(usual, gradient(models[0], examples[0])):
             raise _keeps("something outside its attributes")
         # What a first pass prepares, as a table of positions, must not depend on the example.
         gradient(models[1], examples[1])

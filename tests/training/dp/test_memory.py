@@ -11,7 +11,9 @@ from flower_ext.training import ClippedGradient
 from flower_ext.training.dp import clipped_gradient
 from tests.support.jobs import problem
 from tests.support.keeping import (
+    HIDDEN,
     Attribute,
+    Broken,
     ByAFunction,
     FirstOnly,
     Global,
@@ -21,6 +23,7 @@ from tests.support.keeping import (
     Listed,
     OddOnly,
     OfAClass,
+    OutOfSight,
     Written,
     at_a_kink,
     kinked,
@@ -58,6 +61,15 @@ def test_a_model_that_keeps_something_is_refused_by_the_name_of_the_place(which)
     task = problem(build)
     gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
     with pytest.raises(ValueError, match=f"{place}.*changes.*expected no change"):
+        gradient(task.initial_params(0), *records())
+
+
+@pytest.mark.parametrize("build", [OutOfSight, Broken])
+def test_a_model_that_keeps_something_out_of_sight_is_refused(build, monkeypatch):
+    monkeypatch.setattr(HIDDEN, "kept", 0.0, raising=False)
+    task = problem(build)
+    gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
+    with pytest.raises(ValueError, match="something outside its attributes"):
         gradient(task.initial_params(0), *records())
 
 

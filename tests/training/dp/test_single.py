@@ -14,6 +14,7 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.single import check_single_examples
 
 
 class Network(nn.Module):
@@ -129,7 +130,103 @@ def test_a_model_that_learns_from_single_examples_draws_nothing_in_the_trial(bui
     assert all(part.any() for part in summed.values())
 
 
+ROWS, COUNTS = torch.zeros(2, 6), torch.zeros(2, 6).long()
+
+
+def check(outputs_of, slopes=None, features=ROWS):
+    """Check a model of these outputs whose only gradients are ``slopes``, none of them zero."""
+    slopes = {"weight": torch.ones(2)} if slopes is None else slopes
+    check_single_examples("M", outputs_of, lambda x, y: slopes, features, torch.zeros(2).long())
+
+
+def count_of(x):
+    return len(x[0] if isinstance(x, tuple) else x)
+
+
+def same(*row):
+    """Return outputs with this row for every example."""
+    return lambda x: torch.tensor(row).expand(count_of(x), -1)
+
+
+def sums(x):
+    """Return a number of each example by itself."""
+    return (x[0] if isinstance(x, tuple) else x).sum(1, keepdim=True)
+
+
+def of_company(x):
+    """Return a number that depends on nothing but how many examples there are."""
+    return torch.full((count_of(x), 1), float(count_of(x)))
+
+
+def together(**outputs):
+    return lambda x: {name: output(x) for name, output in outputs.items()}
+
+
+CONSTANT = {
+    "one number": same(1.0),
+    "a zero beside it": same(0.0, 1.0),
+    "outputs of zeros beside it": together(zeros=same(0.0), ones=same(1.0)),
+    "what is no output of an example": together(
+        ones=same(1.0),
+        places=lambda x: torch.arange(count_of(x)),
+        mean=lambda x: sums(x).mean(),
+        summary=lambda x: torch.ones(1, 2),
+    ),
+    "zeros that change with the batch": together(zeros=same(0.0), company=of_company),
+}
+ALLOWED = {
+    "an output beside it that tells": together(ones=same(1.0), sums=sums),
+    "zeros": same(0.0),
+    "a model that refuses the trial": lambda x: 1 / 0,
+}
+
+
+@pytest.mark.parametrize("which", CONSTANT)
+def test_outputs_that_say_nothing_of_an_example_are_refused_whatever_stands_beside_them(which):
+    with pytest.raises(InvalidValue, match="equal outputs"):
+        check(CONSTANT[which])
+
+
+@pytest.mark.parametrize("which", ALLOWED)
+def test_outputs_that_may_say_something_are_allowed(which):
+    check(ALLOWED[which])
+
+
+@pytest.mark.parametrize("features", [COUNTS, (ROWS, COUNTS)], ids=["integers", "both"])
+def test_integers_may_be_equal_where_the_model_looks(features):
+    check(same(1.0), features=features)
+    with pytest.raises(InvalidValue, match="equal outputs"):
+        check(together(ones=same(1.0), company=of_company), features=features)
+
+
+@pytest.mark.parametrize("finite", ["a", "b"])
+def test_one_gradient_that_is_not_finite_is_enough(finite):
+    slopes = {name: torch.ones(2) * (1.0 if name == finite else torch.nan) for name in "ab"}
+    with pytest.raises(InvalidValue, match="a gradient that is not finite"):
+        check(sums, slopes)
+
+
+def test_one_number_of_a_gradient_is_enough():
+    check(sums, {"a": torch.zeros(2), "b": torch.tensor([0.0, 1.0])})
+
+
+def test_features_of_another_type_are_refused_by_name():
+    task = task_of(Network)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, [*params], clipping_norm=1.0)
+    with pytest.raises(InvalidValue, match="float64") as error:
+        gradient(params, ROWS.double(), torch.zeros(2).long())
+    assert is_tellable(error.value)
+
+
 LINEAR = partial(nn.Linear, 6, 3)
+
+
+def normalised():
+    """Return a model in which an example of equal numbers has no gradient."""
+    return nn.Sequential(
+        nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3, bias=False)
+    )
 
 
 def over_pairs(outputs, targets):
@@ -142,9 +239,9 @@ def contrastive(outputs, targets):
     return -(torch.log_softmax(outputs @ outputs.T, 1) * same).sum(1).mean()
 
 
-def of_labels(count, loss, first=0):
+def of_labels(count, loss, first=0, build=LINEAR):
     """Train for nothing on labels from ``first``."""
-    task = Task(model=LINEAR, data=task_of(LINEAR).data, loss=loss, device="cpu")
+    task = Task(model=build, data=task_of(build).data, loss=loss, device="cpu")
     params = task.initial_params(0)
     gradient = ClippedGradient(task, [*params], clipping_norm=1.0)
     features = torch.rand(count, 6, generator=torch.Generator().manual_seed(0))
@@ -167,5 +264,6 @@ def test_a_loss_over_pairs_is_refused(loss):
     ],
     ids=["the first class ignored", "the second class ignored", "a class of no weight"],
 )
-def test_a_loss_that_ignores_a_class_is_allowed(loss):
-    assert all(part.any() for part in of_labels(9, loss).values())
+@pytest.mark.parametrize("build", [LINEAR, normalised])
+def test_a_loss_that_ignores_a_class_is_allowed(loss, build):
+    assert all(part.any() for part in of_labels(9, loss, build=build).values())
