@@ -51,10 +51,10 @@ _OF_ROUNDS = (
     "federation/test_stragglers.py",
 )
 _OF_MASKS = (
+    "auditing/test_secure_rounds.py",
     "federation/test_masked_scores.py",
     "federation/test_secure_sum.py",
     "federation/test_secure_scores.py",
-    "auditing/test_secure_rounds.py",
 )
 TESTS = {
     "privacy/accounting.py": ("privacy/test_renyi.py", "privacy/test_accounting.py"),
@@ -93,7 +93,7 @@ TESTS = {
         "federation/client/test_unmoved.py",
     ),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
-    "federation/rounds.py": ("federation/test_hostile.py", *_OF_ROUNDS),
+    "federation/rounds.py": ("federation/test_rounds.py", "federation/test_hostile.py", *_OF_ROUNDS),
     "federation/secure_sum.py": _OF_MASKS,
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": (*_OF_ROUNDS, "federation/test_secure_sum.py"),

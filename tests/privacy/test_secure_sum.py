@@ -169,6 +169,42 @@ def test_without_a_number_of_rounds_a_run_has_one():
     assert two.colluders == 18
 
 
+@pytest.mark.parametrize(("which", "threshold"), [("unmasked", 6), ("split", 9), ("failed", 8)])
+def test_each_bound_is_that_of_plain_counting(which, threshold, monkeypatch):
+    members, population, corrupt, colluders, lost, absent, rounds = 30, 60, 6, 5, 4, 6, 3
+    cohort = module._Cohort(
+        members=members,
+        population=population,
+        corrupt=corrupt,
+        colluders=colluders,
+        lost=lost,
+        absent=absent,
+        rounds=rounds,
+        equivocation=True,
+    )
+    neighbors, others = 10, members - 1
+    broken = {
+        "unmasked": members
+        * at_least(2 * threshold - neighbors, population - 1, corrupt, neighbors),
+        "split": members * (members - 1) / 2
+        * at_least(neighbors, members, colluders + absent, neighbors),
+        "failed": members * (1 - at_least(threshold, others, others - lost, neighbors)),
+    }
+    law = cohort._succeed if which == "failed" else cohort._secure
+    for part, holds in ((0.9999, False), (1.0001, True)):
+        allowed = float(rounds * broken[which]) * part
+        monkeypatch.setattr(module, "_FAILED" if which == "failed" else "_INSECURE", allowed)
+        assert law(np.array([neighbors]), np.array([threshold])).item() is holds
+
+
+def test_a_threshold_of_one_is_enough_where_nobody_colludes_or_is_lost():
+    sums = SecureSum(
+        colluding=0.0, dropouts=0.0, neighbors=2, threshold=1, resist_equivocation=False
+    )
+    found = sums.for_cohort(100)
+    assert (found.neighbors, found.threshold) == (2, 1)
+
+
 @pytest.fixture
 def likely(monkeypatch):
     """Allow every bound to be broken once in 100 runs, which a simulation can count."""
