@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     SecureSum,
     SeededNoise,
 )
-from flower_ext.secure.aggregation import RoundContext
+from flower_ext.secure.aggregation import RoundContext, member
 from flower_ext.training import LocalTraining
 from tests.faults.malformed import copied
 from tests.support.losing import STAGES, Losing, stage_of
@@ -354,6 +354,64 @@ def test_whose_sealed_shares_cannot_be_opened_is_named_and_the_sum_is_right(logg
     (said,) = strategy.refusals
     assert "client 3: its sealed shares could not be opened by clients" in said
     assert said in logged.text
+
+
+def test_who_deals_shares_of_another_secret_is_named_and_the_round_is_discarded(
+    logged, monkeypatch
+):
+    right, dealt = member.split, []
+
+    def split(secret, *facts):
+        dealt.append(secret)
+        wrong = len(dealt) == 7  # the seed of the fourth client, each of which deals two secrets
+        return right(bytes(32) if wrong else secret, *facts)
+
+    monkeypatch.setattr(member, "split", split)
+    strategy = strategy_of()
+    _, found = run(strategy)
+    assert_same(found, records.to_arrays(initial()))
+    (said,) = strategy.refusals
+    assert "client 3: no secret fits both its shares and what it published" in said
+    assert said in logged.text
+
+
+class Replacing(Crafting):
+    """A grid on which client 3 sends other arrays in one stage."""
+
+    arrays = ()
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        stages = {m.metadata.dst_node_id: stage_of(m) for m in messages}
+        replies = list(Recorder.send_and_receive(self, messages, timeout=timeout))
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if node == 1_003 and stages[node] in self.stage:
+                name = records.UPDATE if stages[node] == "train" else records.ANSWER
+                sent = reply.content[name]["message"].numpy()
+                (replaced,) = self.arrays
+                reply.content[name] = records.to_record(replaced(sent))
+        return replies
+
+
+@pytest.mark.parametrize("stage", ["train", QUESTION])
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        lambda sent: {"other": sent},
+        lambda sent: {"message": sent, "more": sent},
+        lambda sent: {"message": sent.view(np.int8)},
+        lambda sent: {"other": sent.view(np.int8)},
+    ],
+    ids=["another name", "one more", "another type", "both"],
+)
+def test_an_answer_of_other_arrays_is_refused_and_the_others_go_on(stage, replaced):
+    strategy = strategy_of()
+    _, found = run(strategy, Replacing, stage=[stage], arrays=[replaced])
+    gone = {3} if stage == "train" else set()
+    assert_same(found, expected_model(set(range(CLIENTS)) - gone))
+    (said,) = strategy.refusals
+    assert "expected a single one, 'message', of bytes (uint8)" in said
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])

@@ -186,7 +186,9 @@ def test_each_bound_is_that_of_plain_counting(which, threshold, monkeypatch):
     broken = {
         "unmasked": members
         * at_least(2 * threshold - neighbors, population - 1, corrupt, neighbors),
-        "split": members * (members - 1) / 2
+        "split": members
+        * (members - 1)
+        / 2
         * at_least(neighbors, members, colluders + absent, neighbors),
         "failed": members * (1 - at_least(threshold, others, others - lost, neighbors)),
     }

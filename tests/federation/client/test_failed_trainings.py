@@ -46,16 +46,20 @@ def training(start=RECEIVED, *, without_noise=True):
 
 def result_of(method, *trained, protection=UPDATES):
     """Run a method; each of its trainings ends as ``trained`` says, and none is left over."""
-    steps, ends = unmoved_by_errors(method, Work(), protection), iter(trained)
-    try:
-        next(steps)
-        while True:
-            end = next(ends)
-            steps.throw(end) if isinstance(end, Exception) else steps.send(end)
-    except StopIteration as stop:
-        assert stop.value is not None, "a training was asked for once too often"
-        assert not [*ends]
-        return stop.value
+    results = []
+
+    def whole():
+        results.append((yield from unmoved_by_errors(method, Work(), protection)))
+        yield None
+
+    steps = whole()
+    wanted = next(steps)
+    for end in trained:
+        assert wanted is not None, "a training was not asked for"
+        wanted = steps.throw(end) if isinstance(end, Exception) else steps.send(end)
+    assert wanted is None, "a training was asked for once too often"
+    (result,) = results
+    return result
 
 
 def once(work, **options):
@@ -127,12 +131,12 @@ def test_a_method_that_fails_is_called_again_without_examples(protection, logged
 
 def test_a_method_that_fails_again_sends_the_received_model_and_keeps_its_memory():
     def method(work):
-        raise ValueError
+        raise ValueError("a record")
 
     found = result_of(method)
     assert found.model is RECEIVED
     assert found.memory is MEMORY
-    with pytest.raises(ValueError):  # a sum over units is no model
+    with pytest.raises(ValueError, match="a record"):  # a sum over units is no model
         result_of(method, protection=UNITS)
 
 

@@ -224,9 +224,7 @@ LINEAR = partial(nn.Linear, 6, 3)
 
 def normalised():
     """Return a model in which an example of equal numbers has no gradient."""
-    return nn.Sequential(
-        nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3, bias=False)
-    )
+    return nn.Sequential(nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3, bias=False))
 
 
 def over_pairs(outputs, targets):
