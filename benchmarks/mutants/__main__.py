@@ -106,6 +106,7 @@ TESTS = {
         "federation/test_client_level_mod.py",
         "federation/test_record_level_plan.py",
         "federation/test_secure_sum.py",
+        "federation/test_secure_scores.py",
         *_OF_ROUNDS,
     ),
     "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
