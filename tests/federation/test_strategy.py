@@ -72,6 +72,17 @@ def all_arrays(message: Message):
         yield from record.items()
 
 
+def test_what_is_spent_has_both_epsilons_their_delta_and_the_number_of_units():
+    strategy = DPFedAvg(plan=plan(), local=FAST, evaluate_every=0)
+    strategy.start(grid_of(average_app()), initial(), num_rounds=2)
+    epsilons = {f"epsilon_{one.basis}": one.epsilon for one in strategy.guarantees()}
+    assert len(epsilons) == 2
+    assert strategy.spent() == {**epsilons, "delta": 0.1, "privacy_units": CLIENTS}
+    bare = DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), local=FAST)
+    bare.start(grid_of(average_app()), initial(), num_rounds=1)
+    assert bare.spent() == {}
+
+
 def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_value():
     grid = Recorder(DP2FedSAM.client_app(task()), num_clients=CLIENTS)
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST)

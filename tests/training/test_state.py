@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from flower_ext.training.state import changed, same_numbers, same_params, state_of
+from tests.support.keeping import remember
 
 TOTAL = [0]
 
@@ -46,6 +47,21 @@ class Slotted:
 
 class OfBoth(Slotted):
     """Slots, and a dictionary beside them."""
+
+
+class Unassigned(Slotted):
+    __slots__ = ("later",)
+
+
+class Counting(count):
+    """An iterator with a dictionary beside its state."""
+
+
+class PicklesItself:
+    """An object whose state only its own method shows."""
+
+    def __reduce__(self):
+        return PicklesItself, (*TOTAL,)
 
 
 class WithStatic:
@@ -168,6 +184,7 @@ KEEPING = {
     "an object": calling(Counter),
     "a slot": calling(Slotted),
     "a slot beside a dictionary": calling(OfBoth),
+    "a slot beside one without a value": calling(Unassigned),
     "a class": lambda: (Counter, Counter().count_all),
     "the class of an object": calling(Counter, Counter.count_all),
     "an attribute that ends like a special one": calling(Counter, Counter.count_all_too),
@@ -186,6 +203,9 @@ KEEPING = {
     "a generator of tensors": calling(torch.Generator, lambda g: torch.rand(1, generator=g)),
     "a generator of Python": calling(random.Random, lambda g: g.random()),
     "an iterator": calling(count, next),
+    "an iterator of one's own class": calling(Counting, next),
+    "what pickles itself": lambda: (PicklesItself(), adding(TOTAL)),
+    "a function of another module": lambda: (lambda: remember, partial(remember, 1.0)),
     "an iterator of a list": lambda: (i := iter([1, 2, 3]), lambda: next(i)),
     "what does not pickle": unpickled,
 }
