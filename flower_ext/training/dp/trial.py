@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,8 +108,8 @@ class Trial:
         not count, because it may look them up in a table without such a row.
         """
         for _, leaf in trees.named("", x):
-            for low, high in self._ranges(leaf.dtype):
-                drawn = torch.randint(low, high + 1, leaf.shape, generator=generator).to(leaf)
+            every = (_integers(leaf, *pair, generator) for pair in self._ranges(leaf.dtype))
+            for low, high, drawn in chain.from_iterable(every):
                 examples = _replaced(x, leaf, drawn)
                 directions = self._directions(examples, generator)
                 if directions is None:
@@ -138,7 +139,8 @@ class Trial:
                 last, padding = table.num_embeddings - 1, table.padding_idx
                 ranges |= {(0, last), (max(last - 1, 0), last)}
                 if padding is not None:
-                    ranges.add((max(padding - 1, 0), min(padding + 1, last)))
+                    around = max(padding - 1, 0), min(padding + 1, last)
+                    ranges |= {around, (around[0], padding), (padding, around[1])}
         return sorted(pair for pair in ranges if pair[1] <= torch.iinfo(dtype).max)
 
     def _directions(self, x: Tree, generator: torch.Generator) -> dict[str, Tensor] | None:
@@ -278,6 +280,22 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
         return x.to(leaf.device, leaf.dtype)
 
     return trees.mapped(made, features)
+
+
+def _integers(
+    like: Tensor, low: int, high: int, generator: torch.Generator
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ``low``, ``high`` and random integers between them, three times.
+
+    In two of them one end of the range fills the first example, and the other is in the last one:
+    short examples would otherwise be alike in what a model counts in them, such as padding.
+    """
+    for ends in (None, (high, low), (low, high)):
+        drawn = torch.randint(low, high + 1, like.shape, generator=generator)
+        if ends is not None:
+            flat = drawn.view(len(drawn), -1)
+            flat[0], flat[:, 0], flat[-1, -1] = ends[0], ends[0], ends[1]
+        yield low, high, drawn.to(like)
 
 
 def odd_examples(features: Tree) -> Tree:

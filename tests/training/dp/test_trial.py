@@ -8,6 +8,7 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.blueprint import seeded
+from flower_ext.training.dp.trial import ODD, Trial
 from tests.support.jobs import problem
 
 
@@ -25,10 +26,10 @@ class Pixels(nn.Module):
 class Text(nn.Module):
     """Sums of words, in units of the longest text of the batch."""
 
-    def __init__(self, padding, vocabulary=50):
+    def __init__(self, padding, vocabulary=50, *, empty=None):
         super().__init__()
         self.padding = padding
-        self.table, self.layer = nn.Embedding(vocabulary, 16), nn.Linear(16, 3)
+        self.table, self.layer = nn.Embedding(vocabulary, 16, empty), nn.Linear(16, 3)
 
     def forward(self, x):
         mask = x != self.padding
@@ -44,6 +45,18 @@ class Counts(nn.Module):
 
     def forward(self, x):
         return self.layer(x / x.amax(0).clamp(min=1))
+
+
+class Zeros(nn.Module):
+    """Numbers, which count twice if a zero is beside one above 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x):
+        twice = (x == 0).any() & (x > 1).any()
+        return self.layer(x * (1.0 + twice))
 
 
 class Apart(nn.Module):
@@ -62,6 +75,19 @@ def texts(padding):
     x = torch.full((20, 40), padding)
     x[:, :2] = torch.randint(3, 40, (20, 2), generator=draw)
     x[0] = torch.randint(3, 40, (40,), generator=draw)
+    return x
+
+
+def words(padding):
+    """Return texts of one word, but the first."""
+    x = torch.full((20, 2), padding)
+    x[:, 0] = x[0] = 3
+    return x
+
+
+def zeros():
+    x = torch.full((20, 1), 5)
+    x[0] = 0
     return x
 
 
@@ -94,9 +120,12 @@ def summed(build, x, bound):
         (Pixels, images(), 0.5),
         (lambda: Text(2), texts(2), 0.5),
         (lambda: Text(49), texts(49), 0.5),
+        (lambda: Text(25, empty=25), words(25), 0.5),
+        (lambda: Text(49, empty=49), words(49), 0.5),
         (Counts, counts(), 1.0),
+        (Zeros, zeros(), 0.5),
     ],
-    ids=["pixels", "text", "text with the last word as padding", "counts"],
+    ids=["pixels", "text", "text with the last word as padding", "words", "words before the last", "counts", "zeros"],
 )
 def test_examples_that_integers_mix_are_kept_apart(build, x, bound):
     gradient, moved = summed(build, x, bound)
@@ -109,6 +138,23 @@ def test_texts_that_are_apart_pass_together():
     gradient, moved = summed(Apart, texts(2), 0.01)
     assert gradient.in_one_pass is True
     assert moved <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("odd", [None, *ODD])
+def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(odd):
+    task = problem(lambda: nn.Linear(4, 3))
+    gradient = ClippedGradient(task, ["weight", "bias"], clipping_norm=1.0)
+    one_pass = gradient._one_pass
+
+    def follow(x, y, by):
+        if odd is not None:
+            is_odd = x.isnan() if math.isnan(odd) else x == odd
+            x = x * (1.0 + 1e-3 * is_odd.any())
+        return one_pass(x, y, by)
+
+    examples = torch.zeros(1, 4), torch.zeros(1).long()
+    trial = Trial(one_pass, gradient.params, gradient._own)
+    assert trial.is_steady(*examples, task.loss, follow, 16) is (odd is None)
 
 
 def test_trials_move_no_draw_of_the_first_training_in_a_process():
