@@ -105,6 +105,7 @@ TESTS = {
         "federation/test_strategy.py",
         "federation/test_client_level_mod.py",
         "federation/test_record_level_plan.py",
+        "federation/test_odd_parameters.py",
         "federation/test_secure_sum.py",
         "federation/test_secure_scores.py",
         *_OF_ROUNDS,

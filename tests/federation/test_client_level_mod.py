@@ -37,6 +37,7 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     ReleasePlan,
+    SecureSum,
 )
 from flower_ext.privacy.protections import ClipModel, ClipUpdate, ProtectedByServer
 from flower_ext.training import Task, UnshareableModel
@@ -197,6 +198,20 @@ def test_without_the_mod_a_run_is_refused_before_any_client_trains():
 
     with pytest.raises(FederationNotReady, match=r"mods=\[flower_ext.federation.client_level_dp"):
         run(foreign_app(train, mods=[]))
+    assert trained == []
+
+
+def test_a_secure_sum_of_clients_that_cannot_mask_is_refused_before_any_client_trains():
+    trained = []
+
+    def train(received, partition):
+        trained.append(partition)
+        return received
+
+    sums = SecureSum(colluding=0.0, dropouts=0.0)
+    strategy = DPFedAvg(plan=plan(secure_aggregation=sums), evaluate_every=0)
+    with pytest.raises(ValueError, match="secure_aggregation: expected None"):
+        run(foreign_app(train), strategy)
     assert trained == []
 
 
