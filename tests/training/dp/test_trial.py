@@ -125,7 +125,15 @@ def summed(build, x, bound):
         (Counts, counts(), 1.0),
         (Zeros, zeros(), 0.5),
     ],
-    ids=["pixels", "text", "text with the last word as padding", "words", "words before the last", "counts", "zeros"],
+    ids=[
+        "pixels",
+        "text",
+        "text with the last word as padding",
+        "words",
+        "words before the last",
+        "counts",
+        "zeros",
+    ],
 )
 def test_examples_that_integers_mix_are_kept_apart(build, x, bound):
     gradient, moved = summed(build, x, bound)
