@@ -118,12 +118,12 @@ def test_each_client_hears_which_of_its_rounds_was_used_last_in_as_few_records_a
         made.append(last)
         return ConfigRecord({"last": last})
 
-    found = with_remembered(contents, {1: 2, 3: 2, 4: 2}, facts)
-    assert [found[p][records.ROUND]["last"] for p in range(5)] == [0, 2, 0, 2, 2]
-    assert [found[p]["a"]["a"] for p in range(5)] == [1, 1, 1, 2, 1]
+    heard = with_remembered(contents, {1: 2, 3: 2, 4: 2}, facts)
+    assert [heard[p][records.ROUND]["last"] for p in range(5)] == [0, 2, 0, 2, 2]
+    assert [heard[p]["a"]["a"] for p in range(5)] == [1, 1, 1, 2, 1]
     assert sorted(made) == [0, 2, 2]
-    assert found[0] is found[2]
-    assert found[1] is found[4]
+    assert heard[0] is heard[2]
+    assert heard[1] is heard[4]
 
 
 ARRIVED = [(3, records.Update({}, {"loss": 1.0})), (1, records.Update({}, {"loss": 2.0}))]
@@ -147,6 +147,6 @@ def test_of_updates_that_are_not_kept_only_the_partitions_and_metrics_stay():
 
 
 def test_norms_are_reported_by_those_who_tell_theirs():
-    told = [{"update-norm": 1.0}, {"loss": 7.0}, {"update-norm": 3.0}]
-    assert norm_columns(told) == {"update_norm_mean": 2.0, "update_norm_std": 1.0}
+    metrics = [{"update-norm": 1.0}, {"loss": 7.0}, {"update-norm": 3.0}]
+    assert norm_columns(metrics) == {"update_norm_mean": 2.0, "update_norm_std": 1.0}
     assert norm_columns([{"loss": 7.0}]) == {}

@@ -86,8 +86,8 @@ def test_a_method_trains_as_often_as_it_asks_and_its_result_is_the_last_of_all()
 @pytest.mark.parametrize("protection", [UPDATES, UNITS, STEPS])
 def test_a_failed_training_leaves_its_own_model_unchanged_and_says_so_here(end, protection, logged):
     start = {"w": torch.full((2,), 5.0)}
-    found = result_of(partial(once, start=start), end, protection=protection)
-    assert found.model == start
+    result = result_of(partial(once, start=start), end, protection=protection)
+    assert result.model == start
     (line,) = lines(logged)
     assert ("a local training diverged" in line) is (end is SPOILED)
     assert "a record" not in line
@@ -133,9 +133,9 @@ def test_a_method_that_fails_again_sends_the_received_model_and_keeps_its_memory
     def method(work):
         raise ValueError("a record")
 
-    found = result_of(method)
-    assert found.model is RECEIVED
-    assert found.memory is MEMORY
+    result = result_of(method)
+    assert result.model is RECEIVED
+    assert result.memory is MEMORY
     with pytest.raises(ValueError, match="a record"):  # a sum over units is no model
         result_of(method, protection=UNITS)
 
