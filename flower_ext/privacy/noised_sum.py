@@ -219,11 +219,13 @@ class NoisedSum(PrivacyPlan):
         missing = share * math.sqrt(self.cohort_size - answered)
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
-        self._refuse_spoiled(value, share * math.sqrt(self.cohort_size))
+        stddev = share * math.sqrt(self.cohort_size)
+        self.refuse_spoiled(value, bound=self.largest_sum, stddev=stddev)
         mean = divided(value, self.sampling.expected_cohort_size, like)
         return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
 
-    def _refuse_spoiled(self, value: Update, stddev: float) -> None:
+    @staticmethod
+    def refuse_spoiled(value: Update, *, bound: float, stddev: float) -> None:
         """Refuse a noised sum that a sum of honest answers exceeds with probability `IMPROBABLE`.
 
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
@@ -231,10 +233,24 @@ class NoisedSum(PrivacyPlan):
         refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
         with their stddev. It does not name the member, whom the masks hide, nor does it notice
         an upload that the noise or the other members' bounds have room for.
+
+        Parameters
+        ----------
+        value : Mapping[str, array]
+            The noised sum.
+        bound : float
+            Largest norm of honest members' sum before noise.
+        stddev : float
+            Standard deviation of the noise in the sum.
+
+        Raises
+        ------
+        RoundDiscarded
+            A member spoiled the sum.
         """
         numbers = sum(array.size for array in value.values())
-        limit = self.largest_sum + largest_noised_norm(0.0, stddev, numbers)
-        if (norm := l2_norm(value)) > limit:
+        limit = bound + largest_noised_norm(0.0, stddev, numbers)
+        if not (norm := l2_norm(value)) <= limit:
             raise RoundDiscarded(
                 f"the noised sum has a norm of {norm:.4g}, where honest members' has "
                 f"{limit:.4g} at most: a member spoiled it by an upload that is not a clipped and "

@@ -48,6 +48,8 @@ from flower_ext.privacy.run_facts import RunFacts
 
 log = getLogger("flwr")
 
+_SPOILED_AT_FIRST = 3
+"""Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _SENSITIVITY = "sensitivity"
 _RESIDUE = "residue"
 _WEIGHTING = "flower_ext.algorithms.uldp.weighting"
@@ -144,7 +146,11 @@ class PrivateUldpAvg(UldpAvg):
         # Refuse settings that do not fit the plan before the server asks a silo.
         self.protocol.server(plan, silos=num_silos, coordinates=1)
         self._server: ServerEnd | None = None
-        self._not_drawn = ""
+        self._not_begun = ""
+        self._keys_lost = False
+        """True if a silo may have lost its keys, so that all set up anew before the next round."""
+        self._spoiled: int | None = 0
+        """Number of sums so far that were spoiled; None once a sum was not."""
 
     def summary(self) -> None:
         """Log the method, its plan and the protocol."""
@@ -164,27 +170,41 @@ class PrivateUldpAvg(UldpAvg):
         """Set up the protocol between the silos and the server."""
         started = time.monotonic()
         self.apart = ask_company(self, grid)
+        self._set_up(grid)
+        self.progress.row["setup_seconds"] = time.monotonic() - started
+
+    def _set_up(self, grid: Grid) -> None:
+        """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
         coordinates = sum(array.size for array in self.sent.values())
         server = self.protocol.server(self.plan, silos=self.num_silos, coordinates=coordinates)
-        self._costs = {_SENSITIVITY: server.sensitivity, _RESIDUE: server.residue}
+        self._raise_costs({_SENSITIVITY: server.sensitivity, _RESIDUE: server.residue})
         server.set_up(Silos(self, grid))
-        self._server = server
-        self.progress.row["setup_seconds"] = time.monotonic() - started
+        self._server, self._keys_lost = server, False
+
+    def _raise_costs(self, costs: Mapping[str, float]) -> None:
+        self._costs |= {name: max(self._costs.get(name, 0.0), own) for name, own in costs.items()}
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
         """Encrypt the weights of the round's users.
 
-        The cohort is all silos, or empty if a silo did not answer for a secret draw.
+        The cohort is all silos, or empty if a silo did not answer for a secret draw. If a silo has
+        lost its keys, the silos set up anew first, in a new secret order of users.
         """
-        self._not_drawn = ""
+        self._not_begun = ""
         hidden = self.protocol.hidden_draw or isinstance(self.plan.sampling, FullParticipation)
         started = time.monotonic()
+        step = "the new set-up"
         try:
+            if self._keys_lost:
+                self._set_up(grid)
+                self.population.forget_order()
+            step = "the secret draw of users"
             sent = self._connected.open_round(
                 number, None if hidden else cohort.units, Silos(self, grid)
             )
         except FederationNotReady as missing:
-            self._not_drawn = str(missing)
+            self._keys_lost = self._keys_lost or self.protocol.hidden_draw != ""
+            self._not_begun = f"{step} failed without a silo's answer: {missing}"
             return replace(cohort, asked=())
         self.progress.row["encryption_seconds"] = time.monotonic() - started
         if not self.protocol.hidden_draw:
@@ -198,21 +218,19 @@ class PrivateUldpAvg(UldpAvg):
         Raises
         ------
         RoundDiscarded
-            A silo's sum is missing; nothing was decrypted.
-        ProtocolError
-            A silo has lost its keys, so no later round could be decrypted either.
-        OverflowError
-            A user has more records than ``protocol`` allows.
+            A silo's sum is missing, so nothing was decrypted; or the sum is spoiled.
+        FederationNotReady
+            The first sums of the run were all spoiled.
         """
-        if self._not_drawn:
-            raise RoundDiscarded(
-                f"the secret draw of users failed without a silo's answer: {self._not_drawn}"
-            )
+        if self._not_begun:
+            raise RoundDiscarded(self._not_begun)
         received = dict(updates)
         if lost := [silo for silo, update in received.items() if LOST in update.arrays]:
-            raise ProtocolError(
-                f"silos {lost} have lost their keys, without which no later sum can be decrypted: "
-                "start a new run"
+            self._keys_lost = True
+            raise RoundDiscarded(
+                f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
+                "anew before the next round: name a state-folder in the node config, so that keys "
+                "outlive the SuperNode"
             )
         started = time.monotonic()
         try:
@@ -221,11 +239,38 @@ class PrivateUldpAvg(UldpAvg):
             )
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
+        except OverflowError as error:
+            raise self._discarding(f"{error}, or a silo sent what is no sum") from error
         self.progress.row["decryption_seconds"] = time.monotonic() - started
+        summed = self._unflat(total)
+        try:
+            self.accounted.refuse_spoiled(
+                summed, bound=self._largest_sum, stddev=self.plan.noise_stddev
+            )
+        except RoundDiscarded as reason:
+            raise self._discarding(str(reason)) from reason
+        self._spoiled = None
         aggregate = self.accounted.aggregate(
-            [self._unflat(total)], cohort_size=1, noise=SecureNoise(), like=self.sent
+            [summed], cohort_size=1, noise=SecureNoise(), like=self.sent
         )
         return replace(aggregate, answered=len(received))
+
+    @property
+    def _largest_sum(self) -> float:
+        """Largest norm of a sum before noise: C of every user, and what the encoding adds."""
+        norms = self.plan.sampling.population * sum(self._costs.values())
+        return norms * self.plan.clipping_norm
+
+    def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
+        """Return the error that discards a spoiled sum, or ends a run that has no other sums."""
+        if self._spoiled is not None:
+            self._spoiled += 1
+            if self._spoiled >= _SPOILED_AT_FIRST:
+                return FederationNotReady(
+                    f"the first {self._spoiled} sums were all spoiled, so later ones will be as "
+                    f"well, and each costs privacy: {reason}"
+                )
+        return RoundDiscarded(reason)
 
     def state(self) -> Mapping[str, records.Arrays]:
         """Return the protocol's costs in privacy beyond the plan's noise."""
@@ -233,8 +278,7 @@ class PrivateUldpAvg(UldpAvg):
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
         """Keep the larger costs. The new set-up has a new order, so old places mean nothing."""
-        for name, saved in state[_SENSITIVITY].items():
-            self._costs[name] = max(self._costs.get(name, 0.0), float(saved))
+        self._raise_costs({name: float(saved) for name, saved in state[_SENSITIVITY].items()})
         self.population.forget_order()
 
     def claims(self, run: RunFacts) -> list[Guarantee]:

@@ -7,7 +7,7 @@ Each protocol has its own set-up and encryption. They are the `SiloEnd` in the p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -100,40 +100,74 @@ class HiddenJob(SiloJob):
 
 
 class Adding:
-    """Open sum that takes updates, and raises an error only in `finish`.
+    """Open sum of one update for each user whom the silo counted in the set-up.
 
-    Several silos may train in one batch, and an error of one must not end the others.
+    A user without an update here counts as zero: silos that lost their data, or whose users came
+    or left since the set-up, still send a sum. So do those that cannot encrypt their updates. A
+    missing sum would tell everybody that a record here is odd.
+
+    Parameters
+    ----------
+    begin : Callable[[], OpenSum]
+        Begins the sum of the round; a second sum may replace the first one, which never leaves.
+    users : Collection[int]
+        The counted users. Updates of others are left out, as their weight is zero.
     """
 
-    def __init__(self, into: OpenSum) -> None:
-        self._into = into
+    def __init__(self, begin: Callable[[], OpenSum], users: Collection[int]) -> None:
+        self._begin, self._into = begin, begin()
+        self._users, self._missing = users, set(users)
         self._error: Exception | None = None
         self.seconds = 0.0
 
     def __call__(self, updates: Mapping[int, np.ndarray]) -> None:
-        """Add updates by user."""
+        """Add updates by user, each user's once; `finish` deals with errors.
+
+        Several silos may train in one batch, and an error of one must not end the others.
+        """
         started = time.monotonic()
+        chosen = {user: update for user, update in updates.items() if user in self._missing}
+        self._missing -= chosen.keys()
         try:
             if self._error is None:
-                self._into.add(updates)
+                self._into.add(chosen)
         except Exception as error:
             self._error = error
         self.seconds += time.monotonic() - started
 
     def finish(self, noise: np.ndarray) -> bytes:
-        """Return the masked sum.
+        """Return the masked sum, of zeros if the updates cannot be added or encrypted.
 
         Raises
         ------
+        ProtocolError
+            The round was used before.
         Exception
-            The error of the first update that could not be added.
+            Zeros cannot be encrypted either, which is not due to the updates.
         """
-        if self._error is not None:
-            raise self._error
         started = time.monotonic()
-        masked = self._into.finish(noise)
+        try:
+            if self._error is not None:
+                raise self._error
+            masked = self._finished(self._into, self._missing, noise)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.warning(
+                "the updates of this silo cannot be encrypted (%s), so they all count as zero: "
+                "check this silo's data and memory",
+                type(error).__name__,
+                exc_info=error,
+            )
+            masked = self._finished(self._begin(), self._users, noise)
         self.seconds += time.monotonic() - started
         return masked
+
+    @staticmethod
+    def _finished(into: OpenSum, missing: Collection[int], noise: np.ndarray) -> bytes:
+        """Return a masked sum after adding zeros for the missing users."""
+        into.add(dict.fromkeys(missing, np.zeros_like(noise)))
+        return into.finish(noise)
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -147,7 +181,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     users = owned(work.data, silo.users).by_user()
     sent = {name: array.numpy().tobytes() for name, array in work.state[USERS].items()}
     with _protocol():
-        adding = Adding(silo.open_sum(work.round, sent))
+        adding = Adding(lambda: silo.open_sum(work.round, sent), silo.counted)
     started = time.monotonic()
     job = silo_job(work, users, {})
     facts = {field.name: getattr(job, field.name) for field in fields(job)}

@@ -123,8 +123,14 @@ def check_senders(found: Sequence[int], expected: range) -> None:
 
 
 def check_keys(keys: Mapping[int, bytes]) -> None:
-    """Raise a ValueError that names the first silo whose public key nobody can agree with."""
+    """Raise a ValueError that names the first silo whose public key nobody can agree with.
+
+    A key that two silos sent is such a key: one of them repeats what the other said.
+    """
+    first: dict[bytes, int] = {}
     for silo, public in keys.items():
+        if (other := first.setdefault(public, silo)) != silo:
+            raise InvalidValue(f"silos {other} and {silo}: expected a different public key of each")
         try:
             check_public(public)
         except InvalidValue as error:

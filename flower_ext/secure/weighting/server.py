@@ -135,8 +135,11 @@ class WeightingServer:
             totals = [(t + count) % n for t, count in zip(totals, counts, strict=True)]
         if not any(totals):
             raise InvalidValue("counts: expected at least one user with a record")
-        # A user without records contributes zero under every weight.
-        self._inverses = [gmpy2.invert(total, n) if total else mpz(0) for total in totals]
+        try:
+            # A user without records contributes zero under every weight.
+            self._inverses = [gmpy2.invert(total, n) if total else mpz(0) for total in totals]
+        except ZeroDivisionError as error:
+            raise InvalidValue("counts: expected totals that share no factor with n") from error
 
     def open_round(
         self,

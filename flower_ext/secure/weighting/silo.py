@@ -98,6 +98,11 @@ class WeightingSilo:
         """Hash of all public keys, equal at all silos unless the server swapped keys."""
         return self._pairs.fingerprint
 
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Users with records in this silo, each of whom has an update in every sum."""
+        return tuple(user for user, count in enumerate(self._counts) if count)
+
     def receive_keys(self, server_key: bytes, silo_keys: Sequence[SiloKey]) -> None:
         """Take the server's Paillier modulus and all silos' public keys.
 
@@ -254,14 +259,14 @@ class WeightingSilo:
         """
         self._expect(Stage.COUNTED)
         check_later(message.round_number, self._last_round)
-        users = [user for user, count in enumerate(self._counts) if count]
+        users = self.counted
         encoded = self._sums.encode_updates(updates, users)
         encoded_noise = self._sums.encode_noise(noise)
         powers = self._sums.fold(self._opened(message), self._factors(users))
+        own = self._sums.noised(powers, encoded, encoded_noise, progress)
+        # Only what follows draws masks. Until here an error leaves the round unused.
         self._last_round = message.round_number
         self._store()
-
-        own = self._sums.noised(powers, encoded, encoded_noise, progress)
         self._mask(own, message.round_number)
         self._rerandomise_share(own, message.round_number)
         return MaskedSum(

@@ -18,7 +18,7 @@ from flower_ext.algorithms.uldp import (
 from flower_ext.algorithms.uldp.private_silo import resume
 from flower_ext.algorithms.uldp.weighting import lattice, lattice_silo
 from flower_ext.data import histogram
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -33,7 +33,6 @@ from tests.support import grids
 from tests.support.private_silos import (
     METHOD,
     SMALL,
-    Forgetful,
     FreshProcesses,
     Meddler,
     Owned,
@@ -326,13 +325,6 @@ def test_every_message_may_reach_a_fresh_process(sampling, monkeypatch):
         assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
 
 
-def test_a_silo_that_lost_its_state_ends_the_run(tmp_path):
-    strategy = lattice_of(ledger=Ledger(tmp_path / "ledger.jsonl"))
-    with pytest.raises(ProtocolError, match=r"silos \[1\] have lost their keys"):
-        start(strategy, Forgetful)
-    assert "lost their keys" in Ledger.read(tmp_path / "ledger.jsonl")[-1]["reason"]
-
-
 def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
     _, model = start(strategy := lattice_of(), Owned, folder=tmp_path)
     assert strategy.refusals == []
@@ -398,12 +390,6 @@ def test_a_silo_refuses_a_protocol_that_it_does_not_know():
     message.content["question"] = ConfigRecord(question)
     (reply,) = InProcessGrid.send_and_receive(grid, [message])
     assert "protocol='pigeons': expected one of paillier, lattice" in reply.error.reason
-
-
-def test_a_silo_with_more_records_of_a_user_than_its_limit_ends_the_set_up():
-    limits = LatticeWeighting(silo_record_limits=(8, 2, 8))
-    with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part.*own log"):
-        start(make(protocol=limits))
 
 
 # Claims ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -144,6 +144,11 @@ class LatticeEnd:
         """Number of the silo, from zero."""
         return self.silo.index
 
+    @property
+    def counted(self) -> Collection[int]:
+        """Users whose records this silo counted."""
+        return self.silo.counted
+
     def answer(self, question: Question) -> Arrays:
         """Take one step of the set-up, or of a secret draw."""
         steps = {KEYS: self._take_keys, COUNT: self._count, DRAW: self._draw}
@@ -178,7 +183,8 @@ class LatticeEnd:
         if silo.index != 0:
             sealed = question.arrays[SEED][SEED].tobytes()
             silo.open_seed(SealedSeed.from_bytes(sealed, settings))
-        masked = silo.mask_counts(counts_of(question.data, settings.users))
+        most = settings.record_limit(silo.index)
+        masked = silo.mask_counts(counts_of(question.data, settings.users, most=most))
         return {COUNTS: records.to_bytes_array(masked.to_bytes())}
 
     def _draw(self, question: Question) -> Arrays:

@@ -6,7 +6,7 @@ Every step starts from the state in the vault, and stores its outcome there befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,11 @@ class PaillierSilo:
         """Number of the silo, from zero."""
         return self.silo.index
 
+    @property
+    def counted(self) -> Collection[int]:
+        """Users whose records this silo counted."""
+        return self.silo.counted
+
     def answer(self, question: Question) -> Arrays:
         """Take one step of the set-up, or of a secret draw."""
         steps = {KEYS: self._take_keys, COUNT: self._count, DRAW: self._draw}
@@ -126,7 +131,8 @@ class PaillierSilo:
         if silo.index != 0:
             sealed = question.arrays[SEED][SEED].tobytes()
             silo.open_seed(SealedSeed(receiver=silo.index, sealed=sealed))
-        blinded = silo.blind_counts(counts_of(question.data, silo.settings.users))
+        settings, most = silo.settings, silo.settings.record_limit(silo.index)
+        blinded = silo.blind_counts(counts_of(question.data, settings.users, most=most))
         return {COUNTS: records.to_bytes_array(blinded.counts)}
 
     def _draw(self, question: Question) -> Arrays:

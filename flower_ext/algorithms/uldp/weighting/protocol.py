@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
-from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import (
     ClientVault,
     FederatedStrategy,
@@ -191,7 +191,8 @@ class ServerEnd(ABC):
         IncompleteRound
             A silo's sum is missing; nothing was decrypted.
         OverflowError
-            Some user has more records than the settings allow.
+            The sum is out of bounds: some user has more records than the settings allow, or a silo
+            sent what is no sum.
         """
 
 
@@ -262,6 +263,11 @@ class SiloEnd(Protocol):
         """Number of the silo, from zero."""
         ...
 
+    @property
+    def counted(self) -> Collection[int]:
+        """Users whose records this silo counted in the set-up; each sum takes an update of each."""
+        ...
+
     def answer(self, question: Question) -> Arrays:
         """Take one step of the protocol. A step that must not happen twice is stored first."""
         ...
@@ -296,12 +302,15 @@ def checked_answers() -> Iterator[None]:
     Raises
     ------
     FederationNotReady
-        The block raised an error of the protocol.
+        The block raised an error.
     """
     try:
         yield
-    except (ProtocolError, InvalidValue) as error:
-        raise FederationNotReady(f"a silo's answer breaks the protocol: {error}") from error
+    except FederationNotReady:
+        raise
+    except Exception as error:  # bytes from outside may provoke any
+        said = str(error) if isinstance(error, FlowerExtError) else repr(error)
+        raise FederationNotReady(f"a silo's answer breaks the protocol: {said}") from error
 
 
 def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
@@ -351,8 +360,11 @@ def log_fingerprint(silo: int, fingerprint: str) -> None:
     )
 
 
-def counts_of(data: ClientData, users: int) -> list[int]:
-    """Return the number of records of each user in this silo.
+def counts_of(data: ClientData, users: int, *, most: int) -> list[int]:
+    """Return the number of records of each user in this silo, ``most`` for a user with more.
+
+    Refusing such a user would tell everybody that this silo has one. The weights of a user still
+    sum to one.
 
     Raises
     ------
@@ -360,7 +372,16 @@ def counts_of(data: ClientData, users: int) -> list[int]:
         The data have no owners, or an owner is out of range.
     """
     owners = owned(data, users).owners.cpu().long()
-    return [int(count) for count in torch.bincount(owners, minlength=users)]
+    counts = torch.bincount(owners, minlength=users)
+    if above := int((counts > most).sum()):
+        log.warning(
+            "%d users have more records in this silo than the %d that the settings allow, and "
+            "weigh as if they had %d: agree with the other silos on larger limits",
+            above,
+            most,
+            most,
+        )
+    return [int(count) for count in counts.clamp(max=most)]
 
 
 def keeps(name: str, state: bytes) -> bytes:

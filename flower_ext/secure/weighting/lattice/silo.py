@@ -72,6 +72,11 @@ class LatticeSilo(SiloSetUp):
         """The epoch whose weights this silo holds in memory."""
         return None if self._weights is None else self._weights.epoch
 
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Users with records in this silo, each of whom has an update in every sum."""
+        return tuple(user for user, count in enumerate(self._counts) if count)
+
     def answer_draw(self, message: DrawOffer) -> DrawAnswer:
         """Return the choices that all silos derive from their seed; the server cannot read them.
 

@@ -1,0 +1,530 @@
+"""Nothing that one party of private weighting sends ends a run or spoils a model unseen."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gmpy2 import mpz
+
+from flower_ext.algorithms.uldp import LatticeWeighting, UldpAvg
+from flower_ext.algorithms.uldp.weighting import lattice_silo, paillier, paillier_silo
+from flower_ext.algorithms.uldp.weighting.protocol import counts_of
+from flower_ext.algorithms.uldp.weights import WeightsByRecords
+from flower_ext.data import SiloData, histogram
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.privacy import Ledger, PoissonSampling
+from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES, PRIME
+from flower_ext.training import Task
+from tests.support.private_silos import METHOD, SMALL, Forgetful, difference, make, start
+from tests.support.silos import ROUNDS, SILOS, USERS, silos, task
+from tests.support.worlds import Net
+
+LATTICE = LatticeWeighting(silo_record_limits=(12, 12, 12))
+EITHER = pytest.mark.parametrize("protocol", [SMALL, LATTICE], ids=["paillier", "lattice"])
+FEW = PoissonSampling(USERS, 0.4)
+DRAWN = {"draw_choices": 5}
+
+
+def kinds(path):
+    return [entry["kind"] for entry in Ledger.read(path) if entry["kind"] != "reserve"]
+
+
+# Bytes of anything -------------------------------------------------------------------------------
+
+
+def flipped(data, rng, _):
+    changed = np.frombuffer(data, np.uint8).copy()
+    for _ in range(rng.integers(1, 4)):
+        changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
+    return changed.tobytes()
+
+
+def highest_number(data, rng, _):
+    at = int(rng.integers(max(1, len(data) - 8)))
+    return data[:at] + b"\xff" * 8 + data[at + 8 :]
+
+
+def begun(number, size):
+    """Return a mutation that puts a number of ``size`` bytes in place of the first one."""
+    return lambda data, rng, _: (int(number) % 256**size).to_bytes(size, "big") + data[size:]
+
+
+BYTES = {
+    "bits": flipped,
+    "too short": lambda data, rng, _: data[: int(rng.integers(len(data)))],
+    "too long": lambda data, rng, _: data + rng.bytes(int(rng.integers(1, 9))),
+    "2^64 - 1": highest_number,
+    "zeros": lambda data, rng, _: bytes(len(data)),
+    "ones": lambda data, rng, _: b"\xff" * len(data),
+    "of another silo": lambda data, rng, grid: grid.of_another or data,
+    "of before": lambda data, rng, grid: grid.of_before or data,
+}
+OF_CURVE = {
+    "one": lambda data, rng, _: b"\1" + bytes(31) + data[32:],
+    "the prime": lambda data, rng, _: (2**255 - 19).to_bytes(32, "little") + data[32:],
+}
+OF_GROUP = {
+    "one": begun(1, ELEMENT_BYTES),
+    "minus one": begun(PRIME - 1, ELEMENT_BYTES),
+    "the prime": begun(PRIME, ELEMENT_BYTES),
+}
+
+
+def modulus(grid):
+    return grid.server._key.public.n
+
+
+OF_KEY = {
+    "n": lambda data, rng, grid: begun(modulus(grid), 128)(data, rng, grid),
+    "n²": lambda data, rng, grid: begun(modulus(grid) ** 2, 128)(data, rng, grid),
+    "n² - 1": lambda data, rng, grid: begun(modulus(grid) ** 2 - 1, 128)(data, rng, grid),
+    "p": lambda data, rng, grid: begun(grid.server._key.p, 128)(data, rng, grid),
+}
+"""Mutations of numbers modulo n², of which the last three are no unit, minus one, and no unit."""
+
+
+def mutations_of(protocol, name):
+    """Return all mutations of one array of the messages."""
+    if name in ("key", "silos"):
+        return BYTES | OF_CURVE
+    if name in ("answer", "offer"):
+        return BYTES | OF_GROUP
+    return BYTES | (OF_KEY if protocol is SMALL and name in ("sum", "weights") else {})
+
+
+class Tampered(InProcessGrid):
+    """Changes the array ``name`` of silo 1's messages, or of silo 0's where no other sends one.
+
+    ``how`` has one mutation for each message with such an array in turn, None for none. The silo
+    sends these messages, or receives them if ``receives``.
+    """
+
+    def __init__(self, *args, name, how, receives=False, seed=0, **options):
+        super().__init__(*args, **options)
+        self.name, self.how, self.receives = name, iter(how), receives
+        self.rng = np.random.default_rng(seed)
+        self.of_before = self.of_another = None
+        self.changed = 0
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        if self.receives:
+            return super().send_and_receive(self._changed(messages), timeout=timeout)
+        return self._changed(list(super().send_and_receive(messages, timeout=timeout)))
+
+    def _holding(self, messages):
+        for message in messages:
+            node = message.metadata.dst_node_id if self.receives else message.metadata.src_node_id
+            if message.has_error():
+                continue
+            for record, arrays in message.content.array_records.items():
+                if self.name in arrays:
+                    yield node, message, record
+
+    def _changed(self, messages):
+        held = {node: (message, record) for node, message, record in self._holding(messages)}
+        if not held:
+            return messages
+        chosen = 1_001 if 1_001 in held else min(held)
+        data = {
+            node: records.to_arrays(message.content[record])[self.name].tobytes()
+            for node, (message, record) in held.items()
+        }
+        others = [own for node, own in data.items() if node != chosen]
+        self.of_another = others[-1] if others else None
+        mutation = next(self.how, None)
+        if mutation is not None:
+            message, record = held[chosen]
+            arrays = dict(records.to_arrays(message.content[record]))
+            old = arrays[self.name]
+            new = np.frombuffer(mutation(data[chosen], self.rng, self), np.uint8)
+            if new.size == old.size:
+                new = new.reshape(old.shape)
+            self.changed += new.tobytes() != old.tobytes()
+            content = type(message.content)(dict(message.content))  # others may share the old one
+            content[record] = records.to_record({**arrays, self.name: new})
+            message.content = content
+        self.of_before = data[chosen]
+        return messages
+
+
+@pytest.fixture(autouse=True)
+def _server_known(monkeypatch):
+    """Tell mutations of the key's numbers which server the run has."""
+    made = paillier.WeightingServer.__init__
+
+    def noted(self, *args, **options):
+        made(self, *args, **options)
+        Tampered.server = self
+
+    monkeypatch.setattr(paillier.WeightingServer, "__init__", noted)
+
+
+SET_UP = [
+    (protocol, name, receives)
+    for protocol, sealed in ((SMALL, "seeds"), (LATTICE, "sealed"))
+    for name, receives in (
+        ("key", False),
+        (sealed, False),
+        ("counts", False),
+        ("server", True),
+        ("silos", True),
+        ("seed", True),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name", "receives"),
+    SET_UP,
+    ids=[f"{'paillier' if p is SMALL else 'lattice'}-{name}" for p, name, _ in SET_UP],
+)
+def test_a_message_of_the_set_up_of_anything_refuses_the_set_up_or_spoils_sums(
+    protocol, name, receives, tmp_path
+):
+    """A silo that lies about counts is outside the model, but it can only end in these two ways."""
+    outcomes = set()
+    for seed, (kind, mutation) in enumerate(mutations_of(protocol, name).items()):
+        path = tmp_path / f"{seed}.jsonl"
+        strategy = make(protocol=protocol, evaluate_every=0, ledger=Ledger(path))
+        options = {"name": name, "how": [mutation], "receives": receives, "seed": seed}
+        try:
+            grid, model = start(strategy, Tampered, rounds=1, **options)
+        except FederationNotReady as refusal:
+            assert strategy.participations.rounds == 0, kind
+            assert not path.exists() or kinds(path) == [], kind
+            assert "cannot take part" in str(refusal) or "breaks the protocol" in str(refusal)
+            outcomes.add("refused")
+        else:
+            assert all(np.isfinite(part).all() for part in model.values()), kind
+            outcomes.add((*kinds(path), "changed" if grid.changed else "the same"))
+    assert "refused" in outcomes
+    if name in ("key", "silos"):
+        assert outcomes <= {"refused", ("commit", "the same")}
+
+
+ROUND = [
+    (protocol, name, receives, {} if name in ("sum", "weights", "opening") else DRAWN)
+    for protocol in (SMALL, LATTICE)
+    for name, receives in (
+        ("sum", False),
+        ("weights", True),
+        *((("opening", True),) if protocol is LATTICE else ()),
+        ("answer", False),
+        ("offer", True),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name", "receives", "changes"),
+    ROUND,
+    ids=[f"{'paillier' if p is SMALL else 'lattice'}-{name}" for p, name, _, _ in ROUND],
+)
+def test_a_message_of_a_round_of_anything_discards_that_round_alone(
+    protocol, name, receives, changes, tmp_path
+):
+    """The first round and the last are left alone, and count."""
+    chosen = mutations_of(protocol, name).values()
+    how = [None, *chosen, None]
+    sampling = {"sampling": FEW} if changes else {}
+    strategy = make(
+        protocol=replace(protocol, **changes),
+        evaluate_every=0,
+        ledger=Ledger(tmp_path / "ledger"),
+        plan={"rounds": len(how)},
+        **sampling,
+    )
+    options = {"name": name, "how": how, "receives": receives}
+    grid, model = start(strategy, Tampered, rounds=len(how), **options)
+    done = kinds(tmp_path / "ledger")
+    assert len(done) == len(how)
+    assert done[0] == done[-1] == "commit"
+    # Where nothing else tells, a few bits of a sum pass for noise of that silo.
+    passed = 2 if (protocol, name) == (LATTICE, "sum") else 0
+    assert done[1:-1].count("commit") <= passed + len(chosen) - grid.changed
+    assert strategy.participations.rounds == len(how)
+    assert all(np.abs(part).max() < 1e3 for part in model.values())
+
+
+@EITHER
+def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
+    protocol, tmp_path, logged
+):
+    class Replaying(InProcessGrid):
+        earlier = None
+
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if replies and replies[1].metadata.message_type == f"train.{METHOD}":
+                record = replies[1].content["update"]
+                told = dict(records.to_arrays(record))
+                if replies[1].metadata.group_id == "2":
+                    replies[1].content["update"] = records.to_record({**told, "sum": self.earlier})
+                self.earlier = told["sum"]
+            return replies
+
+    strategy = make(protocol=protocol, ledger=Ledger(tmp_path / "ledger"), evaluate_every=0)
+    start(strategy, Replaying)
+    assert kinds(tmp_path / "ledger") == ["commit", "discard", "commit"]
+    assert "round 2 discarded: the " in logged.text  # "sum is out of bounds", or its norm
+
+
+@EITHER
+def test_a_run_whose_first_three_sums_are_spoiled_ends_with_the_reason(protocol, tmp_path):
+    ledger = Ledger(tmp_path / "ledger")
+    strategy = make(protocol=protocol, plan={"rounds": 9}, ledger=ledger, evaluate_every=0)
+
+    def spoil(data, rng, _):
+        """Keep what a message of the lattice begins with, and make a number odd and large."""
+        return data[:-60] + rng.bytes(30) + data[-30:]
+
+    with pytest.raises(FederationNotReady, match="the first 3 sums were all spoiled"):
+        start(strategy, Tampered, name="sum", how=[spoil] * 9, rounds=9)
+    assert kinds(tmp_path / "ledger") == ["discard"] * 3
+    assert strategy.participations.rounds == 3
+
+
+def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
+    another = BYTES["of another silo"]
+    with pytest.raises(FederationNotReady, match="silos 1 and 2: expected a different public key"):
+        start(make(), Tampered, name="key", how=[another])
+
+
+def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
+    received = paillier.WeightingServer.receive_counts
+
+    def divided(self, messages):  # no silo knows p: the server itself plays it
+        n, size = self._key.public.n, self.settings.residue_bytes
+        rest = sum(mpz.from_bytes(one.counts[:size], "big") for one in messages[1:])
+        first = int((self._key.p - rest) % n).to_bytes(size, "big")
+        changed = replace(messages[0], counts=first + messages[0].counts[size:])
+        received(self, [changed, *messages[1:]])
+
+    monkeypatch.setattr(paillier.WeightingServer, "receive_counts", divided)
+    with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
+        start(make())
+
+
+# Keys that are lost ------------------------------------------------------------------------------
+
+
+@EITHER
+@pytest.mark.parametrize("changes", [{}, DRAWN], ids=["all", "drawn"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_where_a_silo_loses_its_keys_all_silos_set_up_anew(
+    protocol, changes, lost, tmp_path, logged
+):
+    class Losing(Forgetful):
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            if messages and messages[0].metadata.group_id == "2":
+                self.contexts[1_000 + lost].state.clear()
+            return InProcessGrid.send_and_receive(self, messages, timeout=timeout)
+
+    strategy = make(
+        protocol=replace(protocol, **changes),
+        ledger=Ledger(tmp_path / "ledger"),
+        plan={"rounds": 4},
+        **({"sampling": FEW} if changes else {}),
+    )
+    _, model = start(strategy, Losing, rounds=4)
+    done = kinds(tmp_path / "ledger")
+    assert done[0] == "commit"
+    assert done[1] == "discard"
+    assert done[-1] == "commit"
+    assert done.count("discard") == (2 if changes and not lost else 1)
+    assert f"silos [{lost}] have lost their keys" in logged.text
+    assert strategy.participations.rounds == 4
+    if not changes:
+        plain = make(UldpAvg, plan={"rounds": 4})
+
+        def forgetting(base, mean, updates, step=plain.next_model):
+            return base if plain.participations.rounds == 2 else step(base, mean, updates)
+
+        plain.next_model = forgetting
+        assert difference(model, start(plain, rounds=4)[1]) <= 4 * SMALL.precision
+
+
+# Silos whose own data fail -----------------------------------------------------------------------
+
+
+def nan(data):
+    data.train.features[:] = torch.nan
+    return data
+
+
+def labels(data):
+    data.train.targets[:] = 99
+    return data
+
+
+def raising(data):
+    raise MemoryError("too little memory for these records")
+
+
+def other_users(data):
+    """Leave no user but one whom this silo did not count in the set-up."""
+    unknown = sorted(set(range(USERS)) - set(data.owners.tolist()))[0]
+    return SiloData(train=data.train, test=data.test, owners=torch.full_like(data.owners, unknown))
+
+
+def fewer_users(data):
+    kept = torch.nonzero(data.owners != data.owners[0])[:, 0].tolist()
+    train = data.train.subset(kept)
+    return SiloData(train=train, test=data.test, owners=data.owners[kept])
+
+
+def nobody(data):
+    return SiloData(train=data.train.subset([]), test=data.test, owners=data.owners[:0])
+
+
+def failing_from_round_2(change):
+    """Return a task whose silo 1 has changed data after its first training."""
+    held, trained = silos(), []
+
+    class Noted(Net):
+        def forward(self, x):
+            return super().forward(x)
+
+    def data(number):
+        if number != 1 or "failing" not in trained:
+            return held[number]
+        one = silos()[1]
+        return change(one)
+
+    return Task(model=Noted, data=data, device="cpu"), trained
+
+
+def run_with(strategy, change, kind="train"):
+    """Return the final model and the replies of a run whose silo 1 fails after round 1."""
+    replies = []
+    world, trained = failing_from_round_2(change)
+
+    class Failing(InProcessGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            if messages and messages[0].metadata.group_id == "2":
+                trained.append("failing")
+            received = list(super().send_and_receive(messages, timeout=timeout))
+            if messages and messages[0].metadata.message_type == f"train.{METHOD}":
+                replies.append(received)
+            return received
+
+    from flwr.app import ArrayRecord
+
+    from tests.support.silos import SEED
+
+    app = type(strategy).client_app(world, allow_seeded_noise=True)
+    grid = Failing(app, num_clients=SILOS)
+    initial = ArrayRecord(task().initial_params(SEED))
+    result = strategy.start(grid, initial, num_rounds=ROUNDS)
+    return records.to_arrays(result.arrays), replies
+
+
+@EITHER
+@pytest.mark.parametrize(
+    "change", [nan, labels, raising, nobody], ids=["nan", "labels", "raising", "nobody"]
+)
+def test_a_silo_whose_data_fail_sends_a_sum_like_any_other(protocol, change):
+    strategy = make(protocol=protocol, evaluate_every=0)
+    model, replies = run_with(strategy, change)
+    assert strategy.refusals == []
+    shapes = {
+        tuple((name, a.shape, a.dtype) for name, a in sorted(records.to_arrays(r).items()))
+        for received in replies
+        for reply in received
+        for r in [reply.content["update"]]
+    }
+    assert len(replies) == ROUNDS
+    assert len(shapes) == 1
+    assert len({tuple(reply.content) for received in replies for reply in received}) == 1
+    expected, _ = run_with(make(UldpAvg, evaluate_every=0), change)
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+
+
+@EITHER
+@pytest.mark.parametrize("change", [other_users, fewer_users])
+def test_users_who_come_or_leave_after_the_set_up_count_as_zero(protocol, change):
+    strategy = make(protocol=protocol, evaluate_every=0)
+    model, _ = run_with(strategy, change)
+    assert strategy.refusals == []
+    plain = make(UldpAvg, evaluate_every=0)
+    if change is other_users:  # plain weights of the set-up give the newcomer none as well
+        expected, _ = run_with(plain, change)
+        assert difference(model, expected) <= ROUNDS * SMALL.precision
+
+
+def too_little_memory(monkeypatch, name, silo=1):
+    """Let one silo's encryption of updates fail; sums of zeros are smaller."""
+    if name == "paillier":
+        found, of = paillier_silo.WeightingSilo, paillier_silo.WeightingSilo.weigh
+
+        def weigh(self, message, updates, *args, **options):
+            if self.index == silo and any(np.any(update) for update in updates.values()):
+                raise MemoryError
+            return of(self, message, updates, *args, **options)
+
+        monkeypatch.setattr(found, "weigh", weigh)
+        return
+    opened, add = lattice_silo.LatticeOpenSum, lattice_silo.LatticeOpenSum.add
+
+    def failing(self, updates):
+        add(self, updates)
+        if self._weighing._silo == silo and any(np.any(update) for update in updates.values()):
+            raise MemoryError
+
+    monkeypatch.setattr(opened, "add", failing)
+
+
+@EITHER
+def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, monkeypatch, logged):
+    too_little_memory(monkeypatch, protocol.name)
+    strategy = make(protocol=protocol, evaluate_every=0)
+    _, model = start(strategy)
+    assert strategy.refusals == []
+    assert "the updates of this silo cannot be encrypted (MemoryError)" in logged.text
+
+    class WithoutSilo1(WeightsByRecords):
+        def of_users(self, users):
+            weights = super().of_users(users)
+            weights[1] = 0
+            return weights
+
+    expected = make(UldpAvg, evaluate_every=0)
+    expected.weights = WithoutSilo1()
+    assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
+
+
+# Users with more records than the limits ---------------------------------------------------------
+
+
+@EITHER
+def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(protocol, logged):
+    limits = (3, 4, 5)
+    strategy = make(protocol=replace(protocol, silo_record_limits=limits), evaluate_every=0)
+    _, model = start(strategy)
+    assert strategy.refusals == []
+    held = histogram(silos(), USERS)
+    for counts, limit in zip(held, limits, strict=True):
+        above = int((counts > limit).sum())
+        assert above
+        assert f"{above} users have more records in this silo than the {limit}" in logged.text
+
+    class Limited(WeightsByRecords):
+        def prepare(self, histogram, num_silos):
+            super().prepare(np.minimum(histogram, np.array(limits)[:, None]), num_silos)
+
+    expected = make(UldpAvg, evaluate_every=0)
+    expected.weights = Limited()
+    assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
+
+
+def test_counts_are_those_of_the_owners_up_to_the_limit():
+    held = histogram(silos(), USERS)[1]
+    assert counts_of(silos()[1], USERS, most=1000) == held.tolist()
+    assert counts_of(silos()[1], USERS, most=2) == np.minimum(held, 2).tolist()
+    with pytest.raises(InvalidValue, match="owners: expected"):
+        counts_of(silos()[1], 3, most=2)
