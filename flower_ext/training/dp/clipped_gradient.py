@@ -47,7 +47,6 @@ _MOST_DENSE, _OF_EIGHT = 1024, 8
 """The most that pass together where they are not, in multiples of a register's numbers."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms, whose shortest sums are in single precision."""
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class ClippedGradient:
@@ -69,10 +68,10 @@ class ClippedGradient:
     Raises
     ------
     ValueError
-        The loss compares examples, the model has batch normalisation, or a trained parameter has
-        half precision. On a call: the model or the loss keeps something between examples, features
-        have another type than the model's numbers, or the model learns from no random example by
-        itself (see `check_single_examples`).
+        The loss compares examples, or the model has batch normalisation. On a call: the model or
+        the loss keeps something between examples, features have another type than the model's
+        numbers, or the model learns from no random example by itself (see
+        `check_single_examples`).
     """
 
     def __init__(
@@ -93,13 +92,6 @@ class ClippedGradient:
         with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
             unfuse(self.followed)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
-        for name in names:
-            if self.params[name].dtype in _HALF:
-                raise InvalidValue(
-                    f"{name!r} is of type {self.params[name].dtype}: expected float32 or float64, "
-                    "because rounding one record might move the gradients of others: train the "
-                    "model in float32 (model.float())"
-                )
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
         self.by_vmap: bool | None = None

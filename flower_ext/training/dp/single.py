@@ -20,11 +20,17 @@ from flower_ext.training.dp.trial import TRIED, random_examples, zeros
 from flower_ext.training.dp.watched import sober
 from flower_ext.training.params import Params, is_finite
 
+_RAISES = "a random example raises"
 _REMEDY = (
     "expected a model that trains on one example at a time, as DP-SGD clips the gradient of each: "
     "normalise within an example (nn.LayerNorm, nn.GroupNorm with several channels in a group, or "
     "flower_ext.training.replace_batch_norm) instead of over the batch, and leave out activation "
     "checkpointing"
+)
+_OF_LABELS = (
+    "the model takes such an example and the loss does not, for labels of 0 or of 1: expected a "
+    "loss that takes labels from 0 on. If yours begin at another number, as in cross_entropy("
+    "outputs, targets - 1990), subtract it in the data set, not in the loss"
 )
 
 
@@ -53,7 +59,7 @@ def check_single_examples(
     Raises
     ------
     InvalidValue
-        Each example's loss raises, or no example has a finite gradient other than zero, or all
+        Each example's loss raises, as for labels that do not begin at 0; or no example has a finite gradient other than zero, or all
         examples by themselves have equal outputs. The message may travel.
     """
     x, y = random_examples(features, TRIED, torch.Generator().manual_seed(0)), zeros(targets, TRIED)
@@ -70,7 +76,7 @@ def check_single_examples(
             raise tellable(error) from None
         except Exception as error:  # a model or a loss may raise anything
             text = str(error).partition("\n")[0].rstrip(". ")
-            reasons.append(f"a random example raises {type(error).__name__}: {text}")
+            reasons.append(f"{_RAISES} {type(error).__name__}: {text}")
             continue
         if not all(map(is_finite, slopes.values())):
             reasons.append("a random example has a gradient that is not finite")
@@ -80,6 +86,9 @@ def check_single_examples(
             are_zero = True
     else:
         if not are_zero:
+            raises = reasons[0].startswith(_RAISES) and _is_whole(targets)
+            if raises and all(_takes(outputs_of, own) for own, _ in pairs):
+                raise tellable(InvalidValue(f"{reasons[0]}. loss, model={name}: {_OF_LABELS}"))
             raise tellable(InvalidValue(f"{reasons[0]}. model={name}: {_REMEDY}"))
         raise tellable(
             InvalidValue(
@@ -91,6 +100,21 @@ def check_single_examples(
     if _is_constant(outputs_of, x):
         reason = "all random examples by themselves have equal outputs"
         raise tellable(InvalidValue(f"{reason}. model={name}: {_REMEDY}"))
+
+
+def _is_whole(targets: Tree) -> bool:
+    """Return True if all targets are whole numbers, as labels are."""
+    return not any(leaf.is_floating_point() for _, leaf in trees.named("", targets))
+
+
+def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
+    """Return True if the model takes one example by itself."""
+    try:
+        with torch.no_grad(), sober(), torch.random.fork_rng(devices=[]):
+            outputs_of(trees.mapped(lambda leaf: leaf.clone()[None], example))
+    except Exception:  # a model may raise anything
+        return False
+    return True
 
 
 def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:

@@ -117,6 +117,25 @@ def test_a_model_that_learns_from_no_single_example_is_refused_with_the_reason(b
     assert is_tellable(refusal.value)
 
 
+@pytest.mark.parametrize("labels", ["years", "none", "beyond the classes"])
+def test_labels_that_begin_elsewhere_are_refused_with_what_to_change_whatever_they_are(labels):
+    """The trial reads no label, so the refusal is the same for all."""
+    own = {"years": 1990 + torch.arange(9) % 3, "none": torch.arange(0), "beyond the classes": 7}
+    targets = torch.as_tensor(own[labels]).expand(9 if labels != "none" else 0)
+    task = Task(
+        model=Network,
+        data=lambda client: None,
+        loss=lambda outputs, targets: functional.cross_entropy(outputs, targets - 1990),
+    )
+    gradient = ClippedGradient(task, [*task.initial_params(0)], clipping_norm=1.0)
+    said = "begin at another number, as in .* subtract it in the data set, not in the loss"
+    with pytest.raises(InvalidValue, match=said) as refusal:
+        gradient(task.initial_params(0), torch.rand(len(targets), 6), targets)
+    assert is_tellable(refusal.value)
+    assert "BatchNorm" not in str(refusal.value)
+    assert "replace_batch_norm" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("build", [Network, Logarithm])
 def test_a_model_that_learns_from_single_examples_draws_nothing_in_the_trial(build):
     task = task_of(build)
