@@ -91,7 +91,7 @@ class PrivateWeighting(WeightingProtocol):
         work.
     silo_record_limits : tuple of int, optional
         The most records of one user in each silo, with a sum of at most N_max, so that no user can
-        exceed N_max. Without these limits, an excess ends the run when the first sum is decrypted.
+        exceed N_max. Without them, an excess spoils every sum, and the run ends after three.
     precision : float
         P: largest rounding error of a coordinate of the sum over silos. It must be fine against the
         silos' noise.
