@@ -7,6 +7,7 @@ clients send, which no clipping of each update bounds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,7 +62,7 @@ def _set_default_device(context: Any) -> None:
 
 def _pop_function_modes(left: int) -> None:
     while _C._len_torch_function_stack() > left:
-        mode = _pop_function_mode()
+        mode = _pop_function_mode()  # type: ignore[no-untyped-call]
         if isinstance(mode, _device.DeviceContext) and "old_device" in vars(mode):
             _device.CURRENT_DEVICE = mode.old_device
 
@@ -73,11 +74,11 @@ def _pop_dispatch_modes(left: int) -> None:
 
 def _set_inference_mode(enabled: bool) -> None:
     guard = _C._InferenceMode(enabled)
-    guard.__enter__()
+    guard.__enter__()  # type: ignore[no-untyped-call]
     _held.append(guard)  # its end would restore the client's mode
 
 
-_SETTERS = (
+_SETTERS: tuple[Callable[[Any], object], ...] = (
     torch.set_num_threads,
     _C._set_deterministic_algorithms,
     lambda only: _C._set_deterministic_algorithms(

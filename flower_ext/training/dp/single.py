@@ -59,8 +59,9 @@ def check_single_examples(
     Raises
     ------
     InvalidValue
-        Each example's loss raises, as for labels that do not begin at 0; or no example has a finite gradient other than zero, or all
-        examples by themselves have equal outputs. The message may travel.
+        Each example's loss raises, as for labels that do not begin at 0; or no example has a finite
+        gradient other than zero, or all examples by themselves have equal outputs. The message may
+        travel.
     """
     x, y = random_examples(features, TRIED, torch.Generator().manual_seed(0)), zeros(targets, TRIED)
     pairs = [*trees.each((x, y))]
