@@ -340,7 +340,7 @@ def names_in(arrays: Iterable[str]) -> str:
 
 
 def read_metrics(reply: Message) -> dict[str, float]:
-    """Return the finite scalar metrics of a reply.
+    """Return the finite scalar metrics of a reply; lists of numbers are left out.
 
     Raises
     ------
@@ -359,12 +359,13 @@ def _metrics(content: RecordDict) -> dict[str, float]:
 def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for name, value in items:
-        if isinstance(value, list):  # Flower has lists of numbers too; they are no scores
-            continue
         if not (name.isprintable() and 0 < len(name) <= LONGEST_NAME):
             raise RefusedReply(
                 f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
             )
+        # Flower's own strategies average lists. They are no scores, so no reply is lost for one.
+        if isinstance(value, list) and name != "num-examples":
+            continue
         # Compare, because neither NumPy nor float() accepts every integer.
         if not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise RefusedReply(f"metric {name!r} is {value!r}: expected a finite number")

@@ -240,7 +240,6 @@ def metric(name: str, values: Iterable[Any]) -> Mutation:
 METRICS: dict[str, Mutation] = {
     "metric NaN or infinite": metric("any", [float("nan"), float("inf"), -float("inf")]),
     "metric huge": metric("any", [1e300, -1e16, 10**400]),
-    "metric a list": metric("any", [[1.0, 2.0], [], [1]]),
     "size impossible": metric(
         "num-examples", [-1, -1e9, 0.5, 2**41, 1e300, float("nan"), [1], 10**400]
     ),

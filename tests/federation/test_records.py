@@ -107,6 +107,11 @@ def test_lists_of_numbers_are_left_out_of_metrics():
     assert records.read_metrics(reply(RecordDict({"metrics": metrics}))) == {"accuracy": 0.5}
 
 
+def test_a_number_of_examples_is_no_list():
+    with pytest.raises(RefusedReply, match="num-examples.*expected a finite number"):
+        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": [3]})})))
+
+
 @pytest.mark.parametrize("name", ["bn.running_mean", "bn.num_batches_tracked"])
 def test_running_statistics_may_not_be_shared(name):
     with pytest.raises(UnshareableModel, match="GroupNorm in layer 'bn'"):
