@@ -20,6 +20,7 @@ from flower_ext.data import ClientData, Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.dp.trial import ODD, odd_examples, random_examples, zeros
+from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.state import changed, same_params, state_of
@@ -98,7 +99,8 @@ def _shared(
             generator=torch.Generator().manual_seed(0),
         )
         try:
-            return train_job(task, job)
+            with isolated():
+                return train_job(task, job)
         except Exception:  # a model or a loss may raise anything, for random examples too
             return None
 
