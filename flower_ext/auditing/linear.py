@@ -29,6 +29,8 @@ HUGE = 1e3
 """Magnitude of a canary's features, far above every bound."""
 LARGE = 30.0
 """Magnitude above every bound but below the server's limit for noised uploads."""
+BEYOND = 8.0
+"""Magnitude above every bound, by which a secure sum of a few members is no spoiled one."""
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 

@@ -15,6 +15,7 @@ from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.auditing.experiment import Experiment, of_scores
 from flower_ext.auditing.linear import (
+    BEYOND,
     HUGE,
     LARGE,
     ONE_STEP,
@@ -116,8 +117,8 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` whose evaluations are summed securely over three clients, one of them the canary.
 
-    The canary reports an accuracy of 8, or has no test examples. Training moves nothing, and has
-    so much noise that the evaluations determine ε.
+    The canary reports an accuracy of `BEYOND`, or has no test examples. Training moves nothing, and
+    has so much noise that the evaluations determine ε.
     """
     plan = _plan(
         FullParticipation(3),
@@ -135,7 +136,7 @@ def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         "scores in secure sums",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1),
         without=[rated(), rated(0.5), rated(0.5)],
-        present=[rated(8.0), rated(0.5), rated(0.5)],
+        present=[rated(BEYOND), rated(0.5), rated(0.5)],
         views=[AdversaryView.RELEASED_MODELS],
         rounds=rounds,
         metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
@@ -173,7 +174,7 @@ def uldp_secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         "ULDP-AVG, secure sums",
         lambda: UldpAvg(plan=plan, num_silos=3, local=ONE_STEP, evaluate_every=0),
         without=[silo_data([1, 2], [0.0, 0.0])] * 3,
-        present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 3,
+        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
         views=[AdversaryView.RELEASED_MODELS],
         rounds=rounds,
     )

@@ -111,11 +111,13 @@ def choices_of(comment: str) -> tuple[str, str]:
 def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:
     name, separator, text = setting.partition("=")
     if not separator or name not in defaults:
-        alike = get_close_matches(name, defaults)
-        meant = f"did you mean {' or '.join(alike)}? " if alike else ""
+        if alike := get_close_matches(name, defaults):
+            raise InvalidValue(
+                f"setting {setting!r}: expected name=value; did you mean {' or '.join(alike)}? "
+                "`flower-ext settings APP` lists all settings"
+            )
         raise InvalidValue(
-            f"setting {setting!r}: {meant}expected name=value with one of "
-            f"{', '.join(sorted(defaults))}"
+            f"setting {setting!r}: expected name=value with one of {', '.join(sorted(defaults))}"
         )
     kind = type(defaults[name])
     try:

@@ -1,4 +1,4 @@
-"""What one client's code leaves behind in the process, undone before another client's code runs.
+"""Undo what one client's code leaves behind in the process before another client's code runs.
 
 A setting that a client's data decide, such as gradients that stay off, would change what other
 clients send, which no clipping of each update bounds.

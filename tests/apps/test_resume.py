@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 RUNS = [
     (DP2_FEDSAM, {"method": "dp2-fedsam", "sampling": "poisson", "sampling-rate": 0.7}),
     (DP2_FEDSAM, {"method": "dp-fedsam-ft"}),
-    (DP2_FEDSAM, {"method": "centaur", "aggregation": "secure"}),
+    (
+        DP2_FEDSAM,
+        {"method": "centaur", "aggregation": "secure", "colluding-share": 0, "dropout-share": 0},
+    ),
     (DP_DITTO, {"method": "dp-ditto"}),
     (DP_DITTO, {"method": "dp-pfedme", "noise": "upload", "calibration": "published"}),
     (DP_DITTO, {"method": "dp-fedamp", "noise": "upload", "calibration": "published"}),
@@ -92,7 +95,11 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     if interrupted:
         os.killpg(shell.pid, signal.SIGINT)
     else:
-        (engine,) = psutil.Process(shell.pid).children()
+        (engine,) = (
+            child
+            for child in psutil.Process(shell.pid).children()
+            if "flower_ext.federation.engines.run_app" in child.cmdline()
+        )
         engine.kill()
     assert shell.wait(120) != 0
     run = RunDirectory.open(path)
