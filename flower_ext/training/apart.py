@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from flower_ext.data import ClientData, Examples, trees
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.blueprint import in_training, seeded
-from flower_ext.training.dp.trial import ODD, odd_examples, random_examples, zeros
+from flower_ext.training.dp.trial import random_examples, unlike_examples, zeros
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params, shaken
@@ -31,25 +31,33 @@ def require_apart(task: Task, examples: Examples) -> None:
     """Refuse a model or a loss by which one training changes another one.
 
     The trial trains on random examples and on odd ones, so it depends on nobody's data. The process
-    remembers its result.
+    remembers its result. An accelerator is tried with zeros and ones as integers, and a processor
+    with others too (see `unlike_examples`).
 
     Raises
     ------
-    ValueError
-        The message names what two models share.
+    InvalidValue
+        The message names what two models share, and may travel.
+    Exception
+        Examples of this kind, such as quantised ones, cannot be made at random.
     """
     features = trees.mapped(_one_row, examples.features)
     targets = trees.mapped(_one_row, examples.targets)
     form = trees.form(features), trees.form(targets)
-    # The trial runs once in a process: its draws must not move those that follow.
-    with seeded(0, devices=task.torch_device().type != "cpu"):
-        place = _shared(_Trial(features, targets), task.model, task.loss, task.device, form)
-    if place is not None:
-        raise InvalidValue(
-            f"{place} changes while a model trains, and other models see it: expected no change, "
-            "because one user's records would move the updates of others, which no clipping "
-            "bounds. Keep it in the model itself, where each training has its own"
-        )
+    trial = _Trial(features, targets)
+    for device in dict.fromkeys((str(task.torch_device()), "cpu")):
+        # The trial runs once in a process: its draws must not move those that follow.
+        with seeded(0, devices=device != "cpu"):
+            place = _shared(trial, task.model, task.loss, device, form)
+        if place is not None:
+            raise tellable(
+                InvalidValue(
+                    f"{place} changes while a model trains, and other models see it: expected no "
+                    "change, because one user's records would move the updates of others, which "
+                    "no clipping bounds. Keep it in the model itself, where each training has its "
+                    "own"
+                )
+            )
 
 
 class _Trial:
@@ -90,8 +98,7 @@ def _shared(
     generator = torch.Generator().manual_seed(0)
     start = shaken(task.blueprint.like_initial(0), generator)
 
-    def trained(features: Any) -> Params | None:
-        targets = zeros(trial.targets, trees.length(features))
+    def trained(features: Any, targets: Any) -> Params | None:
         job = Job(
             params=start,
             examples=Examples(features, targets),
@@ -104,23 +111,25 @@ def _shared(
         except Exception:  # a model or a loss may raise anything, for random examples too
             return None
 
-    usual, other = (random_examples(trial.features, 3, generator) for _ in range(2))
-    odd = odd_examples(trial.features)
     # A model that no training has: what changes in it, all models share.
-    with seeded(0, devices=task.torch_device().type != "cpu"):
+    with seeded(0, devices=device != "cpu"):
         beside = in_training(task.model().to(task.torch_device()))
+    usual, other = (
+        (random_examples(trial.features, 3, generator), zeros(trial.targets, 3)) for _ in range(2)
+    )
+    unlike = unlike_examples(trial.features, trial.targets, beside, integers=device == "cpu")
     draws = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
     try:
-        first = trained(usual)
+        first = trained(*usual)
         if _positions() != _positions(*draws):
             return "the global generator of numpy.random or random (draw from torch.rand instead)"
     finally:
         np.random.set_state(draws[0])  # noqa: NPY002
         random.setstate(draws[1])
     before = state_of(model=beside, loss=loss)
-    for features in (other, *trees.split(odd, 1)[: len(ODD)]):
-        trained(features)
+    for examples in (other, *trees.split(unlike, 1)):
+        trained(*examples)
         if places := changed(before, state_of(model=beside, loss=loss)):
             return places[0]
-    again = trained(usual)
+    again = trained(*usual)
     return None if same_params(first, again) else "a variable elsewhere"

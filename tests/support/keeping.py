@@ -1,5 +1,6 @@
 """Models that keep something between examples, and records where the last bit decides."""
 
+from functools import lru_cache
 from logging import getLogger
 
 import torch
@@ -149,6 +150,73 @@ class Broken(OutOfSight):
 class Written(Keeping):
     def keep(self, value):
         self.layer.weight.data.add_(value)
+
+
+class Tokens(Keeping):
+    """Words, and a scale of what their numbers left behind."""
+
+    def begin(self):
+        super().begin()
+        self.words = nn.Embedding(1000, 4)
+
+    def forward(self, x):
+        self.keep(x)
+        return self.layer(self.words(x).mean(dim=1)) * (1.0 + self.read())
+
+
+class LargestToken(Tokens):
+    def keep(self, x):
+        self.kept = max(self.kept, int(x.max()))
+
+
+class LateToken(Tokens):
+    def keep(self, x):
+        if int(x.max()) > 900:
+            self.kept = 5.0
+
+
+class Longest(Keeping):
+    """Keeps the greatest number of entries that are set, which most random examples reach."""
+
+    def forward(self, x):
+        self.kept = max(self.kept, int(x.sum()))
+        return self.layer(x.float()) * (1.0 + self.kept)
+
+
+class FirstInAClass(Keeping):
+    """Keeps the first example in its class, which every new model empties."""
+
+    kept = 0.0
+
+    def begin(self):
+        FirstInAClass.kept = 0.0
+
+    def keep(self, value):
+        FirstInAClass.kept = FirstInAClass.kept or float(value)
+
+
+class FirstOutOfSight(Keeping):
+    """Keeps the first example in a cache, where no snapshot finds it."""
+
+    def begin(self):
+        self.given = 0.0
+        self.first = lru_cache(lambda: self.given)
+
+    def forward(self, x):
+        self.given = float(x.detach().abs().mean())
+        scale, self.given = 1.0 + self.first(), 0.0
+        return self.layer(x) * scale
+
+
+class OfTargets:
+    """A loss scaled by what the targets of earlier examples left behind."""
+
+    def __init__(self, keep):
+        self.keep, self.kept = keep, 0.0
+
+    def __call__(self, outputs, targets):
+        self.kept = self.keep(self.kept, targets.float().abs().max().item())
+        return (outputs * (targets if targets.is_floating_point() else 1.0)).mean() * self.kept
 
 
 def at_a_kink(params, count):

@@ -18,7 +18,9 @@ from tests.support.keeping import (
     Hooked,
     Keeping,
     OfAClass,
+    OfTargets,
     OutOfSight,
+    Tokens,
 )
 
 EXAMPLES = Examples(torch.zeros(5, 4), torch.zeros(5).long())
@@ -121,6 +123,33 @@ def test_each_odd_value_is_tried_by_itself():
 
 def test_a_model_that_random_examples_do_not_suit_is_left_to_its_training():
     require_apart(problem(Unsuited), EXAMPLES)
+
+
+class RareWord(Tokens):
+    """Keeps in its class that a rare word occurred."""
+
+    kept = 0.0
+
+    def begin(self):
+        self.words = nn.Embedding(1000, 4)
+
+    def keep(self, x):
+        if int(x.max()) > 900:
+            RareWord.kept = 5.0
+
+
+def test_a_model_that_shares_a_rare_word_is_refused():
+    words = Examples(torch.zeros(5, 3).long(), EXAMPLES.targets)
+    with pytest.raises(ValueError, match=r"RareWord\.kept.*other models see it"):
+        require_apart(problem(RareWord), words)
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(5, 1), EXAMPLES.targets], ids=["number", "class"])
+@pytest.mark.parametrize("keep", [max, lambda kept, new: 0.5 * (kept + new)], ids=["max", "mean"])
+def test_a_loss_that_keeps_something_of_targets_is_refused(keep, targets):
+    task = problem(lambda: nn.Linear(4, 1), OfTargets(keep))
+    with pytest.raises(ValueError, match=r"loss\.kept.*other models see it"):
+        require_apart(task, Examples(EXAMPLES.features, targets))
 
 
 @pytest.mark.parametrize("build", [Keeping, Hooked, lambda: nn.Linear(4, 3)])

@@ -13,9 +13,9 @@ trial finds that an example's bits depend on the others even so, examples pass o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
 
@@ -26,16 +26,18 @@ from torch.nn import functional
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.blueprint import channels_last_needs, in_training, seeded
+from flower_ext.training.blueprint import seeded
 from flower_ext.training.calls import call, spared
+from flower_ext.training.dp.alone import built, loss_alone, slopes_alone
+from flower_ext.training.dp.memory import refuse_memory
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
 from flower_ext.training.dp.single import check_single_examples
-from flower_ext.training.dp.trial import ODD, TRIED, Trial, odd_examples, random_examples, zeros
+from flower_ext.training.dp.trial import Trial, unlike_examples
+from flower_ext.training.isolation import isolated
 from flower_ext.training.params import Params, clone, shaken, sizes
-from flower_ext.training.state import State, changed, same_params, state_of
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -88,7 +90,7 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model, self.followed = _built(task, names), _built(task, names)
+        self.model, self.followed = built(task, names), built(task, names)
         with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
             unfuse(self.followed)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
@@ -183,7 +185,7 @@ class ClippedGradient:
         x, y = trees.mapped(widened, (x, y))
         follow = self._one_pass if self.in_one_pass else self._by_vmap
         try:
-            with self._draws(seed):
+            with self._draws(seed), isolated():
                 return follow(spared(self.task, x), y, self.task.loss)
         except Exception:  # a model or a loss may raise anything for a record
             log.debug("a pass raises", exc_info=True)
@@ -246,40 +248,15 @@ class ClippedGradient:
         known.learns_singly = True
 
     def _refuse_memory(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model or a loss that keeps something of an example, which others would see."""
-        loss, generator = self.task.loss, torch.Generator().manual_seed(0)
-        x = random_examples(features, TRIED, generator)
-        examples = [*trees.each((x, zeros(targets, TRIED)))]
-        examples += [*trees.each((odd_examples(features), zeros(targets, len(ODD))))]
-        with self._draws(0):
-            models = [_built(self.task, self.names) for _ in range(2)]
+        """Refuse a model or a loss that keeps something of an example, which others would see.
 
-        def gradient(model: nn.Module, pair: tuple[Tree, Tree]) -> Params | None:
-            point = {n: p for n, p in model.state_dict().items() if n in self.params}
-            try:
-                with self._draws(0):
-                    return _slopes(model, point, self.names, loss, *trees.mapped(_copy, pair))
-            except Exception:  # a model or a loss may raise anything, for random examples too
-                return None
-
-        def state(model: nn.Module) -> State:
-            return state_of(model=model, loss=loss)
-
-        untouched = state(models[0])
-        usual = gradient(models[0], examples[0])
-        before = state(models[0])
-        for pair in examples[1:]:
-            gradient(models[0], pair)
-            if places := changed(before, state(models[0])):
-                raise _keeps(places[0])
-        if not same_params(usual, gradient(models[0], examples[0])):
-            raise _keeps("something outside its attributes")
-        # What a first pass prepares, as a table of positions, must not depend on the example.
-        gradient(models[1], examples[1])
-        other = state(models[1])
-        for place in changed(untouched, before):
-            if before.get(place) != other.get(place):
-                raise _keeps(place)
+        An accelerator is tried with zeros and ones alone, and a processor with other integers too.
+        """
+        cpu = torch.device("cpu")
+        for device in dict.fromkeys((self.task.torch_device(), cpu)):
+            examples = unlike_examples(features, targets, self.model, integers=device == cpu)
+            task = replace(self.task, device=str(device))
+            refuse_memory(task, self.names, *trees.to(examples, device))
 
     def _known_of(self, features: Tree, targets: Tree) -> _Known:
         """Return the facts about this model on examples of these shapes and types."""
@@ -301,7 +278,7 @@ class ClippedGradient:
         point = {**self.params, **clone(buffers)}
 
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
-            return _alone(self.followed, {**point, **chosen}, loss, x, y)
+            return loss_alone(self.followed, {**point, **chosen}, loss, x, y)
 
         each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: Rows(gradient) for name, gradient in each.items()}
@@ -320,7 +297,8 @@ class ClippedGradient:
     def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
         """Return the gradient of one example; None if it raises."""
         try:
-            return self._slopes({n: self.params[n] for n in self.names}, loss, x, y)
+            with isolated():
+                return self._slopes({n: self.params[n] for n in self.names}, loss, x, y)
         except Exception as error:  # a model or a loss may raise anything for a record
             self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
             log.debug("an example's loss raises", exc_info=True)
@@ -329,7 +307,7 @@ class ClippedGradient:
     def _slopes(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
         """Return the gradient of one example at the trained parameters ``chosen``."""
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
-        return _slopes(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
+        return slopes_alone(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
 
     def _tell(self, level: int, what: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""
@@ -353,28 +331,6 @@ def _known(*kind: Hashable) -> _Known:
     return _Known()
 
 
-def _built(task: Task, trained: Sequence[str]) -> nn.Module:
-    model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
-    must_train = channels_last_needs(model)
-    channels_last = must_train is None or must_train in trained  # faster on a CPU
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise InvalidValue(
-                f"{name!r} is batch normalisation, through which every example moves every "
-                "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
-            )
-        if getattr(module, "inplace", False):  # it would overwrite another layer's output
-            module.inplace = False
-        if getattr(module, "max_norm", None) is not None:
-            raise InvalidValue(
-                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, because an "
-                "example would rewrite rows that others look up"
-            )
-        if isinstance(module, nn.Conv2d) and channels_last:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
-
-
 def _holds(check: Callable[..., bool], *facts: object) -> bool:
     """Return the result of ``check``; False if the model raises."""
     try:
@@ -384,46 +340,9 @@ def _holds(check: Callable[..., bool], *facts: object) -> bool:
         return False
 
 
-def _alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
-    """Return the loss of one example, which comes without the dimension of examples."""
-    x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
-    return loss(call(model, params, x), y)
-
-
-def _slopes(
-    model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
-) -> Params:
-    """Return the gradient of one example; the next one finds the model's buffers as they were."""
-    leaves = {name: params[name].detach().requires_grad_() for name in names}
-    point = {**params, **clone(dict(model.named_buffers())), **leaves}
-    slopes = torch.autograd.grad(
-        _alone(model, point, loss, x, y),
-        list(leaves.values()),
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return dict(zip(leaves, slopes, strict=True))
-
-
-def _keeps(place: str) -> InvalidValue:
-    return tellable(
-        InvalidValue(
-            f"{place} changes while an example passes the model or its loss: expected no change, "
-            "because one record would move the gradients of those that follow, which no clipping "
-            "bounds. Change it only when `not self.training`, or compute it anew in each forward "
-            "pass; for a weight of torch.nn.utils.spectral_norm, use "
-            "torch.nn.utils.parametrizations.spectral_norm"
-        )
-    )
-
-
 def _seed() -> int:
     """Return a seed from torch's own generator."""
     return int(torch.randint(2**62, (1,)))
-
-
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.clone()
 
 
 def _width(batch_size: float, *, written: bool) -> int:

@@ -32,6 +32,8 @@ ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 _HIGHEST = (2, 3, 255, 10_000)
 """Largest integers of random features beside zeros and ones: a few, as for marks of padding; those
 of images; and large ones, as for counts."""
+_ODD_INTEGERS = (-100, -1, *_HIGHEST)
+"""Integers by which a model or a loss may keep something; negative ones mark what is missing."""
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
 """Examples in a piece with which larger passes are compared; the tolerated relative rounding; and
 the rest that rounding leaves where the terms of a sum cancel."""
@@ -108,7 +110,10 @@ class Trial:
         not count, because it may look them up in a table without such a row.
         """
         for _, leaf in trees.named("", x):
-            every = (_integers(leaf, *pair, generator) for pair in self._ranges(leaf.dtype))
+            every = (
+                _integers(leaf, *pair, generator)
+                for pair in _ranges(leaf.dtype, self.one_pass.model)
+            )
             for low, high, drawn in chain.from_iterable(every):
                 examples = _replaced(x, leaf, drawn)
                 directions = self._directions(examples, generator)
@@ -128,20 +133,6 @@ class Trial:
                 ):
                     return False
         return True
-
-    def _ranges(self, dtype: torch.dtype) -> list[tuple[int, int]]:
-        """Return smallest and largest integers between which to draw random features."""
-        if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
-            return []
-        ranges = {(0, high) for high in _HIGHEST}
-        for table in self.one_pass.model.modules():
-            if isinstance(table, nn.Embedding | nn.EmbeddingBag):
-                last, padding = table.num_embeddings - 1, table.padding_idx
-                ranges |= {(0, last), (max(last - 1, 0), last)}
-                if padding is not None:
-                    around = max(padding - 1, 0), min(padding + 1, last)
-                    ranges |= {around, (around[0], padding), (padding, around[1])}
-        return sorted(pair for pair in ranges if pair[1] <= torch.iinfo(dtype).max)
 
     def _directions(self, x: Tree, generator: torch.Generator) -> dict[str, Tensor] | None:
         """Return random directions for the outputs; None if the model raises, or is not finite."""
@@ -261,6 +252,65 @@ class Trial:
         with torch.no_grad():
             outputs = called(self.one_pass.model, trees.mapped(lambda leaf: leaf[:2].clone(), x))
         return x, _random_directions(outputs, 2, count, generator)
+
+
+def unlike_examples(
+    features: Tree, targets: Tree, model: nn.Module, *, integers: bool
+) -> tuple[Tree, Tree]:
+    """Return examples that differ in as many ways as models and losses may keep something of them.
+
+    They have the shapes and types of ``features`` and ``targets``. The first is random, with a
+    target of zero, and the last is odd.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its tables name the largest integers that they have rows for.
+    integers : bool
+        Also try integers other than zeros and ones. Where tables have no such row, this is an
+        error, and on an accelerator it would be the end of the process.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, zero = random_examples(features, TRIED, generator), zeros(targets, 1)
+    usual = trees.mapped(lambda leaf: leaf[:1], x)
+    of_targets = [zero, random_examples(targets, TRIED, generator), odd_examples(targets)]
+    of_features = [x]
+    if integers:
+        of_targets += _with_odd_integers(zero, model)
+        of_features += _with_odd_integers(usual, model)
+    of_features.append(odd_examples(features))
+    pairs = [(_repeated(usual, own), own) for own in of_targets]
+    pairs += [(own, _repeated(zero, own)) for own in of_features]
+    joined: tuple[Tree, Tree] = trees.mapped(lambda *own: torch.cat(own), *pairs)
+    return joined
+
+
+def _with_odd_integers(example: Tree, model: nn.Module) -> Iterator[Tree]:
+    """Yield copies of an example, in each of which one tensor consists of one odd integer."""
+    for _, leaf in trees.named("", example):
+        highest = {high for _, high in _ranges(leaf.dtype, model)}
+        for odd in sorted(highest.union(_ODD_INTEGERS)) if highest else ():
+            if torch.iinfo(leaf.dtype).min <= odd <= torch.iinfo(leaf.dtype).max:
+                yield _replaced(example, leaf, torch.full_like(leaf, odd))
+
+
+def _repeated(example: Tree, like: Tree) -> Tree:
+    return trees.mapped(lambda leaf: leaf.expand(trees.length(like), *leaf.shape[1:]), example)
+
+
+def _ranges(dtype: torch.dtype, model: nn.Module) -> list[tuple[int, int]]:
+    """Return smallest and largest integers between which to draw random features."""
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        return []
+    ranges = {(0, high) for high in _HIGHEST}
+    for table in model.modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag):
+            last, padding = table.num_embeddings - 1, table.padding_idx
+            ranges |= {(0, last), (max(last - 1, 0), last)}
+            if padding is not None:
+                around = max(padding - 1, 0), min(padding + 1, last)
+                ranges |= {around, (around[0], padding), (padding, around[1])}
+    return sorted(pair for pair in ranges if pair[1] <= torch.iinfo(dtype).max)
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:

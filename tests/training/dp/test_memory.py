@@ -15,14 +15,20 @@ from tests.support.keeping import (
     Attribute,
     Broken,
     ByAFunction,
+    FirstInAClass,
     FirstOnly,
+    FirstOutOfSight,
     Global,
     Hooked,
     InAnotherClass,
     Keeping,
+    LargestToken,
+    LateToken,
     Listed,
+    Longest,
     OddOnly,
     OfAClass,
+    OfTargets,
     OutOfSight,
     Written,
     at_a_kink,
@@ -84,6 +90,73 @@ def test_a_loss_that_keeps_something_is_refused():
     gradient = ClippedGradient(task, ["weight"], clipping_norm=BOUND)
     with pytest.raises(ValueError, match=r"seen of loss"):
         gradient(task.initial_params(0), *records())
+
+
+WORDS = torch.randint(2, 1000, (9, 5), generator=torch.Generator().manual_seed(4))
+BITS = torch.zeros(9, 4)
+BITS[0] = 1
+REFUSED_TOO = {
+    "the largest of some words": (LargestToken, WORDS, r"model\.kept"),
+    "a rare word": (LateToken, WORDS, r"model\.kept"),
+    "the longest mask": (Longest, BITS.bool(), r"model\.kept"),
+    "the longest mask of integers": (Longest, BITS.long(), r"model\.kept"),
+    "the first example in a class": (FirstInAClass, torch.randn(9, 4), r"FirstInAClass\.kept"),
+    "the first example in a cache": (FirstOutOfSight, torch.randn(9, 4), "something outside"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED_TOO)
+def test_what_only_some_examples_leave_behind_is_seen_in_any_order(which):
+    build, features, place = REFUSED_TOO[which]
+    task = problem(build)
+    gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
+    with pytest.raises(ValueError, match=f"{place}.*changes.*expected no change"):
+        gradient(task.initial_params(0), features, torch.arange(9) % 3)
+
+
+KEEPERS = {
+    "a mean": lambda kept, new: 0.5 * kept + 0.5 * new,
+    "the largest": max,
+    "a rare one": lambda kept, new: kept + (new == 2),
+}
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.randn(9, 1), torch.arange(9) % 3], ids=["numbers", "classes"]
+)
+@pytest.mark.parametrize("which", KEEPERS)
+def test_a_loss_that_keeps_something_of_targets_is_refused(which, targets):
+    task = problem(lambda: nn.Linear(4, 1), OfTargets(KEEPERS[which]))
+    gradient = ClippedGradient(task, ["weight"], clipping_norm=BOUND)
+    if which == "a rare one" and targets.is_floating_point():
+        targets = targets.long()
+    with pytest.raises(ValueError, match=r"loss\.kept.*changes"):
+        gradient(task.initial_params(0), torch.randn(9, 4), targets)
+
+
+def ending(outputs, targets):
+    if bool((targets == 7).any()):
+        raise SystemExit
+    return cross_entropy(outputs, targets)
+
+
+def without_gradients(outputs, targets):
+    if bool((targets == 7).any()):
+        torch.set_grad_enabled(False)
+        raise ValueError
+    return cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("loss", [ending, without_gradients])
+def test_a_record_that_ends_the_process_or_turns_gradients_off_counts_as_zero(loss):
+    task = problem(lambda: nn.Linear(4, 3), loss)
+    params, (x, y) = task.initial_params(0), records(9)
+    y[0] = 7
+    gradient = ClippedGradient(task, ["weight"], clipping_norm=BOUND)
+    every, less = gradient(params, x, y), gradient(params, x[1:], y[1:])
+    assert torch.is_grad_enabled()
+    assert every["weight"].any()
+    assert torch.equal(every["weight"], less["weight"])
 
 
 class Prepared(nn.Module):
