@@ -2,13 +2,15 @@
 
 import math
 
+import torch
 from torch.nn import functional
 
+from flower_ext.data import ClientData, Examples
 from flower_ext.training import Task
 from tests.support.worlds import Net, client_data
 
-TOO_LARGE = -7
-"""A label for which the loss finds too little memory."""
+TOO_LARGE, ENDING = -7, -8
+"""Labels for which the loss finds too little memory, and for which it ends its process."""
 FAILING = 0
 """Partition of the client."""
 
@@ -25,6 +27,16 @@ def _memory(own):
     own.train.targets[3] = TOO_LARGE
 
 
+def _ending(own):
+    own.train.targets[3] = ENDING
+
+
+def _unusual(own):
+    features = torch.quantize_per_tensor(own.train.features, 0.1, 0, torch.qint8)
+    test = Examples(own.test.features.to_sparse(), own.test.targets)
+    return ClientData(train=Examples(features, own.train.targets), test=test)
+
+
 def _raises(own):
     raise OSError("a record cannot be read")
 
@@ -37,6 +49,8 @@ KINDS = {
     "a NaN": _nan,
     "a label out of range": _label,
     "too little memory": _memory,
+    "an end of the process": _ending,
+    "tensors of an unusual kind": _unusual,
     "data that raise": _raises,
     "data of another type": _nothing,
 }
@@ -45,6 +59,8 @@ KINDS = {
 def _loss(outputs, targets):
     if bool((targets == TOO_LARGE).any()):
         raise MemoryError("too little memory for this record")
+    if bool((targets == ENDING).any()):
+        raise SystemExit
     return functional.cross_entropy(outputs, targets)
 
 

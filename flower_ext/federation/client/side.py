@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 
+from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client import sum_member
@@ -67,6 +68,7 @@ from flower_ext.training import (
     difference,
 )
 from flower_ext.training.apart import require_apart
+from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 
@@ -162,7 +164,11 @@ class ClientSide:
         scores: dict[str, float] | Exception = {}
         if len(work.data.test):
             models, also = self._used([work], MEMORY_LIMIT), asks_training_loss(request)
-            (scores,) = plain_scores([work], models, also_training=also)
+            try:
+                with isolated():
+                    (scores,) = plain_scores([work], models, also_training=also)
+            except Exception as error:  # unusual tensors may raise wherever they are read
+                scores = error
         policy = self.policy(context)
         return masked_scores(scores, request, context, self.method.name, policy)
 
@@ -332,8 +338,7 @@ class ClientSide:
         if data is not NO_DATA:
             check_size(len(data.train), request.protection)
         if request.kind == "train" and request.protection is not None and len(data.train):
-            with knowing_no_data():
-                require_apart(task, data.train)
+            data = _kept_apart(task, data, hidden=_hides_missing_data(request))
         made = object.__new__(ClientWork)  # __init__ of a frozen class takes six times as long
         vars(made).update(
             task=task,
@@ -361,6 +366,18 @@ class ClientSide:
         if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
             _go_back(memory, request.facts["remembered"])
         return memory.load(before=request.round + (request.kind == "evaluate"))
+
+
+def _kept_apart(task: Task, data: ClientData, *, hidden: bool) -> ClientData:
+    """Return the data if the trainings of two clients stay apart; none of which no trial exists."""
+    try:
+        require_apart(task, data.train)
+    except Exception as error:
+        if is_tellable(error) or not hidden:
+            raise
+        log_unmoved(error)
+        return NO_DATA
+    return data
 
 
 def _hides_missing_data(request: Request) -> bool:

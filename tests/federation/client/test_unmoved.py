@@ -95,7 +95,9 @@ CASES = [pytest.param(setup, kind, id=f"{setup}, {kind}") for setup in SETUPS fo
 
 @pytest.mark.parametrize(
     ("setup", "kind"),
-    grid_of(CASES, lambda name: name.startswith("discard") or name.endswith("range")),
+    grid_of(
+        CASES, lambda name: name.startswith("discard") or name.endswith(("range", "unusual kind"))
+    ),
 )
 def test_no_failure_that_data_cause_shows_in_a_protected_run(setup, kind):
     strategy = SETUPS[setup]()
@@ -198,11 +200,12 @@ def test_a_method_that_fails_without_examples_too_sends_the_received_model():
     assert ClientMemory(grid.contexts[1_000 + FAILING], strategy.client.name).newest() == 2
 
 
-def test_scores_that_are_summed_do_not_tell_that_data_could_not_be_loaded():
+@pytest.mark.parametrize("kind", ["data that raise", "tensors of an unusual kind"])
+def test_scores_that_are_summed_do_not_tell_that_data_could_not_be_used(kind):
     scores = SecureScores(noise_multiplier=1.0, evaluations=3, bounds=(("loss", 0.0, 3.0),))
     plan = released(noise_multiplier=1.0, secure_aggregation=SUMS, scores=scores)
     strategy = DPFedAvg(plan=plan, local=FAST, seed=1, evaluate_every=1, timeout=5.0)
-    grid = run(strategy, failing_task("data that raise"))
+    grid = run(strategy, failing_task(kind))
     assert strategy.refusals == []
     scored = [m for m in grid.received if m.metadata.message_type.startswith("evaluate")]
     assert sum(not m.has_error() for m in scored) == CLIENTS
@@ -217,7 +220,9 @@ def test_without_protection_a_client_says_what_is_wrong_with_its_data():
     assert len(strategy.refusals) == 1
 
 
-@pytest.mark.parametrize("kind", ["a label out of range", "data that raise"])
+@pytest.mark.parametrize(
+    "kind", ["a label out of range", "an end of the process", "data that raise"]
+)
 def test_noise_in_steps_cannot_stand_in_for_data_that_are_missing(kind):
     steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=1.0, num_examples=EXAMPLES)
     plan = of_records(steps=steps)
