@@ -15,6 +15,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.blueprint import in_training
+from flower_ext.training.isolation import isolated
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -125,7 +126,7 @@ def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
 def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
     """Return True if a model of this kind begins with an operation in place."""
     x = torch.zeros((2, *shape), dtype=dtype)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), isolated():
         try:
             model = build()
             (model.to(dtype) if dtype.is_floating_point else model)(x)
@@ -174,7 +175,8 @@ def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | Non
             lambda leaf: torch.zeros((count, *leaf.shape[1:]), dtype=leaf.dtype), features
         )
         try:
-            called(model, x)
+            with isolated():
+                called(model, x)
         except Exception:  # a model may raise anything
             return False
         return True

@@ -50,7 +50,7 @@ def refuse_memory(task: Task, names: Sequence[str], features: Tree, targets: Tre
 
 
 class _Passed:
-    """What one model did: its state before all examples and after the first, and gradients."""
+    """A model's state before all examples and after the first, and every example's gradient."""
 
     def __init__(self, untouched: State) -> None:
         self.untouched = self.prepared = untouched
