@@ -32,8 +32,8 @@ ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 _HIGHEST = (2, 3, 255, 10_000)
 """Largest integers of random features beside zeros and ones: a few, as for marks of padding; those
 of images; and large ones, as for counts."""
-_ODD_INTEGERS = (-100, -1, *_HIGHEST)
-"""Integers by which a model or a loss may keep something; negative ones mark what is missing."""
+_ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
+"""Integers of targets by which a loss may keep something; negative ones mark what is missing."""
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
 """Examples in a piece with which larger passes are compared; the tolerated relative rounding; and
 the rest that rounding leaves where the terms of a sum cancel."""
@@ -270,28 +270,40 @@ def unlike_examples(
         Also try integers other than zeros and ones. Where tables have no such row, this is an
         error, and on an accelerator it would be the end of the process.
     """
-    generator = torch.Generator().manual_seed(0)
-    x, zero = random_examples(features, TRIED, generator), zeros(targets, 1)
-    usual = trees.mapped(lambda leaf: leaf[:1], x)
-    of_targets = [zero, random_examples(targets, TRIED, generator), odd_examples(targets)]
-    of_features = [x]
+    x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
+    usual, zero = trees.mapped(lambda leaf: leaf[:1], x), zeros(targets, 1)
+    of_targets, of_features = [zero, _odd_but_once(targets)], [x]
     if integers:
-        of_targets += _with_odd_integers(zero, model)
-        of_features += _with_odd_integers(usual, model)
-    of_features.append(odd_examples(features))
+        of_targets += _with_odd_integers(zero, _ODD_CLASSES)
+        of_features += _with_odd_integers(usual, (-1, *_last_rows(model), _HIGHEST[-1]))
+    of_features.append(_odd_but_once(features))
     pairs = [(_repeated(usual, own), own) for own in of_targets]
     pairs += [(own, _repeated(zero, own)) for own in of_features]
     joined: tuple[Tree, Tree] = trees.mapped(lambda *own: torch.cat(own), *pairs)
     return joined
 
 
-def _with_odd_integers(example: Tree, model: nn.Module) -> Iterator[Tree]:
+def _odd_but_once(examples: Tree) -> Tree:
+    """Return `odd_examples`; of integers alone, only one of ones and one of zeros."""
+    odd = odd_examples(examples)
+    if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):
+        return odd
+    return trees.mapped(lambda leaf: leaf[-2:], odd)
+
+
+def _last_rows(model: nn.Module) -> set[int]:
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {table.num_embeddings - 1 for table in tables}
+
+
+def _with_odd_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
     """Yield copies of an example, in each of which one tensor consists of one odd integer."""
     for _, leaf in trees.named("", example):
-        highest = {high for _, high in _ranges(leaf.dtype, model)}
-        for odd in sorted(highest.union(_ODD_INTEGERS)) if highest else ():
-            if torch.iinfo(leaf.dtype).min <= odd <= torch.iinfo(leaf.dtype).max:
-                yield _replaced(example, leaf, torch.full_like(leaf, odd))
+        if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.is_complex():
+            continue
+        limits = torch.iinfo(leaf.dtype)
+        for value in sorted({min(max(value, limits.min), limits.max) for value in values}):
+            yield _replaced(example, leaf, torch.full_like(leaf, value))
 
 
 def _repeated(example: Tree, like: Tree) -> Tree:
