@@ -10,6 +10,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training.apart import require_apart
+from flower_ext.training.calls import refusing_layer
 from tests.support.jobs import problem
 from tests.support.keeping import (
     HIDDEN,
@@ -155,3 +156,24 @@ def test_a_loss_that_keeps_something_of_targets_is_refused(keep, targets):
 @pytest.mark.parametrize("build", [Keeping, Hooked, lambda: nn.Linear(4, 3)])
 def test_what_a_model_keeps_for_itself_is_allowed(build):
     require_apart(problem(build), EXAMPLES)
+
+
+class Unsettling(nn.Linear):
+    """Changes a setting of the process for a batch of one row, which it then refuses."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        if len(x) == 1:
+            torch.set_default_dtype(torch.float64)
+            raise ValueError("one row")
+        return super().forward(x)
+
+
+def test_a_probe_of_a_model_leaves_no_setting_to_the_training_after_it():
+    try:
+        assert refusing_layer(Unsettling, torch.Size([4]), torch.float32) is not None
+        assert torch.get_default_dtype() is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
