@@ -204,7 +204,7 @@ def test_a_round_that_draws_nobody_and_is_discarded_is_found(changes, silos, tmp
 @pytest.mark.parametrize(
     ("plant", "rate", "said"),
     [
-        pytest.param(faults.cohort_kept, 0.3, "in a row", id="kept"),
+        pytest.param(faults.cohort_kept, 0.3, "in a row|rounds of unit", id="kept"),
         pytest.param(faults.empty_cohort_redrawn, 0.03, "in all rounds", id="redrawn"),
     ],
 )

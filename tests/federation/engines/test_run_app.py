@@ -23,7 +23,7 @@ def ended_by(error: BaseException, monkeypatch) -> object:
 
 def ended(fail, monkeypatch) -> object:
     monkeypatch.setattr(module, "run_app", fail)
-    monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "1"])
+    monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "1", "3"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
     with pytest.raises(SystemExit) as end:
         module.main()
@@ -61,7 +61,7 @@ def test_a_value_that_this_package_refuses_is_one_line(monkeypatch, capsys):
 
 def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch):
     """Its message is not written for users, so the traceback is needed."""
-    monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "seven"])
+    monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "seven", "3"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
     with pytest.raises(ValueError, match="invalid literal"):
         module.main()
