@@ -30,7 +30,7 @@ _IDENTITY_RECORD = "identity"
 """Record of the answer."""
 FOR_MODS = "flower-ext/"
 """Prefix of the settings that mods of this package read in a plain message, and take out of it."""
-_WHO = "identity"
+_PARTITION_QUESTION = "identity"
 """Fact of a training message without a model, by which the server asks a mod for a partition."""
 REHEARSAL = "rehearsal"
 """Fact of a training message before the first round, whose update the server drops."""
@@ -187,7 +187,7 @@ class Roster:
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # The settings are those of any training, because mods before ours may read them.
-            settings = ConfigRecord({"server-round": 0, FOR_MODS + _WHO: True})
+            settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             question = RecordDict({_CONFIG: settings})
             told, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
             told = {node: own for node, own in told.items() if own is not None}  # a mod's answers
@@ -262,7 +262,7 @@ def _by_partition(told: Mapping[int, object], population: int, together: int) ->
 
 def asks_identity(message: Message) -> bool:
     """Return True if a plain training message only asks a mod for its node's partition."""
-    return _WHO in facts_for_mods(message)
+    return _PARTITION_QUESTION in facts_for_mods(message)
 
 
 def facts_for_mods(message: Message) -> dict[str, Any]:
