@@ -1,4 +1,4 @@
-"""What clients of a round are told, and which of their updates the server accepts."""
+"""Clients of a round get what they need; the server accepts updates of honest size alone."""
 
 from types import SimpleNamespace
 

@@ -182,7 +182,8 @@ class PrivateUldpAvg(UldpAvg):
         self._server, self._keys_lost = server, False
 
     def _raise_costs(self, costs: Mapping[str, float]) -> None:
-        self._costs |= {name: max(self._costs.get(name, 0.0), own) for name, own in costs.items()}
+        for name, cost in costs.items():
+            self._costs[name] = max(self._costs.get(name, 0.0), cost)
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
         """Encrypt the weights of the round's users.

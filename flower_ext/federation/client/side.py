@@ -369,7 +369,7 @@ class ClientSide:
 
 
 def _kept_apart(task: Task, data: ClientData, *, hidden: bool) -> ClientData:
-    """Return the data if the trainings of two clients stay apart; none of which no trial exists."""
+    """Return the data, or no data where no trial can be made of them, after `require_apart`."""
     try:
         require_apart(task, data.train)
     except Exception as error:

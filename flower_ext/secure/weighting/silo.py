@@ -263,16 +263,16 @@ class WeightingSilo:
         encoded = self._sums.encode_updates(updates, users)
         encoded_noise = self._sums.encode_noise(noise)
         powers = self._sums.fold(self._opened(message), self._factors(users))
-        own = self._sums.noised(powers, encoded, encoded_noise, progress)
+        ciphertexts = self._sums.noised(powers, encoded, encoded_noise, progress)
         # Only what follows draws masks. Until here an error leaves the round unused.
         self._last_round = message.round_number
         self._store()
-        self._mask(own, message.round_number)
-        self._rerandomise_share(own, message.round_number)
+        self._mask(ciphertexts, message.round_number)
+        self._rerandomise_share(ciphertexts, message.round_number)
         return MaskedSum(
             round_number=message.round_number,
             silo=self.index,
-            ciphertexts=to_bytes(own, self.settings.ciphertext_bytes),
+            ciphertexts=to_bytes(ciphertexts, self.settings.ciphertext_bytes),
         )
 
     def export_state(self) -> bytes:

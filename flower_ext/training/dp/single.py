@@ -88,7 +88,7 @@ def check_single_examples(
     else:
         if not are_zero:
             raises = reasons[0].startswith(_RAISES) and _is_whole(targets)
-            if raises and all(_takes(outputs_of, own) for own, _ in pairs):
+            if raises and all(_takes(outputs_of, example) for example, _ in pairs):
                 raise tellable(InvalidValue(f"{reasons[0]}. loss, model={name}: {_OF_LABELS}"))
             raise tellable(InvalidValue(f"{reasons[0]}. model={name}: {_REMEDY}"))
         raise tellable(

@@ -277,9 +277,9 @@ def unlike_examples(
         of_targets += _with_odd_integers(zero, _ODD_CLASSES)
         of_features += _with_odd_integers(usual, (-1, *_last_rows(model), _HIGHEST[-1]))
     of_features.append(_odd_but_once(features))
-    pairs = [(_repeated(usual, own), own) for own in of_targets]
-    pairs += [(own, _repeated(zero, own)) for own in of_features]
-    joined: tuple[Tree, Tree] = trees.mapped(lambda *own: torch.cat(own), *pairs)
+    pairs = [(_repeated(usual, y), y) for y in of_targets]
+    pairs += [(x, _repeated(zero, x)) for x in of_features]
+    joined: tuple[Tree, Tree] = trees.mapped(lambda *leaves: torch.cat(leaves), *pairs)
     return joined
 
 

@@ -1,4 +1,4 @@
-"""What a method that fails sends, for each error and each protection, without a federation."""
+"""A method that fails sends the received model where the protection hides failures."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -309,8 +309,8 @@ def checked_answers() -> Iterator[None]:
     except FederationNotReady:
         raise
     except Exception as error:  # bytes from outside may provoke any
-        said = str(error) if isinstance(error, FlowerExtError) else repr(error)
-        raise FederationNotReady(f"a silo's answer breaks the protocol: {said}") from error
+        reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
+        raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
 
 
 def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
