@@ -31,7 +31,7 @@ from typing import Annotated
 import torch
 import typer
 
-from flower_ext.privacy.noised_sum import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.mechanisms.noised_sum import DropoutPolicy, NoisePlacement
 from flower_ext.runs.page import table
 from tests.faults import kill, processes
 from tests.faults.clients import Asked, everyone

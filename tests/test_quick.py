@@ -10,10 +10,10 @@ from tests.support.quick import chosen_audits, chosen_tests
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        ("flower_ext/privacy/noise.py", "tests/privacy/test_noise.py"),
+        ("flower_ext/privacy/mechanisms/noise.py", "tests/privacy/mechanisms/test_noise.py"),
         ("flower_ext/algorithms/uldp/averaging.py", "tests/algorithms/uldp/test_methods.py"),
         ("flower_ext/training/dp/clipped_gradient.py", "tests/training/dp/test_dp_sgd.py"),
-        ("tests/privacy/test_noise.py", "tests/privacy/test_noise.py"),
+        ("tests/privacy/mechanisms/test_noise.py", "tests/privacy/mechanisms/test_noise.py"),
         ("tests/support/planted_faults.py", "tests/auditing/test_mechanisms.py"),
     ],
 )
@@ -30,9 +30,9 @@ def test_a_module_that_no_test_names_is_tested_by_its_room():
     [
         ("flower_ext/algorithms/uldp/averaging.py", "uldp"),
         ("flower_ext/algorithms/ditto/planned.py", "ditto"),
-        ("flower_ext/privacy/noise.py", "client-noise or uldp-avg or ditto"),
+        ("flower_ext/privacy/mechanisms/noise.py", "client-noise or uldp-avg or ditto"),
         ("flower_ext/runs/figures.py", ""),
-        ("tests/privacy/test_noise.py", ""),
+        ("tests/privacy/mechanisms/test_noise.py", ""),
     ],
 )
 def test_a_change_is_audited_by_the_mechanisms_that_execute_it(changed, audits):

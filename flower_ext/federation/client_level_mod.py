@@ -54,8 +54,8 @@ from flower_ext.federation.cohort import (
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.protections import ClipUpdate, ProtectedByServer, Protection
-from flower_ext.privacy.updates import l2_norm
+from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer, Protection
+from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
 
 

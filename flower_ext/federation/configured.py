@@ -53,9 +53,9 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     size_for_rate,
 )
-from flower_ext.privacy.calibration import default_relation
+from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.privacy.secure_scores import ACCURACY
+from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
 from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text

@@ -19,8 +19,8 @@ from flower_ext.federation.hooks import MethodHooks
 from flower_ext.federation.protection import to_facts
 from flower_ext.federation.secure_sum import SecureRound
 from flower_ext.privacy import BudgetExhausted, ReleasePlan
-from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.plan import RoundDiscarded
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.plan import RoundDiscarded
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message
@@ -50,28 +50,12 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.plan import Aggregate, times_examples, weighted_mean
-from flower_ext.privacy.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.plan import Aggregate, times_examples, weighted_mean
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task
 
 log = getLogger("flwr")
-
-_FORMER = {
-    "num_nodes": "population=",
-    "draw_cohort": "population= (and begin_round)",
-    "participants": "population=",
-    "num_asked": "population=",
-    "count_participations": "population=",
-    "count_abandoned": "population=",
-    "upload_norms": "the norms of the Cohort that begin_round returns",
-    "published_claim": "claims",
-    "provable_guarantees": "claims",
-    "proximal_weight": "added_proximal_weight",
-    "check_steps": "check_training",
-    "_read_update": "read_update",
-}
-"""Former names of hooks, with the hooks that replace them."""
 
 
 class MethodHooks(RunLoop):
@@ -94,11 +78,6 @@ class MethodHooks(RunLoop):
     """μ of a proximal term around the received model, in addition to that of ``training``."""
     shown: Sequence[str] = ()
     """Things that the method reveals about the clients' data without a guarantee, a line each."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for name in _FORMER.keys() & vars(cls).keys():  # nothing would call it any more
-            raise TypeError(f"{cls.__name__}.{name}: this hook was replaced by {_FORMER[name]}")
 
     def __init__(
         self,

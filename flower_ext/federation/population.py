@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flower_ext.privacy import FullParticipation, Sampling
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Protections as facts of a message: the server asks for one, and the client reads and applies it.
 
-The classes are in `privacy.protections`; only this module turns them into facts and back.
+The classes are in `privacy.mechanisms.protections`; only this module turns them into facts and
+back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.protections import (
+from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
     ClipToCells,

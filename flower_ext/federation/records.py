@@ -30,7 +30,7 @@ from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
 from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
-from flower_ext.privacy.updates import Row
+from flower_ext.privacy.mechanisms.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
 log = getLogger("flwr")

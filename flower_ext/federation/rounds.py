@@ -14,7 +14,7 @@ from flower_ext.federation.exchange import Content, Exchange
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.stragglers import shortened
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.privacy.updates import Row, l2_norm
+from flower_ext.privacy.mechanisms.updates import Row, l2_norm
 from flower_ext.training import LocalTraining
 
 _ROUNDING = 1.0001

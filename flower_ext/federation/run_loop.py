@@ -27,7 +27,7 @@ from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import Asked, Checkpoints, RunState
 from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.training import matches
 

@@ -31,9 +31,9 @@ from flower_ext.federation.client.sum_member import (
 )
 from flower_ext.federation.exchange import Exchange
 from flower_ext.federation.failures import printable
-from flower_ext.privacy.noise import NoiseSource
-from flower_ext.privacy.noised_sum import NoisedSum
-from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation import (
     Advert,

@@ -17,7 +17,7 @@ from flower_ext.privacy import (
     epsilon_text,
 )
 from flower_ext.privacy.ledger import Reservation
-from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 
 

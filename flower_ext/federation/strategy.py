@@ -31,8 +31,8 @@ from flower_ext.privacy import (
     secure_generator,
 )
 from flower_ext.privacy.ledger import Reservation
-from flower_ext.privacy.noised_sum import NoisedSum
-from flower_ext.privacy.plan import RoundDiscarded
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundDiscarded
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")

@@ -17,8 +17,8 @@ from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
-from flower_ext.privacy.plan import PrivacyPlan
-from flower_ext.privacy.updates import Layout, Row, Summed, Update, layout_of
+from flower_ext.privacy.mechanisms.plan import PrivacyPlan
+from flower_ext.privacy.mechanisms.updates import Layout, Row, Summed, Update, layout_of
 from flower_ext.training import Params, difference
 from flower_ext.training.batched.rows import row_of
 from flower_ext.training.params import FlatParams

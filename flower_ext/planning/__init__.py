@@ -1,8 +1,5 @@
 """DP-Ditto's planner: the number of rounds and the share of personalisation for a budget."""
 
-from typing import TYPE_CHECKING
-
-from flower_ext._former import former_names
 from flower_ext.planning.convergence import (
     Coefficients,
     ConvergenceBound,
@@ -37,12 +34,3 @@ __all__ = [
     "estimate_problem",
     "joint_search",
 ]
-
-if not TYPE_CHECKING:  # so that type checkers refuse it
-    __getattr__ = former_names(
-        __name__,
-        {
-            "TrainingPlan": "flower_ext.planning.Schedule",
-            "EmpiricalPlan": "flower_ext.planning.EmpiricalSchedule",
-        },
-    )

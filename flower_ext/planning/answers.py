@@ -11,12 +11,12 @@ from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
 from flower_ext.planning.search import Schedule, best_rounds, joint_search
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
-from flower_ext.privacy.clipped_steps import (
+from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.theorems.clipped_steps import (
     clipped_steps_epsilon,
     clipped_steps_noise_stddev,
     composed_noise_stddev,
 )
-from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
 
 

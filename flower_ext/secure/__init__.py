@@ -10,7 +10,6 @@ needs the extra of that name and `aggregation` does not.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flower_ext._former import former_names
 from flower_ext.errors import IncompleteRound, ProtocolError
 
 if TYPE_CHECKING:
@@ -65,14 +64,9 @@ _MODULES = {
     "ZeroPool": "paillier",
     "estimate_round": "estimate",
 }
-_former = former_names(
-    __name__,
-    {"WeightingPlan": f"{__name__}.weighting.agreement.WeightingSettings"},
-    stacklevel=3,
-)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f"{__name__}.weighting.{_MODULES[name]}"), name)
-    return _former(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

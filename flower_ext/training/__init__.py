@@ -1,8 +1,5 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
-from typing import TYPE_CHECKING
-
-from flower_ext._former import former_names
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
     train_each,
@@ -84,6 +81,3 @@ __all__ = [
 ]
 
 products_are_reproducible()  # must run before MKL's first call
-
-if not TYPE_CHECKING:  # so that type checkers refuse it
-    __getattr__ = former_names(__name__, {"pilot_run": "flower_ext.algorithms.ditto.pilot_run"})

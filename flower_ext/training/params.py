@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.privacy.updates import Layout
+from flower_ext.privacy.mechanisms.updates import Layout
 
 Params = dict[str, Tensor]
 """Tensors of parameters and buffers, by their names in the model."""

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureSum,
 )
-from flower_ext.privacy.protections import ClipModel, Protection
+from flower_ext.privacy.mechanisms.protections import ClipModel, Protection
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,

@@ -68,9 +68,8 @@ from flower_ext.privacy import (
     noised_sum,
     protections,
 )
-from flower_ext.privacy import plan as plans
-from flower_ext.privacy.group_plan import GroupPlan
-from flower_ext.privacy.protections import (
+from flower_ext.privacy.mechanisms import plan as plans
+from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
     ClipToCells,
@@ -79,7 +78,8 @@ from flower_ext.privacy.protections import (
     ClipUpdate,
     Protection,
 )
-from flower_ext.privacy.updates import Row, Summed
+from flower_ext.privacy.mechanisms.updates import Row, Summed
+from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import network, rows
 from flower_ext.training.batched.rows import CompiledRow

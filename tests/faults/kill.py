@@ -33,7 +33,7 @@ from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.federation.state.sealed import unpack
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
 

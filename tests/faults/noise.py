@@ -12,7 +12,7 @@ from scipy import stats
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import records
 from flower_ext.privacy import FullParticipation, ReleasePlan
-from flower_ext.privacy.noised_sum import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.mechanisms.noised_sum import DropoutPolicy, NoisePlacement
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import NOTHING, FaultyGrid
 from tests.faults.worlds import DATA, Net, initial

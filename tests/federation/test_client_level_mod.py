@@ -39,7 +39,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureSum,
 )
-from flower_ext.privacy.protections import ClipModel, ClipUpdate, ProtectedByServer
+from flower_ext.privacy.mechanisms.protections import ClipModel, ClipUpdate, ProtectedByServer
 from flower_ext.training import Task, UnshareableModel
 from tests.support.travelling import Recorder
 

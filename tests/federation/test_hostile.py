@@ -27,7 +27,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.privacy.noise import largest_noised_norm
+from flower_ext.privacy.mechanisms.noise import largest_noised_norm
 from flower_ext.training import LocalTraining
 from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied

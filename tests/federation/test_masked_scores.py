@@ -8,7 +8,7 @@ from flwr.app import Context, RecordDict
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.masked_scores import bounds_of, masked_scores
 from flower_ext.federation.client.protecting import NodePolicy
-from flower_ext.privacy.protections import ClipToCells
+from flower_ext.privacy.mechanisms.protections import ClipToCells
 
 SHARE = ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16)
 

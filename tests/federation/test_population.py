@@ -5,7 +5,7 @@ import pytest
 
 from flower_ext.federation.population import Cohort, HiddenUsers, Population, UsersInSilos
 from flower_ext.privacy import FullParticipation, PoissonSampling
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
 
 UNITS, SILOS = 20, 3
 SOME = PoissonSampling(UNITS, 0.4)

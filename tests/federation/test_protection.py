@@ -35,12 +35,12 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
 )
-from flower_ext.privacy.accounting import gaussian_loss
-from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.accounting.events import gaussian_loss
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import PreconditionFailed
-from flower_ext.privacy.noise import noise_grid
-from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.protections import (
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.noise import noise_grid
+from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
     ClipToCells,
@@ -52,7 +52,7 @@ from flower_ext.privacy.protections import (
     ProtectedByTraining,
     Protection,
 )
-from flower_ext.privacy.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task, train
 from tests.support import worlds

@@ -35,7 +35,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     privacy_loss_of,
 )
-from flower_ext.privacy.calibration import calibrate_rounds
+from flower_ext.privacy.accounting.calibration import calibrate_rounds
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.support.travelling import Recorder, Tampering

@@ -23,8 +23,8 @@ from flower_ext.federation._flower_private import become_server_of, reply_to
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.uploads import Rows, UploadReply, payload_bytes
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
-from flower_ext.privacy.bounds import BoundedSum, sum_clipped
-from flower_ext.privacy.updates import Row, Summed, layout_of, total
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped
+from flower_ext.privacy.mechanisms.updates import Row, Summed, layout_of, total
 from flower_ext.training import LocalTraining, Task, clone
 from flower_ext.training.params import FlatParams
 from tests.support.worlds import Net, task

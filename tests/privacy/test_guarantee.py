@@ -13,9 +13,9 @@ from flower_ext.privacy import (
     Release,
     ReleasePlan,
 )
-from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from tests.support.guarantees import by_view
 from tests.support.plans import plan

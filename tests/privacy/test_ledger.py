@@ -19,7 +19,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     Release,
 )
-from flower_ext.privacy.calibration import calibrate_rounds
+from flower_ext.privacy.accounting.calibration import calibrate_rounds
 from flower_ext.privacy.ledger import LedgerLocked
 from tests.support.grids import grid
 

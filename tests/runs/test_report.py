@@ -9,8 +9,8 @@ import pytest
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
-from flower_ext.privacy.client_level import client_level_guarantees
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished

@@ -1,8 +1,8 @@
 """Directories of finished runs with a ledger, guarantees and metrics."""
 
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
-from flower_ext.privacy.client_level import client_level_guarantees
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from flower_ext.runs import RunDirectory
 from tests.support.run_facts import run_facts

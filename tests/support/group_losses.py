@@ -2,7 +2,7 @@
 
 from benchmarks.uldp.lemmas import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.privacy import DpSgd
-from flower_ext.privacy.group_privacy import group_loss
+from flower_ext.privacy.accounting.group_privacy import group_loss
 
 FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
 

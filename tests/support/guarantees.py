@@ -1,6 +1,6 @@
 """Look up guarantees of a run by their basis and view."""
 
-from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.theorems.client_level import client_level_guarantees
 
 
 def by_view(plan, participations, **how):

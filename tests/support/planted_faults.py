@@ -22,10 +22,10 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
-from flower_ext.privacy.cells import CellSum, in_cells
-from flower_ext.privacy.noise import NoiseSource
-from flower_ext.privacy.updates import total
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, BoundedUpdate
+from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext.privacy.mechanisms.quantization import CellSum, in_cells
+from flower_ext.privacy.mechanisms.updates import total
 from flower_ext.secure.aggregation import masks, member
 from flower_ext.training.batched.rows import CompiledRow
 from flower_ext.training.dp.dp_sgd import ClippedGradient
@@ -74,11 +74,11 @@ def _scores_not_clipped(scores, bounds):
 
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Remove clipping from every place that clips."""
-    patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
-    patch.setattr("flower_ext.privacy.protections.in_cells", _cells_not_clipped)
+    patch.setattr("flower_ext.privacy.mechanisms.protections.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.mechanisms.protections.in_cells", _cells_not_clipped)
     patch.setattr(masked_scores, "scores_vector", _scores_not_clipped)
-    patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
-    patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
+    patch.setattr("flower_ext.privacy.mechanisms.perturbation.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.mechanisms.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(silo_training, "sum_clipped_rows", _rows_not_clipped)
     patch.setattr(silo_training, "sum_rows_in_cells", _rows_in_cells_not_clipped)
     made = ClippedGradient.__init__

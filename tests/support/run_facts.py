@@ -1,7 +1,7 @@
 """Facts of runs, as privacy plans receive them."""
 
-from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 
 METHOD = MethodTraits(name="method")
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flower_ext.privacy.updates import layout_of
+from flower_ext.privacy.mechanisms.updates import layout_of
 from flower_ext.training import matches, split
 from flower_ext.training.params import FlatParams
 

@@ -65,9 +65,9 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.privacy import Guarantee, ReleasePlan
-from flower_ext.privacy.bounds import BoundedSum
-from flower_ext.privacy.cells import CellSum
-from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.quantization import CellSum
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.silos import (
     SECURE_SUM,
     among_silos,

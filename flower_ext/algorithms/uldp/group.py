@@ -47,7 +47,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,

@@ -27,7 +27,7 @@ from flower_ext.federation import (
     ClientMethod,
 )
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
-from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.silos import among_silos
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 from flower_ext.training import LocalTraining

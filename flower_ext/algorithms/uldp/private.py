@@ -43,8 +43,8 @@ from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import ClientMethod, FederationNotReady, RefusedReply, records
 from flower_ext.federation.population import Cohort, HiddenUsers
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan, SecureNoise
-from flower_ext.privacy.plan import Aggregate, RoundDiscarded
-from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 
 log = getLogger("flwr")
 

@@ -47,7 +47,7 @@ from flower_ext.federation import (
     Training,
     records,
 )
-from flower_ext.privacy.bounds import clip_each_row
+from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.secure import ProtocolError
 from flower_ext.training import Params, Task
 

@@ -1,7 +1,8 @@
 """The trainings of a silo's users: each user is trained and clipped alone, and only sums remain.
 
 `UldpAvg` and `PrivateUldpAvg` share them. Under a plan with secure sums, a silo rounds each user's
-weighted update to whole numbers of cells (`privacy.cells.sum_rows_in_cells`) before it adds them.
+weighted update to whole numbers of cells (`privacy.mechanisms.quantization.sum_rows_in_cells`)
+before it adds them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from flower_ext.algorithms.uldp.weights import USERS
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork
-from flower_ext.privacy.bounds import BoundedSum, sum_clipped_rows
-from flower_ext.privacy.cells import CellSum, sum_rows_in_cells
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
+from flower_ext.privacy.mechanisms.quantization import CellSum, sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
 from flower_ext.training.params import flat_rows

@@ -4,9 +4,6 @@ Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Informat
 Computation" (TMLR 2024).
 """
 
-from typing import TYPE_CHECKING
-
-from flower_ext._former import former_names
 from flower_ext.algorithms.upcycled.coefficients import (
     Coefficient,
     Constant,
@@ -35,6 +32,3 @@ __all__ = [
     "convergence_constants",
     "gradient_norm_bound",
 ]
-
-if not TYPE_CHECKING:  # type checkers must not accept the former name
-    __getattr__ = former_names(__name__, {"Schedule": "flower_ext.algorithms.upcycled.Coefficient"})

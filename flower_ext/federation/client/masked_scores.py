@@ -12,8 +12,8 @@ from flower_ext.federation import records
 from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.protecting import NodePolicy
 from flower_ext.federation.client.requests import Request
-from flower_ext.privacy.protections import ClipToCells
-from flower_ext.privacy.secure_scores import Bounds, scores_vector
+from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.secure_scores import Bounds, scores_vector
 
 log = getLogger("flwr")
 

@@ -18,8 +18,8 @@ from flower_ext.federation import records
 from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
-from flower_ext.privacy.bounds import BoundedSum
-from flower_ext.privacy.cells import CellSum
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.training import (
     Job,
     LocalTraining,

@@ -2,7 +2,8 @@
 
 There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
 *update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
-the model, in each local step, or in the objective. The mechanisms are in `privacy.protections`.
+the model, in each local step, or in the objective. The mechanisms are in
+`privacy.mechanisms.protections`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
 )
-from flower_ext.privacy.bounds import BoundedSum
-from flower_ext.privacy.cells import CellSum
 from flower_ext.privacy.guarantee import PreconditionFailed
-from flower_ext.privacy.protections import (
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import (
     ClipSteps,
     ClipUnits,
     ClipUnitsToCells,
     PerturbObjective,
     Protection,
 )
+from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.training import Linear, Params, StepNoise
 
 OF_UPLOADS = "client-noise"

@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.protections import Protection
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import LocalTraining, Params, Task
 from flower_ext.training.params import is_finite
 

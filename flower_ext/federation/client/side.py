@@ -56,11 +56,11 @@ from flower_ext.federation.cohort import PARTITION, check_addressee, partition_o
 from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.uploads import Rows, Upload, content_of
-from flower_ext.privacy.bounds import BoundedSum
-from flower_ext.privacy.cells import CellSum
-from flower_ext.privacy.protections import ClipToCells
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.quantization import CellSum
+from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.privacy.updates import l2_norm
 from flower_ext.training import (
     MEMORY_LIMIT,
     Params,

@@ -20,7 +20,7 @@ from flower_ext.errors import is_tellable, tellable
 from flower_ext.federation.client.method import ClientWork, LocalResult
 from flower_ext.federation.failures import place
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.protections import Protection
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Params, Task
 from flower_ext.training.isolation import isolated
 from flower_ext.training.params import is_finite

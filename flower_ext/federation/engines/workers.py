@@ -30,7 +30,7 @@ from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Upload, UploadReply
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.privacy.updates import Layout, Summed
+from flower_ext.privacy.mechanisms.updates import Layout, Summed
 
 _ROWS = "rows"
 """Request to another process for the updates that it kept."""

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.files import append_line, sync_to_disk, whole_lines, write_whole
 

@@ -17,9 +17,9 @@ import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.noised_sum import NoisedSum
-from flower_ext.privacy.plan import PrivacyPlan
-from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import PrivacyPlan
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 

@@ -29,15 +29,15 @@ import math
 from collections.abc import Sequence
 
 from flower_ext.checks import require_at_least_one, require_positive
-from flower_ext.privacy.accounting import gaussian_loss
-from flower_ext.privacy.clipped_steps import (
+from flower_ext.privacy.accounting.events import gaussian_loss
+from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
+from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
     check_target,
     composed_epsilon,
     record_guarantee,
 )
-from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.perturbation import OutputPerturbation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 

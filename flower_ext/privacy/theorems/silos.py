@@ -25,11 +25,11 @@ from functools import partial
 from typing import TypeVar
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
-from flower_ext.privacy.assumptions import SECURE_SUM as PROTOCOL
-from flower_ext.privacy.client_level import of_secure_sum
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.theorems.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
+from flower_ext.privacy.theorems.assumptions import SECURE_SUM as PROTOCOL
+from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 PlanT = TypeVar("PlanT", bound=NoisedSum)

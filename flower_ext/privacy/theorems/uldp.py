@@ -34,24 +34,24 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import (
+from flower_ext.privacy.accounting.events import (
     PrivacyLoss,
     gaussian_loss,
     participations_loss,
     privacy_loss_of,
     residue_of,
 )
-from flower_ext.privacy.assumptions import (
+from flower_ext.privacy.accounting.residue import with_residue
+from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
     NONE_OF_THEM,
     WHOLE_UPLOADS,
     noise_assumption,
 )
-from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.noised_sum import NoisedSum
-from flower_ext.privacy.residue import with_residue
-from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.theorems.silos import (
     OF_SILOS,
     OF_SILOS_IN_CELLS,

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from flower_ext.privacy.assumptions import OWN_GRADIENTS, noise_assumption
-from flower_ext.privacy.group_privacy import DpSgd, check_group, group_loss
+from flower_ext.privacy.accounting.group_privacy import DpSgd, check_group, group_loss
+from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.renyi import sampled_gaussian_renyi
+from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS, noise_assumption
 from flower_ext.privacy.theorems.silos import OF_SILOS, of_one_user
 from flower_ext.privacy.units import AdversaryView
 

@@ -27,10 +27,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_count, require_delta
-from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, OUTLIVES, noise_assumption
+from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
-from flower_ext.privacy.perturbation import ObjectivePerturbation, OutputPerturbation, Perturbation
+from flower_ext.privacy.mechanisms.perturbation import (
+    ObjectivePerturbation,
+    OutputPerturbation,
+    Perturbation,
+)
+from flower_ext.privacy.theorems.assumptions import LOADS, ON_A_GRID, OUTLIVES, noise_assumption
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flower_ext.privacy.updates import FastRow, Layout, Row
+from flower_ext.privacy.mechanisms.updates import FastRow, Layout, Row
 from flower_ext.training.batched.network import loaded
 
 

@@ -26,7 +26,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     gaussian_loss,
 )
-from flower_ext.privacy.assumptions import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.weighting.lattice import draw
 from tests.support import grids

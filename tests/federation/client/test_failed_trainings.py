@@ -19,7 +19,7 @@ from flower_ext.federation.client.unmoved import (
     unmoved_by_errors,
 )
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.protections import ClipSteps, ClipUnits, ClipUpdate
+from flower_ext.privacy.mechanisms.protections import ClipSteps, ClipUnits, ClipUpdate
 from tests.support.worlds import client_data
 
 RECEIVED = {"w": torch.zeros(2), "b": torch.zeros(1)}

@@ -14,7 +14,10 @@ from flower_ext.privacy import (
     PrivacyUnit,
     gaussian_loss,
 )
-from flower_ext.privacy.clipped_steps import clipped_steps_guarantee, clipped_steps_noise_stddev
+from flower_ext.privacy.theorems.clipped_steps import (
+    clipped_steps_guarantee,
+    clipped_steps_noise_stddev,
+)
 from flower_ext.privacy.theorems.dp_ditto import (
     dp_ditto_epsilon,
     dp_ditto_guarantees,

@@ -6,8 +6,8 @@ import pytest
 from dp_accounting import rdp
 
 from flower_ext.privacy import DpSgd
-from flower_ext.privacy.assumptions import OWN_GRADIENTS
-from flower_ext.privacy.group_privacy import group_loss
+from flower_ext.privacy.accounting.group_privacy import group_loss
+from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
 from flower_ext.privacy.theorems.uldp_group import (
     largest_renyi,
     uldp_group_guarantees,

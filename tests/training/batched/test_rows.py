@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from flower_ext.privacy.bounds import sum_clipped
-from flower_ext.privacy.updates import NonFiniteUpdate, Row, l2_norm, layout_of, total
+from flower_ext.privacy.mechanisms.bounds import sum_clipped
+from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, Row, l2_norm, layout_of, total
 from flower_ext.training.batched import network, rows
 from flower_ext.training.batched.rows import CompiledRow, row_of
 

@@ -62,7 +62,7 @@ from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
 from flower_ext.privacy import AdversaryView, ReleasePlan
-from flower_ext.privacy.assumptions import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.lattice.messages import (
     DrawAnswer,
     LatticeSum,

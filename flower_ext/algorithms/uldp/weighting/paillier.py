@@ -57,7 +57,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
 from flower_ext.privacy import AdversaryView, ReleasePlan
-from flower_ext.privacy.assumptions import HONEST_COUNTS
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,

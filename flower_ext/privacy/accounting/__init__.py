@@ -1,0 +1,1 @@
+"""Events and samplers, and the (ε, δ) that they are worth."""

@@ -1,0 +1,185 @@
+"""Find the noise, the number of rounds or the sampling rate that meets a target (ε, δ).
+
+Every search returns a value from the side on which the accountant's ε is at most the target, so
+``privacy_loss(...)`` of the result never exceeds the target.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.events import Accountant, Release, meets, privacy_loss_of
+from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling, Sampling
+from flower_ext.privacy.units import NeighboringRelation
+
+MAX_NOISE_MULTIPLIER = 1e6
+MAX_ROUNDS = 10_000_000
+_EXACT_ROUNDS = 100_000
+"""The search for the most rounds is exact up to this number, beyond which PLD takes long."""
+_LEAST_NOISE = 1e-3
+"""The search for the least noise ends below this noise multiplier, which hides nothing."""
+
+
+class TargetOutOfReach(InvalidValue):
+    """No allowed value meets the target."""
+
+
+def default_relation(sampling: Sampling) -> NeighboringRelation:
+    """Return the relation for which amplification by this sampling is proved."""
+    fixed = isinstance(sampling, FixedSizeSampling)
+    return NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def calibrate_noise_multiplier(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling: Sampling,
+    rounds: int,
+    relation: NeighboringRelation | None = None,
+    accountant: Accountant = "pld",
+    tolerance: float = 1e-3,
+    besides: Mapping[Release, int] | None = None,
+) -> float:
+    """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
+
+    The search ends at a thousandth: so little noise hides nothing. It is enough for any ε if
+    ``delta`` is at least the chance that a unit is drawn in any round; such a δ is too large.
+
+    Parameters
+    ----------
+    besides : Mapping[Release, int], optional
+        Other releases of the same run, with their numbers: the ε is that of all together.
+
+    Raises
+    ------
+    TargetOutOfReach
+        The target needs more noise than `MAX_NOISE_MULTIPLIER`, or the releases ``besides`` exceed
+        it by themselves.
+    ValueError
+        ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
+    """
+    _check_target(epsilon, rounds)
+    relation = relation or default_relation(sampling)
+    others = privacy_loss_of(besides or {}, delta=delta, accountant=accountant).epsilon
+    if others > epsilon:
+        raise TargetOutOfReach(
+            f"epsilon={epsilon!r} at delta={delta!r}: the run's other releases, such as its "
+            f"evaluations, alone spend {others:.4g}; give them more noise, or raise epsilon or "
+            "delta"
+        )
+
+    def fits(noise_multiplier: float) -> bool:
+        one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
+        releases = Counter({one: rounds}) + Counter(besides or {})
+        return meets(releases, epsilon=epsilon, delta=delta, accountant=accountant)
+
+    safe = 1.0
+    while not fits(safe):
+        safe *= 2
+        if safe > MAX_NOISE_MULTIPLIER:
+            raise TargetOutOfReach(
+                f"epsilon={epsilon!r} at delta={delta!r} over {rounds} rounds needs a noise "
+                f"multiplier above {MAX_NOISE_MULTIPLIER:g}; raise epsilon or delta"
+            )
+    unsafe = safe / 2
+    while fits(unsafe) and unsafe > _LEAST_NOISE:
+        safe, unsafe = unsafe, unsafe / 2
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
+
+
+def calibrate_rounds(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling: Sampling,
+    noise_multiplier: float,
+    relation: NeighboringRelation | None = None,
+    accountant: Accountant = "pld",
+) -> int:
+    """Return the largest number of rounds that meets the target; 0 if not even one does.
+
+    With PLD, a number above 100,000 may be too small by a thousandth, but is never too large. The
+    search ends where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
+    """
+    _check_target(epsilon, rounds=1)
+    release = Release(
+        sampling=sampling,
+        noise_multiplier=noise_multiplier,
+        relation=relation or default_relation(sampling),
+    )
+
+    def fits(rounds: int) -> bool:
+        return meets({release: rounds}, epsilon=epsilon, delta=delta, accountant=accountant)
+
+    safe, unsafe = 0, 1
+    while fits(unsafe):
+        safe, unsafe = unsafe, 2 * unsafe
+        if unsafe > MAX_ROUNDS:
+            return safe
+    exact = accountant == "rdp" or unsafe <= _EXACT_ROUNDS
+    while unsafe - safe > (1 if exact else safe // 1000):
+        middle = (safe + unsafe) // 2
+        safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)
+    return safe
+
+
+def calibrate_sampling_rate(
+    *,
+    epsilon: float,
+    delta: float,
+    population: int,
+    noise_multiplier: float,
+    rounds: int,
+    accountant: Accountant = "pld",
+    tolerance: float = 1e-3,
+) -> float:
+    """Return the largest Poisson sampling rate, to a relative ``tolerance``, that meets the target.
+
+    Raises
+    ------
+    TargetOutOfReach
+        Even an expected cohort of a thousandth of one unit exceeds the target.
+    """
+    _check_target(epsilon, rounds)
+
+    def fits(rate: float) -> bool:
+        sampling = PoissonSampling(population, rate)
+        release = Release(
+            sampling=sampling,
+            noise_multiplier=noise_multiplier,
+            relation=default_relation(sampling),
+        )
+        return meets({release: rounds}, epsilon=epsilon, delta=delta, accountant=accountant)
+
+    if fits(1.0):
+        return 1.0
+    safe, unsafe = 0.5, 1.0
+    while not fits(safe):
+        safe, unsafe = safe / 2, safe
+        if safe * population < 1e-3:
+            raise TargetOutOfReach(
+                f"epsilon={epsilon!r} at delta={delta!r} is out of reach with "
+                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise it"
+            )
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
+
+
+def _check_target(epsilon: float, rounds: int) -> None:
+    require_positive("epsilon", epsilon)
+    require_at_least_one("rounds", rounds)
+
+
+def _bisect(
+    fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float
+) -> float:
+    while abs(safe - unsafe) > tolerance * max(safe, unsafe):
+        middle = (safe + unsafe) / 2
+        if fits(middle):
+            safe = middle
+        else:
+            unsafe = middle
+    return safe

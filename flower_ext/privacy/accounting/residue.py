@@ -1,0 +1,54 @@
+"""Extra cost in privacy of sums that are not exactly an accountant's sampled Gaussians.
+
+A protocol that computes sums under encryption moves each of them by a little, and may leave a trace
+of units that were not drawn. `with_residue` adds this cost to the accountant's. Consider the steps
+below from one run to the next. In all but the accountant's step, the two runs are Gaussians that
+differ by a shift of norm μ, in standard deviations of the noise:
+
+1. from the run with a unit to a run with exact sums, except for the unit's trace;
+2. from there to the exact run with only the unit's trace: the accountant's step, (ε₁, δ₁);
+3. from there to the exact run without the unit;
+4. from there to the real run without the unit.
+
+A Gaussian step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
+with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
+e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from flower_ext.privacy.accounting.loss import PrivacyLoss
+
+_STEPS = 3
+_SPARED = (2.0**-10, 2.0**-5, 0.5)
+"""Shares of δ to try for the Gaussian steps, the smaller first."""
+
+
+def with_residue(loss: Callable[[float], PrivacyLoss], shift: float, delta: float) -> PrivacyLoss:
+    """Return an upper bound (ε, δ) of a run with its residue.
+
+    Parameters
+    ----------
+    loss : Callable[[float], PrivacyLoss]
+        Returns the loss of the run without residue, at a given δ.
+    shift : float
+        μ: bound on the norm of every Gaussian step, over all sums together, in standard deviations
+        of their noise.
+    delta : float
+        δ of the result. ε is infinite if the shift is too large, above about 0.01.
+    """
+    if not shift:
+        return loss(delta)
+    for share in _SPARED:
+        spared = share * delta
+        first = loss(delta - spared)
+        # Half of the spared δ pays for δ₂, the other half for the factor e^(3ε₂).
+        tail = first.epsilon + math.log(2 * _STEPS / spared)
+        second = shift**2 / 2 + shift * math.sqrt(2 * tail)
+        if math.expm1(_STEPS * second) * (delta - spared / 2) <= spared / 2:
+            return replace(first, epsilon=first.epsilon + _STEPS * second, delta=delta)
+    return replace(first, epsilon=math.inf, delta=delta)

@@ -1,0 +1,1 @@
+"""Bounds, noise, grids and protections: what makes a release private."""

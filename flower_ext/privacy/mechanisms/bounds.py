@@ -1,0 +1,293 @@
+"""Bound each unit's contribution, and carry the bound together with the value.
+
+Arrays may be NumPy or torch, on any device: they are handled through the array API, without
+importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
+precision can pass unclipped.
+
+=====================  ==========================================================
+array                  outcome
+=====================  ==========================================================
+zero                   stays zero
+huge                   clipped; the norm cannot overflow
+NaN, infinite          `NonFiniteUpdate`
+0-d                    clipped like any other array
+half precision         clipped; the bound holds after rounding
+integer, bool, complex `TypeError`: such an array has no place in a bounded sum
+empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
+=====================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat as api
+import numpy as np
+
+from flower_ext.checks import require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.updates import (
+    Summed,
+    Update,
+    as_float64,
+    check_arrays,
+    is_fast,
+    l2_norm,
+    laid_out,
+    scaled_norm,
+    taken_apart,
+    write_numbers,
+)
+from flower_ext.privacy.units import NeighboringRelation
+
+_MARGIN = 1.0 - 1e-9
+"""Room for rounding in float64, whatever the order of summation. It covers the norm of up to 10⁷
+numbers (2⁻⁵⁴ each). It also covers a sum in which one unit changes how all others are rounded, for
+up to a thousand units of equal length (2⁻⁵² n² in all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedUpdate:
+    """One unit's contribution, of L2 norm at most ``bound`` over all its arrays.
+
+    ``norm`` is the norm before clipping. It depends on private data: never release it.
+    """
+
+    value: Update
+    bound: float
+    norm: float
+
+    @property
+    def clipped(self) -> bool:
+        """True if clipping changed the update."""
+        return self.norm > self.bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedSum(Summed):
+    """Sum of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
+
+    Guarantees
+    ----------
+    Adding, removing or zeroing one unit moves ``value`` by at most ``bound``. Replacing one
+    moves it by at most ``2 * bound``.
+    """
+
+    bound: float
+
+    def sensitivity(self, relation: NeighboringRelation) -> float:
+        """Return the largest L2 distance by which one unit can move ``value``."""
+        return self.bound * relation.sensitivity_factor
+
+
+def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
+    """Scale an update onto the ball of radius ``clipping_norm`` if it lies outside.
+
+    Guarantees
+    ----------
+    ``l2_norm(result.value) <= clipping_norm``, after rounding to each array's own precision.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `l2_norm`; also if ``clipping_norm`` is not a finite number above zero.
+    """
+    require_positive("clipping_norm", clipping_norm)
+    check_arrays(update)
+    largest, scaled = scaled_norm(update)
+    norm = largest * scaled
+    target = clipping_norm * _MARGIN
+    if norm <= target:
+        return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
+    rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
+    slack = float(max(rounding)) / 16
+    factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
+    while True:
+        value = {name: _times(array, factor) for name, array in update.items()}
+        if l2_norm(value) <= target:
+            return BoundedUpdate(value=value, bound=clipping_norm, norm=norm)
+        factor *= 1.0 - slack  # rounding overshot: step back, a longer step each time
+        slack = min(2 * slack, 0.5)
+
+
+def sum_clipped(
+    updates: Iterable[Update | Summed], clipping_norm: float, *, like: Update
+) -> BoundedSum:
+    """Clip every update and return the sum, in float64.
+
+    Each update is clipped, added and dropped before the next one is read, so memory stays bounded.
+    ``updates`` may also yield a `Summed`, the sum of several updates that were clipped before. It
+    is added as it is.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip` and `total`; or the bound of a sum is above ``clipping_norm``.
+    """
+    require_positive("clipping_norm", clipping_norm)
+    layout, summed = laid_out(like)
+    wide, count = summed * 0.0, 0
+    with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
+        for update in updates:
+            if isinstance(update, Summed):
+                _check_bound(update, clipping_norm)
+                write_numbers(update.value, like, layout, wide)
+                summed += wide
+                count += update.count
+                continue
+            check_arrays(update)
+            if is_fast(update, layout, summed):
+                norm = update.length() / clipping_norm
+                if 1e-100 < norm < 1e100:
+                    update.add_to(summed, min(1.0, _MARGIN / norm))
+                    count += 1
+                    continue
+            write_numbers(update, like, layout, wide)
+            norm = math.sqrt(float(wide @ wide)) / clipping_norm
+            if not 1e-100 < norm < 1e100:  # squares overflow or underflow
+                bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
+                write_numbers(bounded, like, layout, wide)
+            elif norm > _MARGIN:
+                wide *= _MARGIN / norm
+            summed += wide
+            count += 1
+    value = taken_apart(summed, layout, like)
+    return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
+
+
+def _check_bound(part: Summed, clipping_norm: float) -> None:
+    """Refuse a sum that one unit may move by more than ``clipping_norm``."""
+    if not isinstance(part, BoundedSum):
+        raise TypeError("a Summed says nothing of how far one unit moves it: expected BoundedSum")
+    if part.bound > clipping_norm:
+        raise InvalidValue(f"bound={part.bound!r}: expected <= {clipping_norm!r}")
+
+
+def sum_clipped_rows(
+    rows: Update, clipping_norm: float, weights: Sequence[float] | None = None
+) -> BoundedSum:
+    """Clip every row, weigh it, and return the sum, in float64.
+
+    Guarantees
+    ----------
+    Adding or removing the unit of row k moves the sum by at most ``weights[k] * clipping_norm``.
+    If a unit has rows in several such sums and its weights add up to at most 1, it moves the
+    total of the sums by at most ``clipping_norm``.
+
+    Parameters
+    ----------
+    rows : Mapping[str, array]
+        Arrays of shape (units, …); row k of all arrays together is the update of unit k.
+    clipping_norm : float
+    weights : Sequence[float], optional
+        One per unit, in [0, 1]; all 1 by default.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip`; also if the number of weights differs from the rows', or one is outside [0, 1].
+    """
+    require_positive("clipping_norm", clipping_norm)
+    check_arrays(rows)
+    count = len(next(iter(rows.values())))
+    shares = [1.0] * count if weights is None else checked_weights(weights, count)
+    flat = _flat_rows(rows)
+    factors = _row_factors(flat, clipping_norm)
+    if factors is not None:
+        namespace, device = api.array_namespace(*flat.values()), api.device(factors)
+        factors = factors * namespace.asarray(shares, dtype=namespace.float64, device=device)
+        value = {
+            name: namespace.reshape(factors @ flat[name], array.shape[1:])
+            for name, array in rows.items()
+        }
+    else:  # squares overflow or underflow: clip row by row
+        value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
+        for number, share in enumerate(shares):
+            row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
+            for name, array in row.value.items():
+                value[name] = value[name] + as_float64(array) * share
+    return BoundedSum(value=value, bound=clipping_norm, count=count)
+
+
+def checked_weights(weights: Sequence[float], count: int) -> list[float]:
+    """Return weights of ``count`` units as floats.
+
+    Raises
+    ------
+    InvalidValue
+        They are of another number, or outside [0, 1].
+    """
+    shares = [float(weight) for weight in weights]
+    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
+        raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+    return shares
+
+
+def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
+    """Clip every row in float64; keep the rows apart, each array of shape (units, …).
+
+    Guarantees
+    ----------
+    Row k of all arrays together has L2 norm at most ``clipping_norm``.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip`.
+    """
+    require_positive("clipping_norm", clipping_norm)
+    check_arrays(rows)
+    flat = _flat_rows(rows)
+    factors = _row_factors(flat, clipping_norm)
+    namespace = api.array_namespace(*flat.values())
+    if factors is not None:
+        return {
+            name: namespace.reshape(factors[:, None] * flat[name], array.shape)
+            for name, array in rows.items()
+        }
+    count = len(next(iter(rows.values())))
+    wide = {name: as_float64(array) for name, array in rows.items()}
+    each = [
+        clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
+        for number in range(count)
+    ]
+    return {name: namespace.stack([row[name] for row in each]) for name in rows}
+
+
+def _flat_rows(rows: Update) -> dict[str, Any]:
+    """Return the arrays in float64, each of shape (units, numbers)."""
+    return {
+        name: api.array_namespace(array).reshape(
+            as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
+        )
+        for name, array in rows.items()
+    }
+
+
+def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
+    """Return the factor of each row, or None if simple arithmetic could overflow or underflow."""
+    namespace = api.array_namespace(*flat.values())
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = sum(map(_squares, flat.values()))
+    norms = namespace.sqrt(squares) / clipping_norm
+    usual = (norms > 1e-100) & (norms < 1e100)
+    if not bool(namespace.all(usual)):
+        filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
+        if not bool(namespace.all(usual | ~namespace.any(filled, axis=0))):
+            return None
+    return _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
+
+
+def _squares(rows: Any) -> Any:
+    """Return the sum of squares of each row, by the array library's fastest way."""
+    namespace = api.array_namespace(rows)
+    if api.is_numpy_array(rows):
+        return namespace.vecdot(rows, rows)
+    return namespace.linalg.vector_norm(rows, axis=1) ** 2
+
+
+def _times(array: Any, factor: float) -> Any:
+    return api.array_namespace(array).astype(as_float64(array) * factor, array.dtype)

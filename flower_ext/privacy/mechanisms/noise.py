@@ -1,0 +1,242 @@
+"""Noise that protects: Gaussian for sums, gamma-direction for objective perturbation.
+
+A sum of two floats lies on a grid that depends on the low-order bits of the value. It therefore
+reveals which value was noised (Mironov 2012). `NoiseSource.add_gaussian` instead releases whole
+multiples of a public grid g, a power of two. The argument:
+
+1. Let v be the value, as it is, and Z a real Gaussian of the requested stddev σ.
+2. The release is g·round((v + Z)/g), a function of v + Z and of the public g alone.
+3. It is thus post-processing of the Gaussian mechanism, and the sensitivity of v is unchanged.
+4. v/g is split into a whole number and a rest of at most one half. Both are exact, because g is a
+   power of two. Only the rest meets the noise before rounding.
+5. Whole numbers below 2⁵³ add up without error in float64; a value above 2⁵² g is refused.
+6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. Where shares of σ change from round to round
+   with the size of the cohort, which may be secret, g still follows the whole σ.
+7. Z is NumPy's: 256 layers of 2⁵² equidistant points, at least 2³¹ of a layer in each cell of the
+   grid. So every cell has its Gaussian probability to a relative 2⁻²⁹ (less in the tails, but these
+   hold too little to matter), and d numbers are within 2⁻²⁹ √(d/2) of ideal ones in total variation
+   (Pinsker; at worst 4·10⁻⁶ at d = 10⁷). The guarantee assumes this; it does not count it.
+8. Let m noised values lie on one grid, with shares s of at least 16 g. Their sum is, up to
+   exp(−2π²s²/g²) (Poisson's summation formula), the rounded total of three parts: the sum of the
+   v's, a Gaussian with the shares' variances added up, and m − 1 independent uniforms of width g.
+   That is post-processing again, so an adversary who sees only sums faces the whole noise.
+9. These uniforms reveal whether somebody was drawn, by at most 2⁻³⁶/12 of the variance. That is
+   less than the gap that statement 7 leaves.
+10. Rounding to an array's own precision comes last, and is post-processing. float32 represents all
+    multiples of g up to 2²⁴ g, above 32 σ, so sums of uploads stay sums on the grid.
+
+Nothing here hides how long a draw takes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import array_api_compat as api
+import numpy as np
+
+from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.discrete_gaussian import draw
+from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, Update, check_arrays
+from flower_ext.privacy.randomness import secure_generator, seeded_generator
+
+IMPROBABLE = 1e-12
+"""Probability with which noise may exceed the bound that honest noise is assumed to keep."""
+_CELLS_PER_STDDEV = 18
+"""Binary logarithm of the grid's cells per stddev. The grid is fine enough that rounding adds
+nothing to the noise, and coarse enough that the generator's own points are far closer together."""
+_FINEST, _COARSEST = 2.0**-32, 2.0**-4
+"""Limits of a grid that a caller requests, in stddevs."""
+_MOST_CELLS = 2.0**52
+"""Largest value in cells: above it, noise does not fit into whole numbers exact in float64."""
+_TOGETHER = 2**15
+"""Numbers that are noised at a time, so that they stay in the processor's caches."""
+
+
+def noise_grid(stddev: float) -> float:
+    """Return the spacing of the grid to which noise of standard deviation ``stddev`` is rounded.
+
+    The spacing is the power of two above 2⁻¹⁹ and up to 2⁻¹⁸ times ``stddev``. It depends on
+    ``stddev`` alone, so it reveals nothing of a value.
+    """
+    return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _CELLS_PER_STDDEV)
+
+
+def largest_noised_norm(bound: float, stddev: float, numbers: int) -> float:
+    """Return a norm that ‖x + N(0, stddev² I)‖₂ exceeds with probability `IMPROBABLE` at most.
+
+    Here ‖x‖₂ ≤ ``bound``, over ``numbers`` elements. A norm is 1-Lipschitz in the noise, so it
+    exceeds its mean by t·stddev with probability exp(−t²/2) at most; its mean is at most
+    √(bound² + numbers · stddev²).
+    """
+    tail = math.sqrt(2 * math.log(1 / IMPROBABLE))
+    return math.sqrt(bound**2 + numbers * stddev**2) + tail * stddev
+
+
+class NoiseSource(ABC):
+    """A source of noise from NumPy generators; subclasses choose the generator."""
+
+    is_secure: bool
+    """True where nobody can reproduce the noise."""
+
+    @abstractmethod
+    def _generator(self) -> np.random.Generator:
+        """Return the generator of the next release."""
+
+    def add_gaussian(
+        self, update: Update, stddev: float, *, grid: float | None = None
+    ) -> dict[str, Any]:
+        """Return ``update`` + N(0, stddev² I), each array in its own type, precision and device.
+
+        Guarantees
+        ----------
+        The sum is rounded to whole multiples of ``grid``, and only then to an array's precision.
+        With ``stddev=0`` nothing is added, rounded or promised.
+
+        Parameters
+        ----------
+        grid : float, optional
+            A public power of two, from 2⁻³² to 2⁻⁴ of ``stddev``; by default `noise_grid`. Name it
+            if ``stddev`` depends on a secret, or if noised values will be added up.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            An array holds NaN or infinite values, before or after, or values that absorb the noise.
+        TypeError, ValueError
+            An array is not floating-point; ``stddev`` is not a finite number >= 0, or is too small
+            for a grid; or ``grid`` does not suit ``stddev``.
+        """
+        require_not_negative("stddev", stddev)
+        check_arrays(update)
+        if stddev == 0:
+            return dict(update)
+        chosen = noise_grid(stddev) if grid is None else grid
+        _check_grid(chosen, stddev)
+        rng = self._generator()
+        return {name: _noised(name, array, stddev, chosen, rng) for name, array in update.items()}
+
+    def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
+        """Return N(0, stddev² I) in float64, on no grid; the caller must round to a public one.
+
+        Parameters
+        ----------
+        like : Mapping[str, array]
+            Gives names, shapes and devices.
+        """
+        require_not_negative("stddev", stddev)
+        check_arrays(like)
+        rng = self._generator()
+        return {name: stddev * _normal(array, array.shape, rng) for name, array in like.items()}
+
+    def add_discrete_gaussian(
+        self, cells: Mapping[str, np.ndarray], stddev: float
+    ) -> dict[str, np.ndarray]:
+        """Return ``cells`` + N_Z(0, stddev²): add discrete Gaussian noise to every whole number.
+
+        Parameters
+        ----------
+        cells : Mapping[str, ndarray]
+            Arrays of int64.
+        stddev : float
+            Standard deviation in whole numbers.
+
+        Raises
+        ------
+        InvalidValue
+            As `discrete_gaussian.draw`.
+        """
+        rng = self._generator()
+        return {
+            name: array + draw(stddev, array.size, rng).reshape(array.shape)
+            for name, array in cells.items()
+        }
+
+    def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
+        """Return a vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
+
+        Its direction is uniform and its norm Gamma(dimension, scale) distributed. Objective
+        perturbation uses this noise (Chaudhuri, Monteleoni, Sarwate 2011).
+        """
+        require_at_least_one("dimension", dimension)
+        require_positive("scale", scale)
+        rng = self._generator()
+        direction = rng.standard_normal(dimension)
+        radius = rng.gamma(shape=dimension, scale=scale)
+        return np.asarray(radius * direction / np.linalg.norm(direction))
+
+
+class SecureNoise(NoiseSource):
+    """Noise under a fresh key from the operating system for every release: the default."""
+
+    is_secure = True
+
+    def _generator(self) -> np.random.Generator:
+        return secure_generator()
+
+
+class SeededNoise(NoiseSource):
+    """Reproducible noise, for simulation only: anybody who knows the seed can subtract it.
+
+    One object yields one stream, so its successive releases differ.
+    """
+
+    is_secure = False
+
+    def __init__(self, seed: int, *path: str | int) -> None:
+        self._rng = seeded_generator(seed, *path)
+
+    def _generator(self) -> np.random.Generator:
+        return self._rng
+
+
+def _check_grid(grid: float, stddev: float) -> None:
+    if not sys.float_info.min <= grid:
+        raise InvalidValue(f"stddev={stddev!r}: expected one above 1e-300, or 0 for no noise")
+    if math.frexp(grid)[0] != 0.5 or not _FINEST <= grid / stddev <= _COARSEST:
+        raise InvalidValue(
+            f"grid={grid!r}: expected a power of two from {_FINEST:g} to {_COARSEST:g} times the "
+            f"stddev of {stddev:g}"
+        )
+
+
+def _normal(like: Any, shape: Any, rng: np.random.Generator) -> Any:
+    """Draw standard normal numbers in float64, on the device of ``like``."""
+    drawn = rng.standard_normal(tuple(shape))
+    return api.array_namespace(like).asarray(drawn, device=api.device(like))
+
+
+def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Generator) -> Any:
+    namespace = api.array_namespace(array)
+    flat = namespace.reshape(array, (-1,))
+    noised = namespace.empty_like(flat)
+    with np.errstate(over="ignore", invalid="ignore"):  # non-finite results are refused below
+        for start in range(0, flat.shape[0], _TOGETHER):
+            rest = namespace.astype(flat[start : start + _TOGETHER], namespace.float64)
+            rest *= 1 / grid
+            if not float(namespace.max(namespace.abs(rest))) <= _MOST_CELLS:
+                raise NonFiniteUpdate(
+                    f"{name!r} is not finite, or has numbers so large that float64 cannot hold "
+                    f"them together with noise of standard deviation {stddev:g}: clip the array "
+                    "before it is noised"
+                )
+            whole = namespace.round(rest)
+            rest -= whole
+            noise = _normal(array, rest.shape, rng)
+            noise *= stddev / grid
+            noise += rest  # at most half a cell: the value's fraction of a cell is noised as well
+            namespace.round(noise, out=noise)
+            noise += whole
+            noise *= grid
+            noised[start : start + _TOGETHER] = noise
+    if not bool(namespace.all(namespace.isfinite(noised))):
+        raise NonFiniteUpdate(
+            f"{name!r} is no longer finite once noise of standard deviation {stddev:g} is added: "
+            f"the sum is too large for {array.dtype}; use a wider type or less noise"
+        )
+    return namespace.reshape(noised, array.shape)

@@ -1,0 +1,298 @@
+"""The base class of all plans. A round uses every plan through this class only."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import array_api_compat as api
+
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.sampling import Sampling
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.updates import Summed, Update, as_float64, total
+
+
+class RoundDiscarded(RuntimeError):
+    """The plan releases nothing: noise of missing replies is missing, or a sum is spoiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregate:
+    """A released average, the number of replies in it, and the noise that the server added."""
+
+    value: dict[str, Any]
+    answered: int
+    topped_up_stddev: float
+
+
+class PrivacyPlan(ABC):
+    """A plan: the sampling of a round, and the protection of the units that take part.
+
+    A plan is frozen. It knows about a run only what `RunFacts` say. The defaults of this class
+    accept any method and any training, and protect nobody.
+
+    Attributes
+    ----------
+    sampling : Sampling
+        Draws the cohorts.
+    delta : float, optional
+        δ at which ε is reported; None where the plan promises nothing.
+    """
+
+    sampling: Sampling
+    delta: float | None
+
+    @property
+    def planned_rounds(self) -> int | None:
+        """The number of rounds for which the noise was chosen; None if it was chosen otherwise."""
+        return None
+
+    def num_units(self, run: RunFacts) -> int | None:
+        """Return the number of privacy units, against which δ is judged; None if not known."""
+        return None
+
+    @property
+    def release(self) -> Release | None:
+        """The release of one round, for accountant and ledger; None without a noised sum.
+
+        Where a plan names one, nothing but that sum may show in the model, and cohorts must stay
+        secret.
+        """
+        return None
+
+    @property
+    def evaluation_release(self) -> Release | None:
+        """The release of one evaluation; None if it releases no noised sum of scores."""
+        return None
+
+    @property
+    def client_protects(self) -> bool:
+        """True if a ClientApp must bound or noise what it sends."""
+        return False
+
+    @property
+    def bounds_models(self) -> bool:
+        """True if a client's whole model is bounded instead of its update."""
+        return False
+
+    @property
+    def tells_sizes(self) -> bool:
+        """True if clients tell the server how many examples they have."""
+        return False
+
+    @property
+    def needs_sizes(self) -> bool:
+        """True if ε depends on the clients' numbers of examples."""
+        return False
+
+    @property
+    def weighs_examples(self) -> bool:
+        """True if each upload counts in the mean by its client's number of examples.
+
+        Plans that protect never do so, because that number is private data.
+        """
+        return False
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+
+    def check(self, method: MethodTraits) -> None:  # noqa: B027 - by default any
+        """Refuse a method whose uploads the plan does not protect.
+
+        Raises
+        ------
+        ValueError
+            The message gives the reason.
+        """
+
+    def check_training(self, run: RunFacts) -> None:  # noqa: B027 - by default any
+        """Refuse local training that the plan does not cover.
+
+        Raises
+        ------
+        ValueError
+            The message names the setting and the value that the plan expects.
+        """
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """Return the protection that each client of a cohort applies to its upload."""
+        return None
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
+
+        Parameters
+        ----------
+        cohort_size : int
+            Number of clients that were asked.
+        numbers : int
+            Number of elements in the upload.
+        norms : float
+            Largest norm of an upload before noise, in clipping norms; above 1 if it is a sum.
+        """
+        return math.inf
+
+    def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
+        """Return the sum of some of a round's uploads, which `aggregate` takes in their place.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            An upload is not finite, or not like ``like``.
+        """
+        value, count = total(uploads, like=like)
+        return Summed(value=value, count=count)
+
+    @abstractmethod
+    def aggregate(
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
+    ) -> Aggregate:
+        """Return the average of a round's uploads.
+
+        Parameters
+        ----------
+        uploads : Iterable[Update | Summed]
+            At most one per client, or sums that `part` made of some; each is added as it comes and
+            then dropped.
+        cohort_size : int
+            Number of clients that were asked.
+        like : Update
+            Names, shapes and dtypes of the result.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few clients answered.
+        """
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """Return the guarantees that hold after the rounds so far."""
+        return []
+
+    def spent(self, run: RunFacts) -> dict[str, float]:
+        """Return ε so far, by basis, for the log and the report's figures."""
+        return {f"epsilon_{one.basis}": one.epsilon for one in self.guarantees(run)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainAverage(PrivacyPlan):
+    """A plan that takes the mean of the replies; it promises nothing unless a subclass does."""
+
+    tells_sizes = True
+
+    sampling: Sampling
+
+    def aggregate(
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
+    ) -> Aggregate:
+        """Return the mean of the uploads; ``noise`` is not used.
+
+        Raises
+        ------
+        RoundDiscarded
+            No client answered.
+        """
+        summed = self.part(uploads, like=like)
+        if not summed.count:
+            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
+        mean = divided(summed.value, summed.count, like)
+        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
+
+
+def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:
+    """Divide a sum; return the average in the precision of ``like``."""
+    return {
+        name: api.array_namespace(array).astype(array / by, like[name].dtype)
+        for name, array in summed.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivatePlan(PlainAverage):
+    """Plain averaging without clipping or noise. It promises nothing.
+
+    Use it to compare a private method with the same method without privacy.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    weighting : {"clients", "examples"}
+        "clients" gives all clients the same weight in the mean, as every plan that protects does.
+        "examples" weighs each client by its number of training examples, as FedAvg does.
+    """
+
+    weighting: Literal["clients", "examples"] = "clients"
+
+    delta = None
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("clients", "examples"):
+            raise InvalidValue(f"weighting={self.weighting!r}: expected 'clients' or 'examples'")
+
+    @property
+    def weighs_examples(self) -> bool:
+        """True if ``weighting`` is "examples"."""
+        return self.weighting == "examples"
+
+    def check(self, method: MethodTraits) -> None:
+        """Refuse weights if the server does not take the mean of the updates.
+
+        Raises
+        ------
+        ValueError
+            The method combines the single updates in another way.
+        """
+        if self.weighs_examples and method.needs_each_update:
+            raise InvalidValue(
+                f"weighting='examples': expected 'clients', because {method.name} weighs single "
+                "updates by a rule of its own"
+            )
+
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+        by = ", weighted by examples" if self.weighs_examples else ""
+        return f"{self.sampling.describe()} · no privacy{by}"
+
+
+_SIZE = "number of examples"
+"""Name of the number that is summed beside the uploads; no parameter has a name like it."""
+
+
+def times_examples(upload: Update, size: float) -> dict[str, Any]:
+    """Return an upload times its client's number of examples, together with that number."""
+    first = next(iter(upload.values()))
+    namespace, device = api.array_namespace(first), api.device(first)
+    summed = {name: as_float64(array) * size for name, array in upload.items()}
+    return {**summed, _SIZE: namespace.asarray(size, dtype=namespace.float64, device=device)}
+
+
+def weighted_mean(aggregate: Callable[[Update], Aggregate], like: Update) -> Aggregate:
+    """Return the mean of uploads weighted by examples, in the precision of ``like``.
+
+    Parameters
+    ----------
+    aggregate : Callable[[Update], Aggregate]
+        Returns the plain mean of uploads made by `times_examples`, given their names and shapes.
+    """
+    mean = aggregate(times_examples(like, 1.0))
+    size = float(mean.value[_SIZE])
+    return replace(mean, value=divided({name: mean.value[name] for name in like}, size, like))

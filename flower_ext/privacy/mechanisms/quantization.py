@@ -1,0 +1,289 @@
+"""Updates as whole numbers of cells of a public grid, so that sums are exact.
+
+A client clips its update to C and rounds it to whole multiples of a cell g, a power of two. The
+rounded update has a norm of at most C again, which the client checks exactly in whole numbers. One
+client therefore moves the sum by at most C, as without rounding. Plain rounding of d coordinates
+would raise the sensitivity by √d · g/2. See `discrete_gaussian` for the noise.
+
+A silo of Uldp-FL rounds each user's part of its sum in this way (`sum_rows_in_cells`). With weight
+w, the part has a norm of at most w C. Whole numbers add up without error, so a user whose weights
+sum to at most 1 over the silos moves the sum by at most C. A user's whole numbers depend on that
+user's row only: every step works on single numbers, or adds them in an order that depends on the
+number of columns only, or adds whole numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat as api
+import numpy as np
+
+from flower_ext.checks import require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.bounds import checked_weights, clip
+from flower_ext.privacy.mechanisms.updates import (
+    NonFiniteUpdate,
+    Update,
+    as_float64,
+    check_arrays,
+    check_like,
+    in_float64,
+)
+
+_PER_STDDEV = 16
+"""Binary logarithm of the number of cells in a standard deviation of the sum's noise."""
+_MOST_CELLS = 2.0**30
+"""Most cells in a clipping norm, so that squared norms are exact in 64 bits."""
+_ROOM = 4
+"""Cells below its bound to which an exceeding norm is scaled, so that rounding stays within it."""
+_TRIES = 8
+_MARGIN = 1.0 - 1e-9
+"""Tolerance for rounding of a weight and of a norm in float64. The result is checked exactly."""
+_TOGETHER = 2**18
+"""Count of numbers that are rounded at a time, so that memory stays bounded."""
+
+Cells = Mapping[str, np.ndarray]
+"""Whole numbers by name, as int64: an update or a sum in cells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellSum:
+    """Sum of the updates of ``count`` units in whole numbers of cells, each bounded and rounded.
+
+    Guarantees
+    ----------
+    Adding, removing or zeroing a unit of weight w moves ``value`` by an L2 norm of at most
+    ``w * bound / cell``, exactly. The parts of other units do not change.
+
+    Parameters
+    ----------
+    value : Mapping[str, ndarray]
+        Arrays of int64.
+    bound : float
+        The clipping norm.
+    cell : float
+        Width of a cell, a power of two.
+    count : int
+    """
+
+    value: Cells
+    bound: float
+    cell: float
+    count: int
+
+    def __add__(self, other: CellSum) -> CellSum:
+        """Return the sum over the units of both sums, which must share bound and cell.
+
+        Raises
+        ------
+        InvalidValue
+            The sums have different bounds or cells.
+        """
+        if (self.bound, self.cell) != (other.bound, other.cell):
+            raise InvalidValue(
+                f"a sum with bound={other.bound:g} and cell={other.cell:g}: expected "
+                f"bound={self.bound:g} and cell={self.cell:g}"
+            )
+        summed = {name: array + other.value[name] for name, array in self.value.items()}
+        return CellSum(
+            value=summed, bound=self.bound, cell=self.cell, count=self.count + other.count
+        )
+
+    def in_numbers(self) -> dict[str, np.ndarray]:
+        """Return the sum in float64 instead of cells."""
+        return {name: array * self.cell for name, array in self.value.items()}
+
+
+def cell_of(stddev: float) -> float:
+    """Return the width of a cell for a sum whose noise has the standard deviation ``stddev``.
+
+    The width is the power of two above 2⁻¹⁷ and up to 2⁻¹⁶ times ``stddev``. It depends on
+    public numbers only.
+    """
+    require_positive("stddev", stddev)
+    return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _PER_STDDEV)
+
+
+def check_cell(cell: float, clipping_norm: float) -> None:
+    """Refuse a cell that is not a power of two, or is too large or small for the clipping norm.
+
+    Raises
+    ------
+    InvalidValue
+        The cell is refused; the message says which noise multipliers have valid cells.
+    """
+    if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
+        raise InvalidValue(
+            f"cell={cell!r}: expected a power of two from 2**-30 to 1 times the clipping norm of "
+            f"{clipping_norm:g}; a noise multiplier of 2**-13 to 2**15 has such cells"
+        )
+
+
+def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.ndarray]:
+    """Return an update, clipped to an L2 norm of ``clipping_norm``, in whole numbers of cells.
+
+    Guarantees
+    ----------
+    The result's norm is at most ``clipping_norm / cell``, exactly.
+
+    Parameters
+    ----------
+    update : Mapping[str, array]
+        Floating-point arrays of any shape.
+    cell : float
+        Width of a cell, a power of two.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `bounds.clip`; also if a clipping norm has more than 2³⁰ cells.
+    """
+    require_positive("clipping_norm", clipping_norm)
+    check_cell(cell, clipping_norm)
+    check_arrays(update)
+    clipped = clip(in_float64(update), clipping_norm).value
+    exact = {
+        name: np.asarray(api.to_device(array, "cpu")) / cell for name, array in clipped.items()
+    }
+    most = clipping_norm / cell
+    whole = _rounded(exact)
+    for _ in range(_TRIES):
+        squared = _squared_norm(whole)
+        if squared <= math.floor(most) ** 2:
+            return whole
+        factor = max(most - _ROOM, 0.0) / math.sqrt(squared)
+        exact = {name: array * factor for name, array in exact.items()}
+        whole = _rounded(exact)
+    # There are few cells for many numbers; truncation enlarges no number, so the bound holds.
+    return {name: np.trunc(array).astype(np.int64) for name, array in exact.items()}
+
+
+def sum_rows_in_cells(
+    rows: Update, clipping_norm: float, cell: float, weights: Sequence[float]
+) -> CellSum:
+    """Clip every row, weigh it, round it to whole numbers of cells, and return the rows' sum.
+
+    Guarantees
+    ----------
+    Row k's part of the sum has a norm of at most ``weights[k] * clipping_norm / cell``. A unit's
+    parts in several such sums add up to at most ``clipping_norm / cell`` if its weights add up to
+    1 + 1e-10 or less. No bit of a row's part depends on other rows.
+
+    Parameters
+    ----------
+    rows : Mapping[str, array]
+        Arrays of shape (units, …). Row k of all arrays together is one unit's update.
+    clipping_norm : float
+    cell : float
+        Width of a cell, a power of two.
+    weights : Sequence[float]
+        One weight per unit, in [0, 1].
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `bounds.clip` and `check_cell`; or the number of weights is wrong, or a weight is
+        outside [0, 1].
+    """
+    require_positive("clipping_norm", clipping_norm)
+    check_cell(cell, clipping_norm)
+    check_arrays(rows)
+    count = len(next(iter(rows.values())))
+    shares = np.asarray(checked_weights(weights, count), dtype=np.float64)
+    namespace = api.array_namespace(*rows.values())
+    sizes = [math.prod(array.shape[1:]) for array in rows.values()]
+    summed = np.zeros(sum(sizes), dtype=np.int64)
+    step = max(1, _TOGETHER // max(1, sum(sizes)))
+    for start in range(0, count, step):
+        some = [array[start : start + step, ...] for array in rows.values()]
+        wide = [
+            namespace.reshape(as_float64(array), (array.shape[0], size))
+            for array, size in zip(some, sizes, strict=True)
+        ]
+        whole = _rows_in_cells(
+            namespace.concat(wide, axis=1), clipping_norm, cell, shares[start : start + step]
+        )
+        summed += _plain(namespace.sum(whole, axis=0))
+    parts = np.split(summed, np.cumsum(sizes)[:-1])
+    value = {
+        name: part.reshape(array.shape[1:])
+        for (name, array), part in zip(rows.items(), parts, strict=True)
+    }
+    return CellSum(value=value, bound=clipping_norm, cell=cell, count=count)
+
+
+def out_of_cells(cells: Cells, cell: float, like: Update) -> dict[str, np.ndarray]:
+    """Return whole numbers of cells as float64, in the order and shapes of ``like``.
+
+    Raises
+    ------
+    ValueError
+        Names or shapes differ from ``like``.
+    """
+    values = {name: cells[name] * cell for name in like if name in cells}
+    check_like(values, like)
+    return values
+
+
+def _rounded(exact: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.rint(array).astype(np.int64) for name, array in exact.items()}
+
+
+def _squared_norm(whole: Cells) -> int:
+    return sum(int(np.vdot(array, array)) for array in whole.values())
+
+
+def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
+    """Return rows of shape (units, numbers), clipped, weighed and rounded to cells, as int64.
+
+    ``exact`` is overwritten.
+    """
+    namespace = api.array_namespace(exact)
+
+    def column(values: np.ndarray) -> Any:
+        return namespace.asarray(values[:, None], device=api.device(exact))
+
+    def rounded(values: Any) -> tuple[Any, np.ndarray]:
+        whole = namespace.astype(namespace.round(values), namespace.int64)
+        return whole, _plain(namespace.sum(whole * whole, axis=1))
+
+    largest = _plain(namespace.max(namespace.abs(exact), axis=1))
+    if not np.isfinite(largest).all():
+        raise NonFiniteUpdate("a row holds NaN or infinite values: expected finite numbers")
+    # Scale by a power of two, which is exact, so that squares neither overflow nor vanish.
+    scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
+    exact /= column(scale)
+    norms = np.sqrt(_plain(_squared_norms(exact)))
+    limits = shares * (clipping_norm / cell) * _MARGIN
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        clipped = np.where(norms > 0, limits / norms, 0.0)
+        exact *= column(np.minimum(shares * scale / cell, clipped))
+    whole, squares = rounded(exact)
+    bounds = np.floor(limits).astype(np.int64)
+    for _ in range(_TRIES):
+        if not (longer := np.flatnonzero(squares > bounds**2)).size:
+            return whole
+        factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
+        exact[longer] = exact[longer] * column(factors)
+        whole[longer], squares[longer] = rounded(exact[longer])
+    if (longer := np.flatnonzero(squares > bounds**2)).size:  # few cells, many numbers
+        whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
+    return whole
+
+
+def _squared_norms(rows: Any) -> Any:
+    """Return each row's sum of squares, added in an order that depends on the columns only."""
+    squares = rows * rows
+    while (width := squares.shape[1]) > 1:
+        half = (width + 1) // 2
+        squares[:, : width - half] += squares[:, half:]
+        squares = squares[:, :half]
+    return squares[:, 0]
+
+
+def _plain(array: Any) -> np.ndarray:
+    return np.asarray(api.to_device(array, "cpu"))

@@ -1,0 +1,107 @@
+"""Facts about a method and about a run; a plan knows nothing else about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flower_ext.privacy.accounting.participations import Participations
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodTraits:
+    """Facts that a method declares, so that a plan can refuse a method that it does not protect.
+
+    Parameters
+    ----------
+    name : str
+    units_are_clients : bool
+        The privacy units are the clients, and each makes one upload per round.
+    bounds_units : bool
+        A client's upload is a sum over units, and the method bounds each unit.
+    needs_each_update : bool
+        The server needs every single update, not only their noised sum.
+    keeps_memory : bool
+        Clients keep memory from round to round, and their updates depend on it.
+    memoryless : bool
+        Updates do not depend on any client memory.
+    upload_phase : str, optional
+        The one phase of training that determines the upload.
+    """
+
+    name: str
+    units_are_clients: bool = True
+    bounds_units: bool = False
+    needs_each_update: bool = False
+    keeps_memory: bool = False
+    memoryless: bool = True
+    upload_phase: str | None = None
+
+
+class LocalSteps(Protocol):
+    """Settings of local training that plans read (see `training.LocalTraining`)."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate η."""
+
+    @property
+    def batch_size(self) -> int:
+        """Largest number of examples in a step."""
+
+    @property
+    def momentum(self) -> float:
+        """Momentum of the steps; 0 for plain SGD."""
+
+    @property
+    def sam_radius(self) -> float:
+        """Radius ρ of sharpness-aware steps; 0 for plain SGD."""
+
+    @property
+    def tolerance(self) -> float:
+        """Largest gradient norm at which a minimiser stops; 0 where SGD trains."""
+
+    @property
+    def optimizer(self) -> str:
+        """``SGD``, or the name of another optimiser."""
+
+    def num_steps(self, num_examples: int, /) -> int:
+        """Return the number of steps of one training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts of a run so far.
+
+    Parameters
+    ----------
+    method : MethodTraits
+    participations : Participations
+        Counts of the rounds that each unit's data went into.
+    num_examples : Mapping[int, int]
+        |D_i| by client, for clients that reported it.
+    training : Mapping[str, LocalSteps]
+        The phases of local training, by name.
+    proximal_weight : float
+        μ of the proximal term around the received model, the same in every local training.
+    sent : Mapping[str, array]
+        The shared model that the server sent last; empty before the first message.
+    secure_noise, secure_cohorts : bool
+        True if noise, or cohorts, come from the operating system's randomness instead of a seed.
+    not_covered : Sequence[str]
+        Values that leave the clients without being covered by the guarantee.
+    group_size : int, optional
+        The largest number of a user's records that are used; None if the method sets no limit.
+    """
+
+    method: MethodTraits
+    participations: Participations
+    num_examples: Mapping[int, int] = field(default_factory=dict)
+    training: Mapping[str, LocalSteps] = field(default_factory=dict)
+    proximal_weight: float = 0.0
+    sent: Mapping[str, Any] = field(default_factory=dict)
+    secure_noise: bool = True
+    secure_cohorts: bool = True
+    not_covered: Sequence[str] = ()
+    group_size: int | None = None

@@ -1,0 +1,1 @@
+"""What a user decides about privacy: one plan a kind of release."""

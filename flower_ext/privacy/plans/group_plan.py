@@ -1,0 +1,64 @@
+"""The plan of ULDP-GROUP-k: silos protect records by DP-SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flower_ext.checks import require_delta
+from flower_ext.privacy.accounting.group_privacy import DpSgd
+from flower_ext.privacy.accounting.sampling import FullParticipation
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.mechanisms.plan import PlainAverage
+from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlan(PlainAverage):
+    """ULDP-GROUP-k: silos protect records by DP-SGD, and the server averages what they send.
+
+    Parameters
+    ----------
+    sampling : FullParticipation
+        All silos, in every round.
+    one_round : DpSgd
+        The DP-SGD of every silo in one round.
+    delta : float
+        δ at which the run reports ε.
+    """
+
+    tells_sizes = False  # the server knows sizes from the histograms
+
+    sampling: FullParticipation
+    one_round: DpSgd
+    delta: float
+
+    def __post_init__(self) -> None:
+        require_delta(self.delta)
+
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+        one = self.one_round
+        return (
+            f"{self.sampling.describe()} · DP-SGD, {one.steps} steps at rate "
+            f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
+        )
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """Return the protection by training: each silo's own steps add the noise."""
+        return ProtectedByTraining()
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """Return `uldp_group_guarantees` for the rounds so far; empty before k is known."""
+        rounds = run.participations.rounds
+        if rounds == 0 or run.group_size is None:
+            return []
+        silo = replace(self.one_round, steps=self.one_round.steps * rounds)
+        return uldp_group_guarantees(
+            [silo] * self.sampling.population,
+            group_size=run.group_size,
+            delta=self.delta,
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
+        )

@@ -1,0 +1,131 @@
+"""The plan of perturbed local models: record-level privacy from a server that sees every upload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flower_ext.checks import require_delta
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation, Perturbation
+from flower_ext.privacy.mechanisms.plan import PlainAverage
+from flower_ext.privacy.mechanisms.protections import ClipModel, PerturbObjective, Protection
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.theorems.local_objective import LocalObjective
+from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarantees
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerturbationPlan(PlainAverage):
+    """A plan in which each client perturbs its local model; the server takes the plain mean.
+
+    Privacy unit: one record of one client. The server sees every upload and its sender, so the
+    sampling of clients amplifies nothing.
+
+    Parameters
+    ----------
+    perturbation : Perturbation
+        Output or objective perturbation.
+    objective : LocalObjective
+        Known facts about the local problem, for the theorems.
+    delta : float
+        In (0, 1).
+    """
+
+    client_protects = True
+    bounds_models = True  # the whole local model is perturbed
+    needs_sizes = True  # sensitivity falls as the number of records grows
+
+    perturbation: Perturbation
+    objective: LocalObjective = field(default_factory=LocalObjective)
+    delta: float
+
+    def __post_init__(self) -> None:
+        require_delta(self.delta)
+
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+        return f"{self.sampling.describe()} · {self.perturbation}"
+
+    def objective_in(self, run: RunFacts) -> LocalObjective:
+        """Return the facts of the local problem, completed by the method's training."""
+        weight = run.proximal_weight
+        tolerances = [training.tolerance for training in run.training.values()]
+        exact = weight > 0 and all(tolerances)
+        return replace(
+            self.objective,
+            proximal_weight=weight,
+            distance_to_minimiser=max(tolerances, default=math.inf) / weight if exact else math.inf,
+            rounding=self._rounding(run.sent),
+            memoryless=run.method.memoryless,
+        )
+
+    def _rounding(self, sent: Mapping[str, Any]) -> float:
+        """Return the loss of rounding a trained model to its precision, in clipping norms.
+
+        Each number loses half of eps, relatively. A subnormal number loses half of the smallest
+        positive one.
+        """
+        own = self.perturbation
+        norm = own.clipping_norm if isinstance(own, OutputPerturbation) else math.inf
+        kinds = {np.finfo(array.dtype) for array in sent.values()} or {np.finfo(np.float32)}
+        numbers = sum(array.size for array in sent.values())
+        relative = max(float(kind.eps) / 2 for kind in kinds)
+        least = max(float(kind.smallest_subnormal) / 2 for kind in kinds)
+        return max(relative, 2.0**-24) + math.sqrt(numbers) * least / norm
+
+    def num_units(self, run: RunFacts) -> int:
+        """Return the number of records that clients have reported."""
+        return sum(run.num_examples.values())
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """Return the perturbation that each client applies."""
+        own = self.perturbation
+        if isinstance(own, OutputPerturbation):
+            return ClipModel(clipping_norm=own.clipping_norm, noise_stddev=own.noise_stddev)
+        least = self.objective_in(run).least_examples()
+        return PerturbObjective(rate=own.rate, least_examples=least)
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """Return the largest norm of an honest upload; infinite for objective perturbation."""
+        own = self.perturbation
+        if not isinstance(own, OutputPerturbation):
+            return math.inf
+        return largest_noised_norm(own.clipping_norm, own.noise_stddev, numbers)
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """Return the published and the provable guarantee; ε is the largest of any client."""
+        return perturbation_guarantees(
+            **self._facts(run),
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
+        )
+
+    def _facts(self, run: RunFacts) -> dict[str, Any]:
+        """Return the arguments of the theorems."""
+        return {
+            "perturbation": self.perturbation,
+            "objective": self.objective_in(run),
+            "num_examples": run.num_examples,
+            "participations": run.participations.uploads,
+            "delta": self.delta,
+        }
+
+    def spent(self, run: RunFacts) -> dict[str, float]:
+        """Return the mean ε over clients (the paper's ε̄) and the largest, if they are finite."""
+        by_client = epsilons(**self._facts(run))
+        published, provable = (
+            np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T
+        )
+        spent = {
+            "epsilon_published": published.max(initial=0.0),
+            "epsilon_published_mean": published.mean() if published.size else 0.0,
+            "epsilon_provable": provable.max(initial=0.0),
+            "epsilon_provable_mean": provable.mean() if provable.size else 0.0,
+        }
+        return {name: float(value) for name, value in spent.items() if np.isfinite(value)}

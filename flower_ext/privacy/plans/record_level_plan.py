@@ -1,0 +1,232 @@
+"""The plan of DP-Ditto and its rivals: every client uploads a whole local model in every round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
+from flower_ext.privacy.guarantee import Basis, Guarantee
+from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
+from flower_ext.privacy.mechanisms.plan import PlainAverage
+from flower_ext.privacy.mechanisms.protections import ClipModel, ClipSteps, Protection
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.theorems.clipped_steps import (
+    ClippedSteps,
+    clipped_steps_guarantee,
+    clipped_steps_noise_stddev,
+    composed_noise_stddev,
+)
+from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordLevelPlan(PlainAverage):
+    """A plan in which each client clips and noises the local model that it uploads in every round.
+
+    Privacy unit: one record of one client, replaced by another. The server sees every upload.
+
+    Guarantees
+    ----------
+    Without ``steps`` an upload is the local model, clipped to C, plus N(0, σ² I). One record moves
+    it by at most 2C, whatever the published theorem says. With ``steps`` each local step clips the
+    gradient of every record to G and adds N(0, σ² I) to the weights. The upload is the model after
+    these steps, clipped to C; clipping it costs no privacy.
+
+    Parameters
+    ----------
+    sampling : FullParticipation
+        No sampling amplifies this plan, and the published theorem assumes that everyone takes part.
+    clipping_norm : float
+        Norm bound C of the whole local model.
+    noise_stddev : float
+        σ of each weight of an upload; with ``steps``, of each weight in each local step.
+    num_examples : int
+        |D_n|, public and the same for every client. A client with another number refuses to train.
+    rounds : int
+        Planned number of rounds T.
+    delta : float
+    steps : ClippedSteps, optional
+        Bounds the influence of one record in each local step.
+    """
+
+    client_protects = True
+    bounds_models = True
+
+    clipping_norm: float
+    noise_stddev: float
+    num_examples: int
+    rounds: int
+    delta: float
+    steps: ClippedSteps | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampling, FullParticipation):
+            raise InvalidValue(
+                f"sampling={self.sampling!r}: expected FullParticipation: every client uploads in "
+                "every round"
+            )
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_stddev", self.noise_stddev)
+        require_at_least_one("num_examples", self.num_examples)
+        require_at_least_one("rounds", self.rounds)
+        require_delta(self.delta)
+        if self.steps is not None:
+            self.steps.require_examples(self.num_examples)
+
+    @classmethod
+    def for_target(
+        cls,
+        *,
+        epsilon: float,
+        delta: float,
+        sampling: Sampling,
+        num_examples: int,
+        rounds: int,
+        clipping_norm: float,
+        basis: Basis = "provable",
+        steps: ClippedSteps | None = None,
+    ) -> RecordLevelPlan:
+        """Return the plan whose ε after ``rounds`` rounds is ``epsilon``, as published or provable.
+
+        Raises
+        ------
+        ValueError
+            A parameter is out of range.
+        """
+        if basis == "published":
+            stddev = dp_ditto_noise_stddev(
+                epsilon=epsilon,
+                delta=delta,
+                rounds=rounds,
+                num_clients=sampling.population,
+                num_examples=num_examples,
+                clipping_norm=clipping_norm,
+            )
+            if steps is not None:
+                stddev /= steps.upload_stddev(1.0)
+        elif steps is None:
+            stddev = composed_noise_stddev(
+                sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
+            )
+        else:
+            stddev = clipped_steps_noise_stddev(steps, epsilon=epsilon, delta=delta, rounds=rounds)
+        return cls(
+            sampling=sampling,
+            clipping_norm=clipping_norm,
+            noise_stddev=stddev,
+            num_examples=num_examples,
+            rounds=rounds,
+            delta=delta,
+            steps=steps,
+        )
+
+    @property
+    def upload_stddev(self) -> float:
+        """σ_u of each weight of an upload; with ``steps``, as if no step shrank earlier noise."""
+        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
+
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+        noise = f"noise stddev {self.noise_stddev:.4g}"
+        if self.steps is not None:
+            bound = self.steps.gradient_clipping_norm
+            noise += f" in each local step, records' gradients clipped to {bound:g}"
+        return (
+            f"{self.sampling.describe()} · local models clipped to {self.clipping_norm:g}, {noise}"
+        )
+
+    @property
+    def planned_rounds(self) -> int | None:
+        """Number of rounds T."""
+        return self.rounds
+
+    def num_units(self, run: RunFacts) -> int:
+        """Return the number of records on all clients."""
+        return self.sampling.population * self.num_examples
+
+    def check(self, method: MethodTraits) -> None:
+        """Refuse a method whose uploads depend on records in more ways than the noised local steps.
+
+        Noise in the steps does not cover the other ways.
+        """
+        if self.steps and method.upload_phase is None:
+            raise InvalidValue(
+                f"plan.steps: {method.name} uploads more of a record than its gradients in local "
+                "steps, so noise in the steps does not protect it; choose a plan without steps"
+            )
+
+    def check_training(self, run: RunFacts) -> None:
+        """Refuse local training that differs from the steps for which the plan accounts."""
+        steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
+        if steps is None:
+            return
+        assert phase is not None
+        training = run.training[phase]
+        found = {
+            "learning_rate": (training.learning_rate, steps.learning_rate),
+            "batch_size": (min(training.batch_size, size), steps.batch_size or size),
+            "steps": (training.num_steps(size), steps.local_steps),
+            "momentum": (training.momentum, 0.0),
+            "sam_radius": (training.sam_radius, 0.0),
+            "tolerance": (training.tolerance, 0.0),
+            "optimizer": (training.optimizer, "SGD"),
+        }
+        for name, (own, planned) in found.items():
+            if own != planned:
+                raise InvalidValue(
+                    f"{phase}.{name}={own!r}: expected {planned!r}, as in the plan's clipped steps"
+                )
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """Return the noise of each client's model, or of each local step."""
+        if self.steps is None:
+            return ClipModel(
+                clipping_norm=self.clipping_norm,
+                noise_stddev=self.noise_stddev,
+                num_examples=self.num_examples,
+            )
+        return ClipSteps(
+            clipping_norm=self.clipping_norm,
+            gradient_clipping_norm=self.steps.gradient_clipping_norm,
+            noise_stddev=self.noise_stddev,
+            num_examples=self.num_examples,
+        )
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """Return the largest norm of an honest upload.
+
+        Without ``steps`` the client clips its model and then adds noise, which the norm includes.
+        With ``steps`` the client clips last, so the norm is the clipping norm.
+        """
+        stddev = self.noise_stddev if self.steps is None else 0.0
+        return largest_noised_norm(self.clipping_norm, stddev, numbers)
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """Return the published and the provable guarantee.
+
+        Both count an upload of every client in every round.
+        """
+        facts: dict[str, Any] = {
+            "rounds": run.participations.rounds,
+            "delta": self.delta,
+            "secure_noise": run.secure_noise,
+            "not_covered": run.not_covered,
+        }
+        published, provable = dp_ditto_guarantees(
+            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=self.upload_stddev),
+            num_clients=self.sampling.population,
+            num_examples=self.num_examples,
+            steps=self.steps,
+            **facts,
+        )
+        if self.steps is not None:
+            provable = clipped_steps_guarantee(self.steps, noise_stddev=self.noise_stddev, **facts)
+        return [published, provable]
+
+    def spent(self, run: RunFacts) -> dict[str, float]:
+        """Return ε after the rounds so far."""
+        return super().spent(run) if run.participations.rounds else {}

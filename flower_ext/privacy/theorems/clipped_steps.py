@@ -1,0 +1,234 @@
+"""Protection of one record if a client uploads its whole local model in every round.
+
+Noise of the upload alone protects the record, or the local steps clip each record's gradient, with
+or without noise in each step. Gaussians compose without amplification, because every client takes
+part in every round and the server sees each upload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
+from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN, gaussian_loss
+from flower_ext.privacy.accounting.sampling import FullParticipation
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.theorems.assumptions import (
+    LOADS,
+    ON_A_GRID,
+    OUTLIVES,
+    OWN_GRADIENTS,
+    noise_assumption,
+)
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSteps:
+    """The local steps of one client in one round, which clip each record's gradient.
+
+    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), the sum being over B records. Noise in
+    every step protects the whole round. Without it, the two neighbouring models may move apart
+    from the second step on.
+
+    Parameters
+    ----------
+    learning_rate : float
+        Learning rate η_G.
+    gradient_clipping_norm : float
+        Norm bound G of one record's gradient.
+    num_examples : int
+        |D_n|, which is public.
+    local_steps : int
+    batch_size : int, optional
+        Records per step, B; by default all. Smaller batches run through the records in passes, in
+        an order that does not depend on them, and each round begins a new pass.
+    """
+
+    learning_rate: float
+    gradient_clipping_norm: float
+    num_examples: int
+    local_steps: int = 1
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+        require_positive("gradient_clipping_norm", self.gradient_clipping_norm)
+        require_at_least_one("num_examples", self.num_examples)
+        require_at_least_one("local_steps", self.local_steps)
+        if self.batch_size is not None and not 1 <= self.batch_size <= self.num_examples:
+            raise InvalidValue(
+                f"batch_size={self.batch_size!r}: expected an integer from 1 to num_examples="
+                f"{self.num_examples}"
+            )
+
+    def require_examples(self, num_examples: int) -> None:
+        """Refuse a number of examples other than the one that the steps are planned for."""
+        if num_examples != self.num_examples:
+            raise InvalidValue(
+                f"num_examples={num_examples!r}: expected {self.num_examples}, as in the clipped "
+                "steps"
+            )
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 distance by which replacing one record moves a step that uses it: 2ηG/B."""
+        return self._step * 2 / (self.batch_size or self.num_examples)
+
+    @property
+    def uses_per_round(self) -> int:
+        """The largest number of steps of a round that use any one record."""
+        per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
+        return math.ceil(self.local_steps / per_pass)
+
+    @property
+    def upload_sensitivity(self) -> float:
+        """Largest L2 distance by which replacing one record moves the upload, without step noise.
+
+        After a single step it is `sensitivity`. After that step the two models differ, and all of
+        their further gradients may differ. Each step moves each model by at most ηG, so the
+        distance is at most 2ηG times the number of steps.
+        """
+        return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
+
+    def upload_stddev(self, step_stddev: float) -> float:
+        """Return the standard deviation of each weight of the upload if steps add ``step_stddev``.
+
+        On a convex loss later steps only shrink the noise of earlier ones.
+        """
+        return math.sqrt(self.local_steps) * step_stddev
+
+    @property
+    def _step(self) -> float:
+        return self.learning_rate * self.gradient_clipping_norm
+
+
+def composed_noise_stddev(
+    *, sensitivity: float, epsilon: float, delta: float, releases: int
+) -> float:
+    """Return the noise of each of ``releases`` Gaussians that one record moves by ``sensitivity``.
+
+    Composition is exact and without amplification; the noise is never less than the target needs.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range.
+    """
+    require_positive("sensitivity", sensitivity)
+    check_target(epsilon, delta, releases)
+    return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
+
+
+def composed_epsilon(
+    *, sensitivity: float, noise_stddev: float, delta: float, releases: int
+) -> float:
+    """Return ε of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range.
+    """
+    require_positive("sensitivity", sensitivity)
+    require_positive("noise_stddev", noise_stddev)
+    check_target(1.0, delta, releases)
+    return gaussian_loss(noise_stddev / sensitivity, releases=releases, delta=delta).epsilon
+
+
+def clipped_steps_noise_stddev(
+    steps: ClippedSteps, *, epsilon: float, delta: float, rounds: int
+) -> float:
+    """Return the noise that every local step must add to each weight to meet (ε, δ)."""
+    check_target(epsilon, delta, rounds)
+    releases = rounds * steps.uses_per_round
+    return composed_noise_stddev(
+        sensitivity=steps.sensitivity, epsilon=epsilon, delta=delta, releases=releases
+    )
+
+
+def clipped_steps_epsilon(
+    steps: ClippedSteps, *, noise_stddev: float, delta: float, rounds: int
+) -> float:
+    """Return ε of ``rounds`` rounds whose local steps add ``noise_stddev`` to each weight."""
+    check_target(1.0, delta, rounds)
+    releases = rounds * steps.uses_per_round
+    return composed_epsilon(
+        sensitivity=steps.sensitivity, noise_stddev=noise_stddev, delta=delta, releases=releases
+    )
+
+
+def clipped_steps_guarantee(
+    steps: ClippedSteps,
+    *,
+    noise_stddev: float,
+    rounds: int,
+    delta: float,
+    secure_noise: bool = True,
+    not_covered: Sequence[str] = (),
+) -> Guarantee:
+    """Return the guarantee for one record if every clipped local step adds its own noise."""
+    epsilon = clipped_steps_epsilon(steps, noise_stddev=noise_stddev, delta=delta, rounds=rounds)
+    source = (
+        f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
+        f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
+    )
+    return record_guarantee(epsilon, delta, source, secure_noise, not_covered, OWN_GRADIENTS)
+
+
+def record_guarantee(
+    epsilon: float,
+    delta: float,
+    source: str,
+    secure_noise: bool,
+    not_covered: Sequence[str],
+    *assumed: str,
+) -> Guarantee:
+    """Return the provable guarantee for one record; the server sees each upload."""
+    return Guarantee(
+        unit=PrivacyUnit.RECORD,
+        relation=NeighboringRelation.REPLACE_ONE,
+        view=AdversaryView.EACH_UPLOAD,
+        epsilon=epsilon,
+        delta=delta,
+        basis="provable",
+        accountant=EXACT_GAUSSIAN,
+        source=source,
+        assumptions=(
+            "clients train, clip and add noise as instructed",
+            "personal models, and all else that depends on a client's records, stay on the client",
+            "the planned rounds and each client's number of examples are public",
+            "arithmetic in floating point stays within the margins of clipping",
+            *assumed,
+            LOADS,
+            OUTLIVES,
+            ON_A_GRID,
+            noise_assumption(secure_noise),
+        ),
+        not_covered=tuple(not_covered),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _one_gaussian(epsilon: float, delta: float) -> float:
+    """Return the noise multiplier of one Gaussian release of sensitivity 1."""
+    return calibrate_noise_multiplier(
+        epsilon=epsilon,
+        delta=delta,
+        sampling=FullParticipation(1),
+        rounds=1,
+        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        tolerance=1e-9,
+    )
+
+
+def check_target(epsilon: float, delta: float, rounds: int) -> None:
+    """Refuse a target or a number of rounds that is out of range."""
+    require_positive("epsilon", epsilon)
+    require_delta(delta)
+    require_at_least_one("rounds", rounds)

@@ -1,0 +1,168 @@
+import math
+
+import numpy as np
+import pytest
+
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    TargetOutOfReach,
+    accounting,
+    calibrate_noise_multiplier,
+    gaussian_loss,
+    privacy_loss,
+)
+from flower_ext.privacy.accounting.calibration import (
+    calibrate_rounds,
+    calibrate_sampling_rate,
+    default_relation,
+)
+from flower_ext.privacy.accounting.events import Release, privacy_loss_of
+from tests.support.grids import grid
+
+
+def random_settings(number: int, seed: int):
+    """Return settings of every sampling; slow pairs (PLD, or without replacement) are rarer."""
+    rng = np.random.default_rng(seed)
+    for index in range(number):
+        population = int(rng.integers(20, 2000))
+        rate = float(10 ** rng.uniform(-2, -0.3))
+        sampling, accountant = PoissonSampling(population, rate), "rdp"
+        if index % 3 == 1:
+            sampling = FullParticipation(population)
+            accountant = ["pld", "rdp"][index % 2]
+        elif index % 48 == 2:
+            sampling = FixedSizeSampling(population, max(1, round(population * rate)))
+        elif index % 48 == 3:
+            accountant = "pld"
+        yield {
+            "epsilon": float(10 ** rng.uniform(-0.5, 1.2)),
+            "delta": float(10 ** rng.uniform(-5, -1)),
+            "sampling": sampling,
+            "rounds": int(10 ** rng.uniform(0, 2)),
+            "accountant": accountant,
+        }
+
+
+@pytest.mark.parametrize("settings", grid([6, 100], lambda settings: settings == 6))
+def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(settings):
+    for setting in random_settings(settings, seed=0):
+        target = setting["epsilon"]
+        sigma = calibrate_noise_multiplier(**setting)
+        facts = {name: value for name, value in setting.items() if name != "epsilon"}
+        facts["relation"] = default_relation(setting["sampling"])
+        assert privacy_loss(noise_multiplier=sigma, **facts).epsilon <= target, setting
+        if sigma > 0.01:
+            less = privacy_loss(noise_multiplier=0.99 * sigma, **facts).epsilon
+            assert less > target, setting
+
+
+def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would():
+    for setting in random_settings(60, seed=1):
+        if isinstance(setting["sampling"], PoissonSampling):
+            setting["accountant"] = "rdp"  # PLD takes a minute over the rounds that are tried
+        facts = {name: value for name, value in setting.items() if name != "rounds"}
+        rounds = calibrate_rounds(noise_multiplier=5.0, **facts)
+        target = facts.pop("epsilon")
+        facts |= {"relation": default_relation(setting["sampling"]), "noise_multiplier": 5.0}
+        assert privacy_loss(rounds=rounds, **facts).epsilon <= target, setting
+        assert privacy_loss(rounds=rounds + 1, **facts).epsilon > target, setting
+
+
+@pytest.mark.parametrize("settings", grid([8, 40], lambda settings: settings == 8))
+def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(settings):
+    for setting in random_settings(settings, seed=2):
+        population = setting.pop("sampling").population
+        target = setting["epsilon"]
+        try:
+            rate = calibrate_sampling_rate(population=population, noise_multiplier=2.0, **setting)
+        except TargetOutOfReach:
+            continue
+        facts = {name: value for name, value in setting.items() if name != "epsilon"}
+        sampling = PoissonSampling(population, rate)
+        facts |= {
+            "sampling": sampling,
+            "relation": default_relation(sampling),
+            "noise_multiplier": 2.0,
+        }
+        assert privacy_loss(**facts).epsilon <= target, setting
+        if rate < 0.99:
+            facts["sampling"] = PoissonSampling(population, 1.01 * rate)
+            assert privacy_loss(**facts).epsilon > target, setting
+
+
+def test_an_unreachable_target_is_an_error_that_says_what_to_change():
+    with pytest.raises(TargetOutOfReach, match="raise epsilon or delta"):
+        calibrate_noise_multiplier(
+            epsilon=1e-9, delta=1e-9, sampling=FullParticipation(10), rounds=10_000
+        )
+
+
+def test_a_target_that_other_releases_exceed_by_themselves_is_blamed_on_them():
+    facts = {"delta": 1e-5, "sampling": FullParticipation(10), "rounds": 1}
+    one = Release(
+        sampling=facts["sampling"],
+        noise_multiplier=2.0,
+        relation=default_relation(facts["sampling"]),
+    )
+    spent = privacy_loss_of({one: 3}, delta=1e-5).epsilon
+    with pytest.raises(TargetOutOfReach, match=f"other releases, .* alone spend {spent:.4g}"):
+        calibrate_noise_multiplier(epsilon=0.99 * spent, besides={one: 3}, **facts)
+    assert calibrate_noise_multiplier(epsilon=1.1 * spent, besides={one: 3}, **facts) > 2.0
+
+
+def test_not_even_one_round_may_fit():
+    sampling = FullParticipation(10)
+    assert calibrate_rounds(epsilon=0.1, delta=1e-5, sampling=sampling, noise_multiplier=0.5) == 0
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
+def test_unfit_targets_are_refused(epsilon):
+    with pytest.raises(ValueError, match="epsilon"):
+        calibrate_noise_multiplier(
+            epsilon=epsilon, delta=1e-3, sampling=FullParticipation(10), rounds=1
+        )
+
+
+SELDOM = PoissonSampling(1_000, 0.01)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("sampling", [SELDOM, FixedSizeSampling(1_000, 10)])
+def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(sampling, accountant, monkeypatch):
+    monkeypatch.setattr(accounting, "pld_epsilon", None)  # the answer needs no grid
+    facts = {"sampling": sampling, "accountant": accountant}
+    chance = 1 - 0.99**20
+    above = {"delta": 1.000001 * chance, "epsilon": 0.001, **facts}
+    assert calibrate_noise_multiplier(rounds=20, **above) <= 2e-3
+    assert 20 <= calibrate_rounds(noise_multiplier=1e-3, **{**above, "accountant": "rdp"}) < 22
+
+
+def test_a_delta_a_little_below_the_chance_of_being_drawn_bounds_a_release_without_noise():
+    # With next to no noise, a release is (0, δ) for δ = 1 - (1 - q)^T, and for no smaller δ.
+    chance = 1 - 0.99**20
+    facts = {"sampling": SELDOM, "rounds": 20, "relation": default_relation(SELDOM)}
+    assert privacy_loss(noise_multiplier=1e-2, delta=1.0001 * chance, **facts).epsilon == 0
+    assert privacy_loss(noise_multiplier=1e-2, delta=0.99 * chance, **facts).epsilon > 1_000
+
+
+def test_millions_of_rounds_take_few_grids_and_keep_the_target(monkeypatch):
+    grids, exact = [], accounting.pld_epsilon
+    monkeypatch.setattr(
+        accounting, "pld_epsilon", lambda *a, **k: grids.append(k["interval"]) or exact(*a, **k)
+    )
+    sampling, rounds = PoissonSampling(10**6, 1e-3), 10**7
+    sigma = calibrate_noise_multiplier(
+        epsilon=1.0, delta=1e-5, sampling=sampling, rounds=rounds, tolerance=0.02
+    )
+    assert len(grids) < 20
+    facts = {"delta": 1e-5, "sampling": sampling, "rounds": rounds}
+    facts["relation"] = default_relation(sampling)
+    spent = privacy_loss(noise_multiplier=sigma, **facts)
+    assert 0.97 < spent.epsilon <= 1.0
+    assert spent.accountant == "PLD"
+    # The central limit: one Gaussian with a shift of q √(T (exp σ⁻² - 1)).
+    shift = 1e-3 * math.sqrt(rounds * math.expm1(sigma**-2))
+    limit = gaussian_loss(1 / shift, releases=1, delta=1e-5).epsilon
+    assert spent.epsilon == pytest.approx(limit, rel=0.01)

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    seeded_generator,
+    size_for_rate,
+)
+from flower_ext.privacy.accounting.sampling import sampling_from_dict, sampling_to_dict
+
+SAMPLERS = [PoissonSampling(40, 0.3), FixedSizeSampling(40, 12), FullParticipation(40)]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_cohorts_are_distinct_members_of_the_population_at_the_accounted_rate(sampler):
+    rng = np.random.default_rng(0)
+    counts, sizes = np.zeros(40), []
+    for _ in range(4_000):
+        cohort = sampler.draw(rng)
+        assert cohort == sorted(set(cohort))
+        sizes.append(len(cohort))
+        counts[cohort] += 1
+    rate = sampler.sampling_rate
+    error = 5 * np.sqrt(rate * (1 - rate) / 4_000)
+    np.testing.assert_allclose(counts / 4_000, rate, atol=error)
+    assert np.mean(sizes) == pytest.approx(sampler.expected_cohort_size, rel=0.02)
+
+
+def test_poisson_members_are_independent_and_cohorts_may_be_empty():
+    rng = np.random.default_rng(1)
+    drawn = np.zeros((20_000, 3), dtype=bool)
+    for row in drawn:
+        row[PoissonSampling(3, 0.4).draw(rng)] = True
+    np.testing.assert_allclose(np.corrcoef(drawn.T), np.eye(3), atol=0.04)
+    assert (~drawn.any(axis=1)).mean() == pytest.approx(0.6**3, rel=0.05)
+
+
+def test_fixed_size_cohorts_have_their_size():
+    rng = np.random.default_rng(2)
+    assert {len(FixedSizeSampling(9, 4).draw(rng)) for _ in range(200)} == {4}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_cohorts_repeat_under_a_seed_and_samplers_survive_json(sampler):
+    again = sampling_from_dict(sampling_to_dict(sampler))
+    assert again == sampler
+    cohorts = [s.draw(seeded_generator(3, "cohort", 5)) for s in (sampler, again)]
+    assert cohorts[0] == cohorts[1]
+
+
+@pytest.mark.parametrize("of", [PoissonSampling, FixedSizeSampling])
+def test_a_population_may_be_one(of):
+    assert of(1, 1).population == FullParticipation(1).population == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: PoissonSampling(0, 0.1), "population=0"),
+        (lambda: PoissonSampling(5, 0.0), r"rate=0\.0"),
+        (lambda: PoissonSampling(5, 1.1), r"rate=1\.1"),
+        (lambda: FixedSizeSampling(0, 1), "population=0"),
+        (lambda: FixedSizeSampling(5, 6), "size=6"),
+        (lambda: FixedSizeSampling(5, 0), "size=0"),
+        (lambda: FullParticipation(-1), "population=-1"),
+        (lambda: sampling_from_dict({"kind": "lottery"}), "kind='lottery'"),
+    ],
+)
+def test_unfit_samplers_are_refused_by_field(build, field):
+    with pytest.raises(ValueError, match=field):
+        build()
+
+
+def test_a_rate_becomes_the_nearest_size_of_at_least_one():
+    assert [size_for_rate(100, r) for r in (0.001, 0.104, 0.106, 1.0)] == [1, 10, 11, 100]
+
+
+def test_everybody_may_be_drawn_and_a_single_one():
+    rng = np.random.default_rng(4)
+    assert PoissonSampling(5, 1.0).draw(rng) == FixedSizeSampling(5, 5).draw(rng) == [*range(5)]
+    assert len(FixedSizeSampling(5, 1).draw(rng)) == 1

@@ -1,0 +1,531 @@
+"""Parameters of secure sums: neighbours, thresholds, and what they withstand."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+    SecureNoise,
+    SecureSum,
+)
+from flower_ext.privacy import secure_sum as module
+from flower_ext.privacy.mechanisms.plan import RoundDiscarded
+from flower_ext.privacy.mechanisms.secure_sum import SumParameters, ring_bits
+from flower_ext.privacy.theorems.client_level import of_secure_sum
+from flower_ext.secure.aggregation.graph import graph_of
+from tests.support.pages import DOCS
+
+INSECURE, FAILED = Fraction(1, 2**40), Fraction(1, 2**20)
+SHARES = [(0.05, 0.1), (0.1, 0.1), (0.2, 0.1), (0.1, 0.3), (0.2, 0.2), (0.0, 0.1)]
+SIZES = [(100, 100, 1), (300, 300, 1), (1_000, 1_000, 1), (10_000, 10_000, 1)]
+SAMPLED = [(100, 1_000, 60), (1_000, 10_000, 1_000)]
+
+
+def at_least(least, population, marked, drawn):
+    """Return the exact probability that ``drawn`` of a population hold ``least`` marked ones."""
+    numbers = range(max(0, least, drawn - population + marked), min(marked, drawn) + 1)
+    ways = (math.comb(marked, m) * math.comb(population - marked, drawn - m) for m in numbers)
+    return Fraction(sum(ways), math.comb(population, drawn))
+
+
+def bounds(sums, members, population, rounds, neighbors, threshold):
+    """Return how often a run breaks each bound, in parts of what is allowed, by plain counting."""
+    corrupt, lost = (
+        math.ceil(Fraction(str(share)) * size)
+        for share, size in ((sums.colluding, population), (sums.dropouts, members))
+    )
+    parameters = sums.for_cohort(members, population=population, rounds=rounds)
+    others, stay = members - 1, members - 1 - lost
+    empty = parameters.colluders + members - parameters.least_answers
+    both = 2 * threshold - neighbors if sums.resist_equivocation else threshold
+    pairs = Fraction(members * (members - 1), 2)
+    few = 1 - at_least(threshold, others, stay, neighbors)
+    return {
+        "unmasked": rounds
+        * members
+        * at_least(both, population - 1, corrupt, neighbors)
+        / INSECURE,
+        "split": rounds * pairs * at_least(neighbors, members, empty, neighbors) / INSECURE,
+        "failed": rounds * members * few / FAILED,
+    }
+
+
+@pytest.mark.parametrize("resist", [True, False])
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize(
+    ("members", "population", "rounds"),
+    [*SIZES[:2], *SAMPLED[:1], *(pytest.param(*x, marks=pytest.mark.full) for x in SIZES[2:3])],
+)
+def test_graphs_have_the_fewest_neighbours_with_which_no_bound_of_a_run_is_broken(
+    members, population, rounds, shares, resist
+):
+    sums = SecureSum(colluding=shares[0], dropouts=shares[1], resist_equivocation=resist)
+    found = sums.for_cohort(members, population=population, rounds=rounds)
+    assert found.threshold <= found.neighbors <= members - 1
+    if found.neighbors == members - 1:
+        both = 2 * found.threshold - found.neighbors if resist else found.threshold
+        assert found.colluders < both
+    else:
+        assert found.neighbors % 2 == 0
+        facts = (sums, members, population, rounds)
+        broken = bounds(*facts, found.neighbors, found.threshold)
+        assert max(broken.values()) <= 1, broken
+        for threshold in range(1, found.neighbors - 1):
+            assert max(bounds(*facts, found.neighbors - 2, threshold).values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("share", "members", "population", "rounds"),
+    [(0.1, 100, 1_000, 1), (0.1, 100, 1_000, 60), (0.05, 1_000, 10_000, 1_000), (0.1, 10, 50, 40)],
+)
+def test_no_cohort_of_a_run_has_more_colluders_than_are_counted(share, members, population, rounds):
+    found = SecureSum(colluding=share).for_cohort(members, population=population, rounds=rounds)
+    law = (population, math.ceil(share * population), members)
+    assert rounds * at_least(found.colluders + 1, *law) <= INSECURE
+    assert rounds * at_least(found.colluders, *law) > INSECURE
+    assert found.honest_answers == found.least_answers - found.colluders
+
+
+def test_the_noise_that_is_reported_is_in_random_cohorts_and_a_share_of_each_would_not_be():
+    """Of 1,000 clients 100 collude; in 42 % of cohorts of 100 they are more than ten."""
+    sampling = FixedSizeSampling(population=1_000, size=100)
+    drawn = plan(sampling=sampling, rounds=1_000)
+    rng, parameters = np.random.default_rng(3), drawn.sum_parameters
+    colluders = np.array([np.sum(np.array(sampling.draw(rng)) < 100) for _ in range(5_000)])
+    assert parameters.least_answers - colluders.max() >= parameters.honest_answers
+    planted = parameters.least_answers - 10  # γ as a share of each cohort
+    too_little = np.mean(parameters.least_answers - colluders < planted)
+    assert too_little == pytest.approx(0.42, abs=0.05)
+    assert (parameters.colluders, planted) == (37, 80)
+
+
+def test_of_few_clients_one_may_collude_and_all_of_them_count_where_all_take_part():
+    for population, expected in ((3, 1), (9, 1), (10, 1), (11, 2), (50, 5)):
+        found = SecureSum(colluding=0.1, dropouts=0.0).for_cohort(population, rounds=100)
+        assert found.colluders == expected
+    assert SecureSum(colluding=0.0).for_cohort(9).colluders == 0
+
+
+@pytest.mark.parametrize("members", [4, 5, 10, 11, 63, 64])
+@pytest.mark.parametrize(("colluding", "dropouts"), [(0, 0), (0.1, 0.1), (0.25, 0.2), (0, 0.3)])
+def test_in_a_complete_graph_colluders_get_no_secret_and_all_others_reach_the_threshold(
+    members, colluding, dropouts
+):
+    for resist in (True, False):
+        sums = SecureSum(colluding=colluding, dropouts=dropouts, resist_equivocation=resist)
+        if resist and members - 1 <= 2 * math.ceil(dropouts * members) + math.ceil(
+            colluding * members
+        ):
+            with pytest.raises(ValueError, match="or set SecureSum.resist_equivocation=False"):
+                sums.for_cohort(members)
+            continue
+        found = sums.for_cohort(members)
+        lost = members - found.least_answers
+        assert found.neighbors == members - 1
+        assert found.colluders < found.threshold == members - 1 - lost
+        assert not resist or 2 * found.threshold > members - 1 + found.colluders
+        assert lost >= dropouts * members - 1e-9
+        assert found.honest_answers >= 2
+
+
+def test_up_to_64_members_are_all_neighbours():
+    sums = SecureSum(colluding=0.0, dropouts=0.0)
+    assert sums.for_cohort(64).neighbors == 63
+    assert sums.for_cohort(65).neighbors < 64
+
+
+@pytest.mark.parametrize(
+    ("members", "population", "colluding", "dropouts"),
+    [(24, 1_000, 0.1, 0.1), (28, 5_000, 0.05, 0.2)],
+)
+def test_in_a_complete_graph_of_a_random_cohort_only_the_number_of_colluders_is_random(
+    members, population, colluding, dropouts
+):
+    """The bound of a random graph would count it once for each member, and refuse the cohort."""
+    found = SecureSum(colluding=colluding, dropouts=dropouts).for_cohort(
+        members, population=population
+    )
+    assert (found.neighbors, found.threshold) == (members - 1, found.least_answers - 1)
+    assert found.colluders < 2 * found.threshold - found.neighbors
+
+
+def test_without_a_number_of_rounds_a_run_has_one():
+    sums = SecureSum(colluding=0.05)
+    one, usual, two = (
+        sums.for_cohort(50, population=1_000, **rounds)
+        for rounds in ({"rounds": 1}, {}, {"rounds": 2})
+    )
+    assert one == usual
+    assert one.colluders == 17
+    assert two.colluders == 18
+
+
+@pytest.mark.parametrize(("which", "threshold"), [("unmasked", 6), ("split", 9), ("failed", 8)])
+def test_each_bound_is_that_of_plain_counting(which, threshold, monkeypatch):
+    members, population, corrupt, colluders, lost, absent, rounds = 30, 60, 6, 5, 4, 6, 3
+    cohort = module._Cohort(
+        members=members,
+        population=population,
+        corrupt=corrupt,
+        colluders=colluders,
+        lost=lost,
+        absent=absent,
+        rounds=rounds,
+        equivocation=True,
+    )
+    neighbors, others = 10, members - 1
+    broken = {
+        "unmasked": members
+        * at_least(2 * threshold - neighbors, population - 1, corrupt, neighbors),
+        "split": members
+        * (members - 1)
+        / 2
+        * at_least(neighbors, members, colluders + absent, neighbors),
+        "failed": members * (1 - at_least(threshold, others, others - lost, neighbors)),
+    }
+    law = cohort._succeed if which == "failed" else cohort._secure
+    for part, holds in ((0.9999, False), (1.0001, True)):
+        allowed = float(rounds * broken[which]) * part
+        monkeypatch.setattr(module, "_FAILED" if which == "failed" else "_INSECURE", allowed)
+        assert law(np.array([neighbors]), np.array([threshold])).item() is holds
+
+
+def test_a_threshold_of_one_is_enough_where_nobody_colludes_or_is_lost():
+    sums = SecureSum(
+        colluding=0.0, dropouts=0.0, neighbors=2, threshold=1, resist_equivocation=False
+    )
+    found = sums.for_cohort(100)
+    assert (found.neighbors, found.threshold) == (2, 1)
+
+
+@pytest.fixture
+def likely(monkeypatch):
+    """Allow every bound to be broken once in 100 runs, which a simulation can count."""
+
+    def allow(failed):
+        monkeypatch.setattr(module, "_INSECURE", 0.01)
+        monkeypatch.setattr(module, "_FAILED", failed)
+
+    caches = (module._parameters, module._most_colluders)
+    for cache in caches:
+        cache.cache_clear()
+    yield allow
+    for cache in caches:
+        cache.cache_clear()
+
+
+def splits(rng, members, empty, neighbors, trials):
+    """Return the share of random circles on which the members that stay are not connected."""
+    gone = rng.permuted(np.tile(np.arange(members) < empty, (trials, 1)), axis=1)
+    count = 0
+    for places in gone:
+        stay = np.flatnonzero(~places)
+        steps = np.diff(stay, append=stay[0] + members)
+        count += np.count_nonzero(steps > neighbors // 2) >= 2
+    return count / trials
+
+
+def test_a_circle_falls_apart_where_two_steps_are_longer_than_half_the_neighbours():
+    rng, members, neighbors = np.random.default_rng(1), 30, 4
+    for _ in range(200):
+        order = tuple(rng.permutation(members).tolist())
+        graph = graph_of(order, neighbors)
+        stay = {order[place] for place in rng.choice(members, 18, replace=False)}
+        reached, edge, graph = set(), {min(stay)}, graph_of(order, neighbors)
+        while edge:
+            reached |= edge
+            near = (set(graph[member]) for member in edge)
+            edge = (set().union(*near) & stay) - reached
+        places = [place for place, member in enumerate(order) if member in stay]
+        steps = [b - a for a, b in pairwise([*places, places[0] + members])]
+        assert (reached == stay) == (sum(step > neighbors // 2 for step in steps) < 2)
+
+
+@pytest.mark.parametrize(
+    ("members", "dropouts"),
+    [
+        (100, 0.3),
+        *(pytest.param(n, d, marks=pytest.mark.full) for n, d in ((200, 0.3), (400, 0.3))),
+        pytest.param(1_000, 0.1, marks=pytest.mark.full),
+    ],
+)
+def test_random_circles_stay_whole_as_often_as_planned_and_one_gap_is_not_enough(
+    likely, members, dropouts
+):
+    """A bound for a single member without neighbours is wrong by half the number of members."""
+    likely(failed=1.0)
+    sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
+    found = sums.for_cohort(members)
+    empty, rng, trials = round(dropouts * members), np.random.default_rng(2), 10_000
+    assert splits(rng, members, empty, found.neighbors, trials) < 0.0155  # 0.01, and 5.5 stddevs
+    fewer = next(
+        k for k in range(2, members, 2) if members * at_least(k, members - 1, empty, k) <= 0.01
+    )
+    assert fewer < found.neighbors
+    assert splits(rng, members, empty, fewer, trials) > 0.05
+
+
+@pytest.mark.parametrize("resist", [True, False])
+def test_in_random_cohorts_colluders_get_the_shares_that_unmask_as_seldom_as_planned(
+    likely, resist
+):
+    likely(failed=2.0**-10)
+    members, population, trials = 100, 1_000, 10_000
+    sums = SecureSum(colluding=0.1, dropouts=0.1, resist_equivocation=resist)
+    found = sums.for_cohort(members, population=population)
+    rng, half = np.random.default_rng(6), found.neighbors // 2
+    everyone = np.tile(np.arange(population) < 100, (trials, 1))
+    colluding = rng.permuted(everyone, axis=1)[:, :members].astype(np.int16)
+    around = np.concatenate([colluding[:, -half:], colluding, colluding[:, :half]], axis=1)
+    ahead = np.cumsum(np.pad(around, ((0, 0), (1, 0))), axis=1)
+    near = ahead[:, 2 * half + 1 :] - ahead[:, :members] - colluding
+    both = 2 * found.threshold - found.neighbors if resist else found.threshold
+    broken = np.any((near >= both) & (colluding == 0), axis=1)
+    assert 0.0001 < np.mean(broken) < 0.0155
+    assert np.mean(colluding.sum(axis=1) > found.colluders) < 0.0155
+
+
+def test_the_table_of_the_documentation_is_what_the_code_computes():
+    page = (DOCS / "secure-sums.md").read_text(encoding="utf-8")
+    for colluding, dropouts in SHARES[:5]:
+        cells = []
+        for members, population, rounds in (*SIZES, *SAMPLED):
+            sums = SecureSum(colluding=colluding, dropouts=dropouts)
+            try:
+                found = sums.for_cohort(members, population=population, rounds=rounds)
+                cells.append(f"{found.neighbors}, {found.threshold}; {found.colluders}")
+            except ValueError:
+                cells.append("none")
+        row = f"| {colluding:g}, {dropouts:g} | {' | '.join(cells)} |"
+        assert row in page, f"expected {row}"
+
+
+@pytest.mark.parametrize("members", [0, 1, 2])
+def test_two_members_have_no_sum_that_hides_anything(members):
+    with pytest.raises(ValueError, match="expected at least 3 for a secure sum"):
+        SecureSum().for_cohort(members)
+
+
+def test_what_no_sum_withstands_is_refused_by_what_to_change():
+    for wrong in ({"colluding": 1.0}, {"dropouts": -0.1}, {"colluding": math.nan}):
+        with pytest.raises(ValueError, match=r"expected a share in \[0, 1\)"):
+            SecureSum(**wrong)
+    with pytest.raises(ValueError, match="expected less than 1 together"):
+        SecureSum(colluding=0.5, dropouts=0.5)
+    with pytest.raises(ValueError, match="lower dropouts or colluding, or take larger cohorts"):
+        SecureSum(colluding=0.6, dropouts=0.39).for_cohort(20)
+    with pytest.raises(ValueError, match="take larger cohorts, or set SecureSum.resist_equiv"):
+        SecureSum(dropouts=0.45).for_cohort(20)
+    with pytest.raises(ValueError, match="from 1000 clients with up to 10 colluders"):
+        SecureSum().for_cohort(10, population=1_000)  # all ten, once in 10^10 cohorts
+    with pytest.raises(ValueError, match="least_answers=3: expected 10 to 40"):
+        SecureSum(least_answers=3).for_cohort(40)
+    with pytest.raises(ValueError, match="least_answers=2: expected 3 to 10"):
+        SecureSum(colluding=0.0, least_answers=2).for_cohort(10)
+    for name in ("threshold", "neighbors", "least_answers"):
+        with pytest.raises(ValueError, match=f"{name}=-1"):
+            SecureSum(**{name: -1})
+
+
+def test_numbers_that_are_given_are_kept_where_they_withstand_what_is_asked():
+    found = SecureSum(neighbors=33, threshold=23, least_answers=80).for_cohort(100)
+    assert found == SumParameters(
+        members=100, neighbors=34, threshold=23, least_answers=80, colluders=10
+    )
+    assert SecureSum(neighbors=50).for_cohort(100).threshold == 40  # the largest that it can have
+    assert SecureSum(neighbors=200).for_cohort(100).neighbors == 99
+    weak = [
+        {"threshold": 1},
+        {"neighbors": 12, "threshold": 7},
+        {"neighbors": 22, "threshold": 12},  # enough for a server that tells all the same
+        {"neighbors": 34, "threshold": 34},
+        {"neighbors": 10},
+    ]
+    for numbers in weak:
+        with pytest.raises(ValueError, match=r"in a cohort of 100: expected \(32, 22\)"):
+            SecureSum(**numbers).for_cohort(100)
+    found = SecureSum(neighbors=22, threshold=12, resist_equivocation=False).for_cohort(100)
+    assert (found.neighbors, found.threshold) == (22, 12)
+    for threshold in (4, 21, 36, 40):
+        with pytest.raises(ValueError, match=f"threshold={threshold} in a cohort of 40"):
+            SecureSum(threshold=threshold).for_cohort(40)
+
+
+def test_answers_that_a_plan_does_without_count_as_gaps_of_the_graph():
+    """With 60 answers of 100, a graph that ten losses do not split may be in two parts."""
+    assert SecureSum(neighbors=32).for_cohort(100).neighbors == 32
+    with pytest.raises(ValueError, match=r"expected \(38, 28\)"):
+        SecureSum(neighbors=32, least_answers=60).for_cohort(100)
+
+
+def plan(**changes):
+    facts = {
+        "sampling": FullParticipation(100),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.01,
+        "secure_aggregation": SecureSum(),
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_not_equivocate():
+    sampling = FixedSizeSampling(population=1_000, size=100)
+    for resist in (True, False):
+        sums = SecureSum(resist_equivocation=resist)
+        drawn = plan(sampling=sampling, rounds=60, secure_aggregation=sums)
+        text = "; ".join(of_secure_sum(drawn, sums))
+        assert "at most 100 of 1000 clients collude" in text
+        assert "at most 36 of each cohort of 100 collude, all but surely" in text
+        assert ("resist_equivocation is off" in text) is not resist
+    assert "all but surely" not in "; ".join(of_secure_sum(plan(), SecureSum()))
+
+
+@pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])
+def test_no_sum_leaves_its_ring(members, noise):
+    own = plan(sampling=FullParticipation(members), noise_multiplier=noise)
+    bits = own.sum_bits
+    assert bits == (64 if noise == 0.01 else 32)
+    most = members * own.clipping_norm / own.cell
+    share = own.cells_protection.share_stddev / own.cell
+    assert most + 11 * share * math.sqrt(members) < 2 ** (bits - 1)
+    with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
+        ring_bits(2.0**63, 1.0)
+
+
+@pytest.mark.parametrize("whole", [2**31, 2**63])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_a_ring_has_room_for_eleven_stddevs_beside_the_largest_sum(whole, share):
+    bits = {2**31: 32, 2**63: 64}[whole]
+    rest = whole * (1 - share) / 11
+    assert ring_bits(whole * share, 0.99 * rest) == bits
+    if bits == 32:
+        assert ring_bits(whole * share, 1.01 * rest) == 64
+    else:
+        with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
+            ring_bits(whole * share, 1.01 * rest)
+
+
+@pytest.mark.parametrize("members", [5, 100, 1_000])
+def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
+    own = plan(sampling=FullParticipation(members))
+    parameters = own.sum_parameters
+    share = own.cells_protection.share_stddev / own.cell
+    cells = own.noise_stddev / own.cell
+    for answers in (1, parameters.honest_answers, parameters.least_answers):
+        worth = answers * share**2 - 16
+        assert worth >= cells**2 * answers / parameters.least_answers * (1 - 1e-12)
+    assert parameters.least_answers * share**2 == pytest.approx(cells**2, rel=1e-4)
+
+
+def test_the_server_adds_the_shares_of_those_who_did_not_answer():
+    own = plan()
+    like = {"a": np.zeros(200_000, np.float64)}
+    cells = {"a": np.zeros(200_000, np.int64)}
+    share = own.cells_protection.share_stddev
+    for answered in (90, 99, 100):
+        found = own.aggregate_sum(cells, answered=answered, noise=SecureNoise(), like=like)
+        expected = share * math.sqrt(100 - answered)
+        assert found.topped_up_stddev == pytest.approx(expected)
+        assert found.value["a"].std() * 100 == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("stddevs", [0.01, 1.0, 1.04, 1.99])
+@pytest.mark.parametrize("dropouts", [0.0, 0.5, 0.75])
+def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dropouts):
+    sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
+    own = plan(noise_multiplier=stddevs, secure_aggregation=sums)
+    update = {"a": np.ones(3)}
+    cells = own.cells_protection.released(update, SecureNoise())
+    least = own.sum_parameters.least_answers
+    found = own.aggregate_sum(cells, answered=least, noise=SecureNoise(), like=update)
+    assert np.isfinite(found.value["a"]).all()
+
+
+def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs():
+    with pytest.raises(ValueError, match="least_answers=10: expected 25 to 100"):
+        plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.9))
+    for multiplier in (1e-6, 1e6):
+        with pytest.raises(ValueError, match="a noise multiplier of"):
+            plan(noise_multiplier=multiplier)
+
+
+def test_cohorts_of_a_secret_size_have_no_secure_sum():
+    """The noise of a sum would reveal the size of the cohort."""
+    sampling = PoissonSampling(population=1_000, rate=0.1)
+    with pytest.raises(ValueError, match="secure_aggregation with Poisson sampling"):
+        plan(sampling=sampling)
+    with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
+        plan(sampling=FixedSizeSampling(population=100, size=2))
+
+
+def test_silos_are_members_whatever_users_are_drawn():
+    """The number of silos alone decides who is asked and how much noise there is."""
+    users = {"unit": PrivacyUnit.USER, "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.2)}
+    sampled = PoissonSampling(population=1_000, rate=0.1)
+    plans = [
+        plan(sampling=sampling, silos=5, **users)
+        for sampling in (sampled, FullParticipation(1_000), PoissonSampling(10, 0.9))
+    ]
+    assert {own.cohort_size for own in plans} == {5}
+    assert {own.sum_parameters.least_answers for own in plans} == {4}
+    assert len({own.cells_protection.share_stddev for own in plans}) == 1
+    assert plan(sampling=sampled, **users).silos is None  # until the strategy says how many
+    for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
+        unit = PrivacyUnit.USER if silos else PrivacyUnit.CLIENT
+        with pytest.raises(ValueError, match=said):
+            plan(sampling=sampled, silos=silos, **{**users, "unit": unit})
+
+
+@pytest.mark.parametrize("users", [10, 1_000, 100_000])
+def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(users):
+    own, everyone = (
+        plan(sampling=sampling, silos=5, unit=PrivacyUnit.USER)
+        for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
+    )
+    assert own.sum_bits == everyone.sum_bits == (64 if users == 100_000 else 32)
+    most = users * own.clipping_norm / own.cell
+    assert most < 2 ** (own.sum_bits - 1)
+
+
+def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
+    own = plan()
+    like = {"b": np.zeros((2, 2), np.float32), "a": np.zeros(3, np.float32)}
+    cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**20, 0], [0, -7]])}
+    found = own.aggregate_sum(cells, answered=100, noise=SecureNoise(), like=like)
+    assert found.answered == 100
+    for name, array in like.items():
+        assert found.value[name].dtype == array.dtype
+        expected = (cells[name] * own.cell / 100).astype(np.float32)
+        np.testing.assert_array_equal(found.value[name], expected)
+
+
+@pytest.mark.parametrize("numbers", [1, 3, 10_000])
+@pytest.mark.parametrize("silos", [None, 5])
+def test_a_sum_of_the_largest_honest_answers_is_released_and_a_larger_one_is_not(numbers, silos):
+    """All units send C in one direction, and their noise lies there too, as far as it ever does."""
+    units = {} if silos is None else {"silos": silos, "unit": PrivacyUnit.USER}
+    own = plan(**units)
+    largest = own.sampling.population * own.clipping_norm
+    stddev = own.cells_protection.share_stddev * math.sqrt(own.cohort_size)
+    honest = largest + stddev * math.sqrt(stats.chi2(numbers).isf(2.0**-40))
+    like = {"a": np.zeros(numbers)}
+
+    def released(norm):
+        cells = {"a": np.full(numbers, int(norm / math.sqrt(numbers) / own.cell))}
+        return own.aggregate_sum(cells, answered=own.cohort_size, noise=SecureNoise(), like=like)
+
+    assert released(honest).answered == own.cohort_size
+    spoiled = largest + 1.5 * (honest - largest)
+    with pytest.raises(RoundDiscarded, match="a member spoiled it"):
+        released(spoiled)

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+import torch
+
+from flower_ext.privacy import NonFiniteUpdate, clip
+from flower_ext.privacy.mechanisms.updates import Summed, in_precision_of, l2_norm, total
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(3),
+        np.array([True]),
+        np.array([1j]),
+        torch.arange(3),
+        torch.tensor([True]),
+        torch.tensor([1j]),
+    ],
+)
+def test_arrays_that_are_not_real_floats_are_refused_by_name(array):
+    with pytest.raises(TypeError, match="'count' has dtype"):
+        clip({"count": array}, 1.0)
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0], "x", None])
+def test_things_that_are_not_arrays_are_refused(value):
+    with pytest.raises(TypeError, match="not an array"):
+        clip({"a": value}, 1.0)
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1.0, 1e200])
+def test_norms_are_right_where_squares_vanish_or_overflow(scale):
+    update = {"none": np.zeros(0), "a": scale * np.array([3.0, 0.0]), "b": scale * np.array(4.0)}
+    assert l2_norm(update) == pytest.approx(5 * scale, rel=1e-6, abs=0)
+    clipped = l2_norm(clip(update, 1.0).value)
+    assert clipped == pytest.approx(min(5 * scale, 1.0), rel=1e-6, abs=0)
+
+
+def test_numbers_too_large_for_a_precision_are_refused_and_others_are_rounded_to_it():
+    like = {"a": np.zeros(2, np.float16)}
+    rounded = in_precision_of(like, {"a": np.array([1.0001, -6e4])})
+    assert rounded["a"].dtype == np.float16
+    np.testing.assert_allclose(rounded["a"], [1.0, -6e4], rtol=1e-3)
+    with pytest.raises(NonFiniteUpdate, match="'a' is not finite in float16"):
+        in_precision_of(like, {"a": np.array([1.0, 1e5])})
+
+
+def test_masked_arrays_are_refused_since_norms_would_leave_values_out():
+    masked = np.ma.MaskedArray([1e6, 0.1], mask=[True, False])
+    with pytest.raises(TypeError, match="masked array; fill it"):
+        clip({"a": masked}, 1.0)
+
+
+def test_a_total_counts_each_update_and_all_those_of_a_sum():
+    one, many = {"w": np.ones(2)}, Summed(value={"w": np.full(2, 3.0)}, count=3)
+    assert total([], like=one)[1] == 0
+    value, count = total([one, many, one], like=one)
+    assert count == 5
+    np.testing.assert_array_equal(value["w"], [5.0, 5.0])
