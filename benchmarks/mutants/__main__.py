@@ -36,9 +36,9 @@ _OF_PROTECTION = (
     "federation/test_mods.py",
 )
 _OF_SUMS = (
-    "privacy/test_noised_sum.py",
-    "privacy/test_release_plan.py",
-    "privacy/test_secure_sum.py",
+    "privacy/mechanisms/test_noised_sum.py",
+    "privacy/plans/test_release_plan.py",
+    "privacy/mechanisms/test_secure_sum.py",
     "auditing/test_paths.py",
     "auditing/test_noise.py",
 )
@@ -57,17 +57,29 @@ _OF_MASKS = (
     "federation/test_secure_scores.py",
 )
 TESTS = {
-    "privacy/accounting/events.py": ("privacy/test_renyi.py", "privacy/test_accounting.py"),
-    "privacy/accounting/renyi.py": ("privacy/test_renyi.py",),
-    "privacy/mechanisms/bounds.py": ("privacy/test_bounds.py",),
-    "privacy/mechanisms/updates.py": ("privacy/test_updates.py", "privacy/test_bounds.py"),
-    "privacy/mechanisms/noise.py": ("privacy/test_noise.py", "privacy/test_randomness.py"),
-    "privacy/accounting/sampling.py": ("privacy/test_sampling.py",),
+    "privacy/accounting/events.py": (
+        "privacy/accounting/test_renyi.py",
+        "privacy/accounting/test_events.py",
+    ),
+    "privacy/accounting/renyi.py": ("privacy/accounting/test_renyi.py",),
+    "privacy/mechanisms/bounds.py": ("privacy/mechanisms/test_bounds.py",),
+    "privacy/mechanisms/updates.py": (
+        "privacy/mechanisms/test_updates.py",
+        "privacy/mechanisms/test_bounds.py",
+    ),
+    "privacy/mechanisms/noise.py": (
+        "privacy/mechanisms/test_noise.py",
+        "privacy/test_randomness.py",
+    ),
+    "privacy/accounting/sampling.py": ("privacy/accounting/test_sampling.py",),
     "privacy/mechanisms/noised_sum.py": _OF_SUMS,
-    "privacy/mechanisms/quantization.py": ("privacy/test_cells.py", "auditing/test_paths.py"),
-    "privacy/mechanisms/secure_sum.py": ("privacy/test_secure_sum.py",),
-    "privacy/mechanisms/secure_scores.py": ("privacy/test_secure_scores.py",),
-    "privacy/mechanisms/discrete_gaussian.py": ("privacy/test_discrete_gaussian.py",),
+    "privacy/mechanisms/quantization.py": (
+        "privacy/mechanisms/test_quantization.py",
+        "auditing/test_paths.py",
+    ),
+    "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
+    "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
+    "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
     "training/apart.py": ("training/test_apart.py",),
     "training/batched/rows.py": ("auditing/test_paths.py", "training/batched/test_rows.py"),
     "training/dp/clipped_gradient.py": (
