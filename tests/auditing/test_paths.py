@@ -63,11 +63,9 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureScores,
     SecureSum,
-    bounds,
     cells,
-    noised_sum,
-    protections,
 )
+from flower_ext.privacy.mechanisms import bounds, noised_sum, protections
 from flower_ext.privacy.mechanisms import plan as plans
 from flower_ext.privacy.mechanisms.protections import (
     ClipModel,

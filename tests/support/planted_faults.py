@@ -18,10 +18,10 @@ from flower_ext.privacy import (
     PoissonSampling,
     SecureNoise,
     SeededNoise,
-    noise,
     secure_generator,
     seeded_generator,
 )
+from flower_ext.privacy.mechanisms import noise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import CellSum, in_cells

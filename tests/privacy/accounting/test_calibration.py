@@ -8,11 +8,11 @@ from flower_ext.privacy import (
     FullParticipation,
     PoissonSampling,
     TargetOutOfReach,
-    accounting,
     calibrate_noise_multiplier,
     gaussian_loss,
     privacy_loss,
 )
+from flower_ext.privacy.accounting import events as accounting
 from flower_ext.privacy.accounting.calibration import (
     calibrate_rounds,
     calibrate_sampling_rate,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_ext.privacy import SecureNoise, SeededNoise, discrete_gaussian
+from flower_ext.privacy import SecureNoise, SeededNoise
+from flower_ext.privacy.mechanisms import discrete_gaussian
 from flower_ext.privacy.mechanisms.discrete_gaussian import (
     _SMOOTHED,
     _UNDECIDED,

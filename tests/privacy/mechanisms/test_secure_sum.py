@@ -17,7 +17,7 @@ from flower_ext.privacy import (
     SecureNoise,
     SecureSum,
 )
-from flower_ext.privacy import secure_sum as module
+from flower_ext.privacy.mechanisms import secure_sum as module
 from flower_ext.privacy.mechanisms.plan import RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters, ring_bits
 from flower_ext.privacy.theorems.client_level import of_secure_sum
