@@ -26,7 +26,7 @@ from benchmarks.speed.contest import Contender, Measured
 from benchmarks.speed.workload import Workload, parse
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import run_in_process
+from flower_ext.federation import FederatedStrategy, run_in_process
 from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.runs.page import table
@@ -72,7 +72,7 @@ def one_round(cohort: int, parameters: int) -> None:
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
-        strategy = MadeUp(plan=plan, local=LocalTraining(), evaluate_every=0)
+        strategy = FederatedStrategy(MadeUp(local=LocalTraining()), plan, evaluate_every=0)
         strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=1)
 
     run_in_process(server, MadeUp.client_app(task), num_clients=cohort)

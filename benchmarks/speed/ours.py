@@ -28,7 +28,7 @@ from benchmarks.speed.workload import (
 )
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import VirtualGrid, run_in_process
+from flower_ext.federation import FederatedStrategy, VirtualGrid, run_in_process
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, PrivacyPlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 
@@ -98,9 +98,9 @@ def main() -> None:
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
-        strategy = Timed(
-            plan=plan_of(workload),
-            local=LocalTraining(epochs=1, batch_size=BATCH, learning_rate=LEARNING_RATE),
+        strategy = FederatedStrategy(
+            Timed(local=LocalTraining(epochs=1, batch_size=BATCH, learning_rate=LEARNING_RATE)),
+            plan_of(workload),
             evaluate_every=0,
             timeout=3600,
         )

@@ -26,7 +26,6 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.algorithms.uldp import (
     LatticeWeighting,
-    PrivateUldpAvg,
     PrivateWeighting,
     UldpAvg,
     private_silo,
@@ -45,6 +44,7 @@ from flower_ext.runs.page import table
 from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
 from flower_ext.training.models import build
+from tests.support.strategies import private_strategy_of, strategy_of
 
 PARTS = ("set-up", "training", "encryptions", "silos", "decryption", "rest")
 LOCAL = LocalTraining(epochs=2, batch_size=32, learning_rate=0.2)
@@ -61,7 +61,7 @@ class Clock:
     def watching(self) -> Iterator[None]:
         """Time the parts of the runs in the ``with`` block."""
         spots: tuple[tuple[Any, str, str], ...] = (
-            (PrivateUldpAvg, "prepare", "set-up"),
+            (UldpAvg, "prepare", "set-up"),
             (WeightingServer, "open_round", "encryptions"),
             (WeightingServer, "open_drawn_round", "encryptions"),
             (WeightingSilo, "answer_draw", "silos"),
@@ -156,7 +156,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
             num_silos=info.num_silos, num_users=users, epochs=LOCAL.epochs
         ),
     }
-    strategy = PrivateUldpAvg(protocol=protocol, **options)
+    strategy = private_strategy_of(UldpAvg, protocol=protocol, **options)
     rounds, found = timed_rounds(strategy, task, arguments.rounds, cpu=arguments.cpu)
     parameters = sum(array.size for array in found.values())
     print(
@@ -166,7 +166,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))
-    connected = strategy._connected
+    connected = strategy.run.summation._connected
     if isinstance(connected, PaillierServer):
         pays = keeping.pool_pays(connected.settings)
         guess = estimate_round(connected.settings, prepared=pays)
@@ -175,7 +175,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
             f"(+ {guess.prepare:.1f} s once), the server {guess.server:.1f} s"
         )
     if rate == 1:
-        plain = UldpAvg(weighting="by-records", **options)
+        plain = strategy_of(UldpAvg, weighting="by-records", **options)
         _, expected = timed_rounds(plain, task, arguments.rounds, cpu=arguments.cpu)
         error = max(float(np.abs(found[n] - expected[n]).max()) for n in expected)
         print(f"Largest difference to the model of plain weights (float32): {error:.1e}")
@@ -196,7 +196,7 @@ def timed_rounds(
         whole = clock.now() - started
         known = {part: clock.seconds[part] for part in PARTS if part != "rest"}
         known["rest"] = whole - sum(known.values())
-        row = strategy.progress.row
+        row = strategy.run.progress.row
         up = row["bytes_up"] + row.get("query_bytes_up", 0)
         down = row["bytes_down"] + row.get("query_bytes_down", 0)
         seconds = [f"{known[part]:.2f}" for part in PARTS]
@@ -205,8 +205,8 @@ def timed_rounds(
         started = clock.now()
         return None
 
-    app = type(strategy).client_app(task, allow_seeded_noise=True)
-    grid = InProcessGrid(app, num_clients=strategy.num_silos)
+    app = strategy.method.client_app(task, allow_seeded_noise=True)
+    grid = InProcessGrid(app, num_clients=strategy.method.num_silos)
     initial = ArrayRecord(task.initial_params(1))
     with clock.watching():
         result = strategy.start(grid, initial, num_rounds=rounds, evaluate_fn=after)

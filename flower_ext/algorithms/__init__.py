@@ -1,12 +1,13 @@
-"""Federated-learning methods: one module for each, with its strategy and its client side."""
+"""Federated-learning methods: one module for each, with its server's step and its client side."""
 
 from flower_ext.algorithms.apple import Apple
 from flower_ext.algorithms.ditto import DPDitto
 from flower_ext.algorithms.dp2_fedsam import Centaur, DP2FedSAM
-from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT, Hosted
+from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
 from flower_ext.algorithms.fedala import FedALA
 from flower_ext.algorithms.fedamp import FedAMP
 from flower_ext.algorithms.feddyn import FedDyn
+from flower_ext.algorithms.hosted import Hosted
 from flower_ext.algorithms.pfedme import PFedMe
 from flower_ext.algorithms.scaffold import Scaffold
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd

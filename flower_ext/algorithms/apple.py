@@ -25,22 +25,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flower_ext.algorithms.one_phase import OnePhase, one_by_one
+from flower_ext.algorithms.one_phase import OnePhase, one_by_one, require_unit_rate
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
+    Arrays,
     ClientMethod,
     ClientWork,
+    Cohort,
     LocalResult,
+    Released,
+    State,
     Steps,
     Training,
     records,
@@ -48,7 +50,6 @@ from flower_ext.federation import (
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
-    LocalTraining,
     Params,
     Task,
     clone,
@@ -144,16 +145,17 @@ def local_model(work: ClientWork) -> Params:
     return part(work.memory or {}, PERSONAL) or work.received
 
 
+@dataclass(frozen=True, kw_only=True)
 class Apple(OnePhase):
     """Core models that all clients share and that each client mixes into a personal model.
 
     Each client learns its own weights for the core models. The reported shared model is their
     plain mean.
 
+    Any plan but a `ReleasePlan` fits, because the server needs each client's core model.
+
     Parameters
     ----------
-    plan : PrivacyPlan
-        Any plan but a `ReleasePlan`, because the server needs each client's core model.
     relation_learning_rate : float
         η_2.
     penalty : float
@@ -163,73 +165,63 @@ class Apple(OnePhase):
     local : LocalTraining
         Training of the core model, by plain SGD.
     **options
-        Options of `FederatedStrategy`, except ``server_learning_rate``.
+        Fields of `Method`, except ``server_learning_rate``.
     """
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
     one_model = False
     needs_each_update = True
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        relation_learning_rate: float = 0.01,
-        penalty: float = 0.1,
-        penalty_rounds: int = 20,
-        local: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        require_positive("relation_learning_rate", relation_learning_rate)
-        require_not_negative("penalty", penalty)
-        require_at_least_one("penalty_rounds", penalty_rounds)
-        super().__init__(plan=plan, local=local, **options)
-        self.require_unit_rate("APPLE's server stores each core model as it arrives")
-        self.relation_learning_rate = relation_learning_rate
-        self.penalty, self.penalty_rounds = penalty, penalty_rounds
+    relation_learning_rate: float = 0.01
+    penalty: float = 0.1
+    penalty_rounds: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("relation_learning_rate", self.relation_learning_rate)
+        require_not_negative("penalty", self.penalty)
+        require_at_least_one("penalty_rounds", self.penalty_rounds)
+        require_unit_rate(self, "APPLE's server stores each core model as it arrives")
         for name in self.local.beyond_sgd:
             raise InvalidValue(
                 f"local.{name} is set: expected plain SGD, by which APPLE trains core models; "
                 "leave it out"
             )
-        self._cores: dict[int, ArrayRecord] = {}
 
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Settings for clients: η_2, μ, L, and the number N of clients."""
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return η_2, μ, L, and the number N of clients, for the clients."""
         return {
             RATE: self.relation_learning_rate,
             PENALTY: self.penalty,
             ROUNDS: self.penalty_rounds,
-            POPULATION: self.plan.sampling.population,
+            POPULATION: plan.sampling.population,
         }
 
-    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return all core models: the client's own as its model, the others by client number."""
-        if not self._cores:  # every core model begins as the initial model
-            initial = records.to_record(self.sent)
-            self._cores = dict.fromkeys(range(self.plan.sampling.population), initial)
-        others = {f"{CORE}.{j}": core for j, core in self._cores.items() if j != partition}
-        return {records.MODEL: self._cores[partition], **others}
+    def init(self, model: Arrays, population: int) -> State:
+        """Return the core models, each of which begins as the initial model."""
+        return State(server={str(client): model for client in range(population)})
 
-    def next_model(
-        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
-    ) -> records.Arrays:
-        """Store the new core models; return their mean, which is reported as the shared model."""
-        for partition, update in updates.items():
-            sent = records.to_arrays(self._cores[partition])
-            moved = {
-                name: (sent[name] + update.arrays[name]).astype(array.dtype)
-                for name, array in base.items()
+    def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
+        """Send each client all core models: its own as its model, the others by client number."""
+        cores = {int(client): records.to_record(core) for client, core in state.server.items()}
+        named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}
+        requests = {
+            asked: {
+                records.MODEL: cores[asked],
+                **dict(named[client] for client in cores if client != asked),
             }
-            self._cores[partition] = records.to_record(moved)
-        cores = [records.to_arrays(core) for core in self._cores.values()]
-        return {name: np.mean([core[name] for core in cores], axis=0) for name in base}
+            for asked in cohort.asked
+        }
+        return replace(cohort, requests=requests)
 
-    def state(self) -> Mapping[str, records.Arrays]:
-        """Return the core models by client."""
-        return {str(client): records.to_arrays(core) for client, core in self._cores.items()}
-
-    def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Restore the core models."""
-        self._cores = {int(client): records.to_record(core) for client, core in state.items()}
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
+        """Store the new core models; return their mean, which is reported as the shared model."""
+        cores = dict(state.server)
+        for client, update in released.updates.items():
+            sent = cores[str(client)]
+            cores[str(client)] = {
+                name: (sent[name] + update.arrays[name]).astype(array.dtype)
+                for name, array in model.items()
+            }
+        mean = {name: np.mean([core[name] for core in cores.values()], axis=0) for name in model}
+        return mean, State(server=cores)

@@ -20,16 +20,17 @@ paper's P-FedSAM.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
+    Method,
+    State,
     Steps,
+    Summation,
 )
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
@@ -88,7 +89,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
     return adapted
 
 
-class DP2FedSAM(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class DP2FedSAM(Method):
     """Partial sharing with sharpness-aware training under client-level DP.
 
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
@@ -96,7 +98,6 @@ class DP2FedSAM(FederatedStrategy):
 
     Parameters
     ----------
-    plan : PrivacyPlan
     personal : Sequence[str]
         Names of the modules that form the head h; ``*`` matches any part of a name. The paper
         takes the last linear layer.
@@ -110,31 +111,20 @@ class DP2FedSAM(FederatedStrategy):
         start of its next round. The result stays on the client and is discarded, so it costs no
         privacy. The paper evaluates the head as the client last trained it: ``False``.
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
     client = ClientMethod(name="dp2_fedsam", local_update=local_update, local_model=local_model)
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        personal: Sequence[str] = ("head",),
-        head: LocalTraining | None = None,
-        extractor: LocalTraining | None = None,
-        adapt_before_evaluation: bool = False,
-        **options: Any,
-    ) -> None:
-        if not personal:
-            raise InvalidValue("personal=(): name the module that is the head, e.g. ('head',)")
-        super().__init__(plan=plan, personal=personal, **options)
-        self.head = head or LocalTraining()
-        self.extractor = extractor or LocalTraining(sam_radius=0.1)
-        self.adapt_before_evaluation = adapt_before_evaluation
+    personal: Sequence[str] = ("head",)
+    head: LocalTraining = LocalTraining()
+    extractor: LocalTraining = LocalTraining(sam_radius=0.1)
+    adapt_before_evaluation: bool = False
 
-    def claims(self, run: RunFacts) -> list[Guarantee]:
-        """Return Theorem 2, by which the paper calibrates all its methods, and provable claims."""
-        return [*theorem2_of_plan(self.plan, run), *super().claims(run)]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.personal:
+            raise InvalidValue("personal=(): name the module that is the head, e.g. ('head',)")
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -146,10 +136,17 @@ class DP2FedSAM(FederatedStrategy):
         """The head's training before evaluation, if ``adapt_before_evaluation`` is set."""
         return {"head": self.head} if self.adapt_before_evaluation else {}
 
+    def claims(
+        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+    ) -> list[Guarantee]:
+        """Return Theorem 2, by which the paper calibrates all its methods, and what is provable."""
+        return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]
 
+
+@dataclass(frozen=True, kw_only=True)
 class Centaur(DP2FedSAM):
     """CENTAUR at client level: DP²-FedSAM with plain SGD on the extractor."""
 
-    def __init__(self, *, extractor: LocalTraining | None = None, **options: Any) -> None:
-        extractor = replace(extractor or LocalTraining(), sam_radius=0.0)
-        super().__init__(extractor=extractor, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "extractor", replace(self.extractor, sam_radius=0.0))

@@ -22,23 +22,21 @@ and W_i never leave the client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from flower_ext.algorithms.one_phase import one_by_one
 from flower_ext.checks import require_at_least_one, require_positive, require_rate
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
+    Arrays,
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
+    Method,
     Steps,
     Training,
 )
@@ -139,7 +137,8 @@ def local_model(work: ClientWork) -> Params:
     return part(work.memory or {}, MODEL) or work.received
 
 
-class FedALA(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class FedALA(Method):
     """Adaptive local aggregation: each client mixes the shared model into its own.
 
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
@@ -147,7 +146,6 @@ class FedALA(FederatedStrategy):
 
     Parameters
     ----------
-    plan : PrivacyPlan
     adaptive : Sequence[str]
         Modules with learned weights W: the paper's p highest layers. A name that matches no
         module of the model ends the run before its first round.
@@ -160,47 +158,31 @@ class FedALA(FederatedStrategy):
     local : LocalTraining
         Training of the local model; its batch size is also that of W.
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
     client = ClientMethod(name="fedala", local_update=local_update, local_model=local_model)
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        adaptive: Sequence[str] = ("head",),
-        weight_learning_rate: float = 1.0,
-        sample_share: float = 0.8,
-        first_passes: int = 10,
-        local: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        if not adaptive:
+    adaptive: Sequence[str] = ("head",)
+    weight_learning_rate: float = 1.0
+    sample_share: float = 0.8
+    first_passes: int = 10
+    local: LocalTraining = LocalTraining()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.adaptive:
             raise InvalidValue(
                 "adaptive=(): expected the names of modules with learned weights, e.g. ('head',)"
             )
-        require_positive("weight_learning_rate", weight_learning_rate)
-        require_rate("sample_share", sample_share)
-        require_at_least_one("first_passes", first_passes)
-        super().__init__(plan=plan, **options)
-        self.adaptive = tuple(adaptive)
-        self.weight_learning_rate = weight_learning_rate
-        self.sample_share, self.first_passes = sample_share, first_passes
-        self.local = local or LocalTraining()
+        require_positive("weight_learning_rate", self.weight_learning_rate)
+        require_rate("sample_share", self.sample_share)
+        require_at_least_one("first_passes", self.first_passes)
+        object.__setattr__(self, "adaptive", tuple(self.adaptive))
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Check that ``adaptive`` fits the model, then configure the round as every method does.
-
-        Raises
-        ------
-        InvalidValue
-            ``adaptive`` has a name that matches no module of the model.
-        """
-        require_modules("adaptive", self.adaptive, self.shared(arrays))
-        return super().configure_train(server_round, arrays, config, grid)
+    def check_model(self, model: Arrays) -> None:
+        """Refuse a name in ``adaptive`` that matches no module of the model."""
+        require_modules("adaptive", self.adaptive, model)
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -212,8 +194,7 @@ class FedALA(FederatedStrategy):
         )
         return {"local": self.local, "weights": weights}
 
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Settings for clients: s, the first passes, and the modules with weights."""
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return s, the first passes, and the modules with weights, for the clients."""
         modules = {ADAPTIVE + module: 1.0 for module in self.adaptive}
         return {SHARE: self.sample_share, FIRST: self.first_passes, **modules}

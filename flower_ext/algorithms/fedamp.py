@@ -21,29 +21,34 @@ w_i itself stays on the client.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from flower_ext.algorithms.one_phase import OnePhase, own_model
+from flower_ext.algorithms.one_phase import OnePhase, own_model, require_unit_rate
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
+    Arrays,
     ClientMethod,
     ClientWork,
+    Cohort,
     LocalResult,
+    Released,
+    State,
     Steps,
     records,
 )
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.training import LocalTraining, Proximal
+from flower_ext.training import Proximal
 
 log = getLogger("flwr")
 
 ATTRACTION = "attraction"
+UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
+"""Groups of the state: w_i and u_i by client, and a mark that the server has warned."""
 _LEAST_SHARE = 0.01
 """Share of other clients in the cloud model that has most of them, below which the server warns."""
 
@@ -78,6 +83,7 @@ def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(np.maximum(distances, 0.0))
 
 
+@dataclass(frozen=True, kw_only=True)
 class FedAMP(OnePhase):
     """Attentive message passing between clients with similar models.
 
@@ -85,10 +91,10 @@ class FedAMP(OnePhase):
     the clients' uploads. Attention fades as models move apart; the server warns, once, if every
     client's cloud model is made of less than 1 % of other clients' models.
 
+    Any plan but a `ReleasePlan` fits, because the server needs each client's model.
+
     Parameters
     ----------
-    plan : PrivacyPlan
-        Any plan but a `ReleasePlan`, because the server needs each client's model.
     attention_width : float
         σ: scale of the squared distance over which attention between two models decays.
     attention_step : float, optional
@@ -97,89 +103,86 @@ class FedAMP(OnePhase):
         λ/α: strength of the pull of a client's model towards its cloud model.
     local : LocalTraining
     **options
-        Options of `FederatedStrategy`, except ``server_learning_rate``.
+        Fields of `Method`, except ``server_learning_rate``.
     """
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=own_model)
     one_model = False
     needs_each_update = True
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        attention_width: float = 1.0,
-        attention_step: float | None = None,
-        attraction: float = 1.0,
-        local: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        for name, value in (("attention_width", attention_width), ("attraction", attraction)):
-            require_positive(name, value)
+    attention_width: float = 1.0
+    attention_step: float | None = None
+    attraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("attention_width", self.attention_width)
+        require_positive("attraction", self.attraction)
+        require_unit_rate(self, "FedAMP's server stores each model as it arrives")
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a step that may give a client's own model a negative weight."""
         population = plan.sampling.population
-        step = attention_width / population if attention_step is None else attention_step
-        most = attention_width / max(1, population - 1)
+        step, most = self._mixing_step(population), self.attention_width / max(1, population - 1)
         if not 0 < step <= most:
             raise InvalidValue(
                 f"attention_step={step!r}: expected a number in (0, attention_width / "
                 f"(clients - 1)] = (0, {most:.4g}], because a larger step may give a client's own "
                 "model a negative weight"
             )
-        super().__init__(plan=plan, local=local, **options)
-        self.require_unit_rate("FedAMP's server stores each model as it arrives")
-        self.attention_width, self.attention_step = attention_width, step
-        self.attraction = attraction
-        self.models: dict[int, records.Arrays] = {}
-        self.clouds: dict[int, records.Arrays] = {}
-        self._warned = False
 
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Settings for clients: λ/α."""
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return λ/α, for the clients."""
         return {ATTRACTION: self.attraction}
 
-    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return u_i as the client's model; nothing for a client that never uploaded one."""
-        if partition not in self.clouds:
-            return {}
-        return {records.MODEL: records.to_record(self.clouds[partition])}
+    def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
+        """Send each client its cloud model u_i; a client without one gets the shared model."""
+        requests = {
+            client: {records.MODEL: records.to_record(state.server[CLOUD + str(client)])}
+            for client in cohort.asked
+            if CLOUD + str(client) in state.server
+        }
+        return replace(cohort, requests=requests)
 
-    def next_model(
-        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
-    ) -> records.Arrays:
-        """Store the models, mix the next cloud models, and return the mean of all models."""
-        for partition, update in updates.items():
-            sent = self.clouds.get(partition, base)
-            self.models[partition] = {name: sent[name] + update.arrays[name] for name in base}
-        return self._mix()
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
+        """Store the models w_i, mix the next cloud models, and return the mean of all models."""
+        uploaded = {
+            name.removeprefix(UPLOADED): group
+            for name, group in state.server.items()
+            if name.startswith(UPLOADED)
+        }
+        for partition, update in released.updates.items():
+            received = state.server.get(CLOUD + str(partition), model)
+            uploaded[str(partition)] = {
+                name: received[name] + update.arrays[name] for name in model
+            }
+        clients = sorted(uploaded, key=int)
+        flat = np.stack([_flat(uploaded[client]) for client in clients])
+        step = self._mixing_step(released.population)
+        weights = attention(flat, step=step, width=self.attention_width)
+        is_fading = self._is_fading(weights)
+        if is_fading and FADING not in state.server:
+            self._warn_of_fading(flat, weights, step)
+        groups = {UPLOADED + client: uploaded[client] for client in clients}
+        for client, cloud in zip(clients, weights @ flat, strict=True):
+            groups[CLOUD + client] = _shaped(cloud, model)
+        if is_fading or FADING in state.server:
+            groups[FADING] = {}
+        return _shaped(flat.mean(axis=0), model), State(server=groups)
 
-    def state(self) -> Mapping[str, records.Arrays]:
-        """Return the models by client; `restore` computes the cloud models from them."""
-        return {str(partition): model for partition, model in self.models.items()}
+    def _mixing_step(self, population: int) -> float:
+        """Return α, by default σ/N."""
+        step = self.attention_step
+        return self.attention_width / population if step is None else step
 
-    def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Restore the models, and mix the cloud models of the next round."""
-        self.models = {int(partition): model for partition, model in state.items()}
-        if self.models:
-            self._mix()
+    @staticmethod
+    def _is_fading(weights: NDArray[np.float64]) -> bool:
+        """Return True if every client's cloud model is almost its own model."""
+        return len(weights) >= 2 and bool(1.0 - np.diag(weights).min() < _LEAST_SHARE)
 
-    def _mix(self) -> records.Arrays:
-        """Set the cloud models; return the mean of all models."""
-        clients = sorted(self.models)
-        like = self.models[clients[0]]
-        flat = np.stack([_flat(self.models[client]) for client in clients])
-        weights = attention(flat, step=self.attention_step, width=self.attention_width)
-        self._warn_of_fading(flat, weights)
-        mixed = dict(zip(clients, weights @ flat, strict=True))
-        self.clouds = {client: _shaped(vector, like) for client, vector in mixed.items()}
-        return _shaped(flat.mean(axis=0), like)
-
-    def _warn_of_fading(self, models: NDArray[np.float64], weights: NDArray[np.float64]) -> None:
-        """Log, once, that every client's cloud model is almost its own model."""
-        most = 1.0 - float(np.diag(weights).min())
-        if self._warned or len(models) < 2 or not most < _LEAST_SHARE:
-            return
-        self._warned = True
+    def _warn_of_fading(
+        self, models: NDArray[np.float64], weights: NDArray[np.float64], step: float
+    ) -> None:
         pairs = np.triu_indices(len(models), k=1)
         median = float(np.median(_squared_distances(models)[pairs]))
         log.warning(
@@ -188,17 +191,17 @@ class FedAMP(OnePhase):
             "such as the median squared distance of two models, now %.4g, and an attention_step "
             "near attention_width / clients",
             self.attention_width,
-            self.attention_step,
-            most,
+            step,
+            1.0 - float(np.diag(weights).min()),
             median,
         )
 
 
-def _flat(arrays: records.Arrays) -> NDArray[np.float64]:
+def _flat(arrays: Arrays) -> NDArray[np.float64]:
     return np.concatenate([arrays[name].ravel() for name in arrays]).astype(np.float64)
 
 
-def _shaped(vector: NDArray[np.float64], like: records.Arrays) -> records.Arrays:
+def _shaped(vector: NDArray[np.float64], like: Arrays) -> Arrays:
     cuts = np.cumsum([array.size for array in like.values()])[:-1]
     pieces = np.split(vector, cuts)
     return {

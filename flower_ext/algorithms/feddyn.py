@@ -6,7 +6,7 @@ Regularization" (ICLR 2021), Algorithm 1.
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-θ, h                  the shared model (``arrays``), ``FedDyn.h``
+θ, h                  the shared model (``arrays``), ``State.server["h"]``
 ∇L_k(θ_k)             the client's memory
 α                     ``regularization``
 m                     ``plan.sampling.population``
@@ -19,7 +19,7 @@ of the gradients in the clients' memories, unless the server itself clips or add
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,15 +28,18 @@ from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
+    Arrays,
     ClientMethod,
     ClientWork,
     LocalResult,
+    Released,
+    State,
     Steps,
-    records,
 )
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
+from flower_ext.training import Linear, Params, Proximal, Term
 
+H = "h"
 REGULARIZATION = "regularization"
 
 
@@ -56,66 +59,55 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=trained, memory=renewed)
 
 
+@dataclass(frozen=True, kw_only=True)
 class FedDyn(OnePhase):
     """Dynamic regularisation; the mean over a cohort weights every client equally.
 
     Parameters
     ----------
-    plan : PrivacyPlan
     regularization : float
         α > 0: weight of the dynamic regularizer.
     local : LocalTraining
         The approximate minimisation on each client.
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
     client = ClientMethod(
         name="feddyn", local_update=local_update, local_model=shared_model, mirrored=True
     )
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        regularization: float = 0.1,
-        local: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        require_positive("regularization", regularization)
+    regularization: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("regularization", self.regularization)
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse weights by examples."""
         if plan.weighs_examples:
             raise InvalidValue(
                 "weighting='examples' of the plan: expected 'clients', because h is the plain mean "
                 "of the gradients in the clients' memories"
             )
-        super().__init__(plan=plan, local=local, **options)
-        self.regularization = self.added_proximal_weight = regularization
-        self.h: records.Arrays = {}
 
     @property
-    def settings(self) -> Mapping[str, float]:
-        """Settings for clients: α."""
+    def added_proximal_weight(self) -> float:
+        """The regularizer's weight α."""
+        return self.regularization
+
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return α, for the clients."""
         return {REGULARIZATION: self.regularization}
 
-    def next_model(
-        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
-    ) -> records.Arrays:
+    def init(self, model: Arrays, population: int) -> State:
+        """Return h = 0."""
+        return State(server={H: {name: np.zeros_like(array) for name, array in model.items()}})
+
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Update h ← h − (α/m) Σ (θ_k − θ); return θ ← mean θ_k − h/α."""
-        share = len(updates) / self.plan.sampling.population
-        if self.plan.release is not None:  # else the model reveals how many answered
-            share = self.plan.sampling.sampling_rate
-        self.h = {
-            name: self.h.get(name, np.zeros_like(base[name]))
-            - self.regularization * share * mean[name]
-            for name in base
-        }
-        moved = super().next_model(base, mean, updates)
-        return {name: moved[name] - self.h[name] / self.regularization for name in base}
-
-    def state(self) -> Mapping[str, records.Arrays]:
-        """Return h, the server's correction, for a checkpoint."""
-        return {"h": self.h}
-
-    def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Restore h."""
-        self.h = dict(state["h"])
+        alpha, mean = self.regularization, released.mean
+        share = alpha * released.fraction
+        h = {name: array - share * mean[name] for name, array in state.server[H].items()}
+        moved, _ = super().step(model, released, state)
+        return {name: moved[name] - h[name] / alpha for name in model}, State(server={H: h})

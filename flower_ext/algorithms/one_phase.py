@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientWork, FederatedStrategy
-from flower_ext.privacy import PrivacyPlan
+from flower_ext.federation import ClientWork, Method
 from flower_ext.training import Job, LocalTraining, Params, Task
 
 Work = TypeVar("Work", bound=Job)
@@ -37,43 +37,40 @@ def one_by_one(
     return each
 
 
-class OnePhase(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class OnePhase(Method):
     """A method whose clients train the whole model in one phase, ``local``.
 
     Parameters
     ----------
-    plan : PrivacyPlan
     local : LocalTraining
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
-    def __init__(
-        self, *, plan: PrivacyPlan, local: LocalTraining | None = None, **options: Any
-    ) -> None:
-        super().__init__(plan=plan, **options)
-        self.local = local or LocalTraining()
+    local: LocalTraining = LocalTraining()
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The one phase of local training: the whole model."""
         return {"local": self.local}
 
-    def require_unit_rate(self, because: str) -> None:
-        """Refuse a ``server_learning_rate`` other than 1, which would have no effect.
 
-        Parameters
-        ----------
-        because : str
-            The reason, for the message.
+def require_unit_rate(method: Method, because: str) -> None:
+    """Refuse a ``server_learning_rate`` other than 1, which would have no effect.
 
-        Raises
-        ------
-        InvalidValue
-            The rate is not 1.
-        """
-        if self.server_learning_rate != 1.0:
-            raise InvalidValue(
-                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, because "
-                f"{because}"
-            )
+    Parameters
+    ----------
+    method : Method
+    because : str
+        The reason, for the message.
+
+    Raises
+    ------
+    InvalidValue
+        The rate is not 1.
+    """
+    if method.server_learning_rate != 1.0:
+        raise InvalidValue(
+            f"server_learning_rate={method.server_learning_rate!r}: expected 1.0, because {because}"
+        )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
+    Method,
     Steps,
     Training,
 )
@@ -142,7 +141,8 @@ minimise_apart = one_by_one(minimise_envelope)
 """Do as `minimise_envelopes` does, with results that depend in no bit on the other jobs."""
 
 
-class PFedMe(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class PFedMe(Method):
     """Personal models that stay on the clients, anchored to a shared model.
 
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
@@ -150,7 +150,6 @@ class PFedMe(FederatedStrategy):
 
     Parameters
     ----------
-    plan : PrivacyPlan
     attraction : float
         λ > 0: strength of the pull of personal models towards the shared one.
     local : LocalTraining
@@ -158,25 +157,18 @@ class PFedMe(FederatedStrategy):
     personal_training : LocalTraining
         Training of the personal model on each mini-batch: ``steps`` K and ``learning_rate`` η_p.
     **options
-        Options of `FederatedStrategy`; ``server_learning_rate`` is β.
+        Fields of `Method`; ``server_learning_rate`` is β.
     """
 
     client = ClientMethod(name="pfedme", local_update=local_update, local_model=own_model)
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        attraction: float = 15.0,
-        local: LocalTraining | None = None,
-        personal_training: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        require_positive("attraction", attraction)
-        super().__init__(plan=plan, **options)
-        self.attraction = attraction
-        self.local = local or LocalTraining(learning_rate=0.01)
-        self.personal_training = personal_training or LocalTraining(steps=5, learning_rate=0.05)
+    attraction: float = 15.0
+    local: LocalTraining = LocalTraining(learning_rate=0.01)
+    personal_training: LocalTraining = LocalTraining(steps=5, learning_rate=0.05)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("attraction", self.attraction)
         for name in (*self.local.beyond_sgd, *self.personal_training.beyond_sgd):
             raise InvalidValue(f"{name} is set: expected plain SGD, as in pFedMe; leave it out")
         if not self.personal_training.steps:
@@ -187,7 +179,6 @@ class PFedMe(FederatedStrategy):
         """The local training: of the shared model's copy, and of the personal model inside it."""
         return {"local": self.local, "personal": self.personal_training}
 
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Settings for clients: λ."""
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return λ, for the clients."""
         return {ATTRACTION: self.attraction}

@@ -79,7 +79,7 @@ def linear_experiment(
     The ClientApp is the strategy's own, or an ``app`` from elsewhere.
     """
     turns = Turns()
-    client_app = app or type(strategy()).client_app
+    client_app = app or strategy().method.client_app
 
     def world(data: Sequence[ClientData]) -> World:
         task = Task(

@@ -12,7 +12,7 @@ import torch
 from flwr.serverapp.strategy import FedAvg, FedProx
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
-from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
+from flower_ext.algorithms.uldp import UldpAvg, UldpNaive, UldpSgd
 from flower_ext.auditing.experiment import Experiment, of_scores
 from flower_ext.auditing.linear import (
     BEYOND,
@@ -27,6 +27,7 @@ from flower_ext.auditing.linear import (
 )
 from flower_ext.auditing.plain_app import plain_app
 from flower_ext.data import ClientData, Examples
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -86,7 +87,7 @@ def client_level(
     return linear_experiment(
         f"client level, {'Poisson sampling, ' if sampled else ''}noise by the {placement}"
         f"{', in a mod around a foreign ClientApp' if foreign else ''}",
-        lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
+        lambda: FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=0),
         without=[client_data(0.0), client_data(0.0)],
         present=[client_data(LARGE if sampled else HUGE), client_data(0.0)],
         views=[AdversaryView.RELEASED_MODELS] if sampled else tuple(AdversaryView),
@@ -105,7 +106,7 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, secure_aggregation=sums)
     return linear_experiment(
         "client level, secure sums",
-        lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
+        lambda: FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=0),
         without=[client_data(0.0), client_data(0.0), client_data(0.0)],
         present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
         views=[AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY],
@@ -134,7 +135,7 @@ def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 
     return linear_experiment(
         "scores in secure sums",
-        lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1),
+        lambda: FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=1),
         without=[rated(), rated(0.5), rated(0.5)],
         present=[rated(BEYOND), rated(0.5), rated(0.5)],
         views=[AdversaryView.RELEASED_MODELS],
@@ -150,7 +151,7 @@ def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Exper
     local = {"local": ONE_STEP} if method is UldpAvg else {}
     return linear_experiment(
         "ULDP-AVG" if method is UldpAvg else "ULDP-SGD",
-        lambda: method(plan=plan, num_silos=2, evaluate_every=0, **local),
+        lambda: FederatedStrategy(method(num_silos=2, **local), plan, evaluate_every=0),
         without=[silo_data([1, 2], [0.0, 0.0])] * 2,
         present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
         rounds=rounds,
@@ -172,7 +173,7 @@ def uldp_secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     )
     return linear_experiment(
         "ULDP-AVG, secure sums",
-        lambda: UldpAvg(plan=plan, num_silos=3, local=ONE_STEP, evaluate_every=0),
+        lambda: FederatedStrategy(UldpAvg(num_silos=3, local=ONE_STEP), plan, evaluate_every=0),
         without=[silo_data([1, 2], [0.0, 0.0])] * 3,
         present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
         views=[AdversaryView.RELEASED_MODELS],
@@ -185,8 +186,8 @@ def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
     return linear_experiment(
         "ULDP-AVG, weighted by records",
-        lambda: UldpAvg(
-            plan=plan, num_silos=2, weighting="by-records", local=ONE_STEP, evaluate_every=0
+        lambda: FederatedStrategy(
+            UldpAvg(num_silos=2, weighting="by-records", local=ONE_STEP), plan, evaluate_every=0
         ),
         without=[silo_data([1, 2], [0.0, 0.0])] * 2,
         present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), silo_data([1, 2], [0.0, 0.0])],
@@ -200,7 +201,7 @@ def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     plan = _plan(FullParticipation(2), noise, rounds, unit=PrivacyUnit.USER)
     return linear_experiment(
         "ULDP-NAIVE",
-        lambda: UldpNaive(plan=plan, num_silos=2, local=ONE_STEP, evaluate_every=0),
+        lambda: FederatedStrategy(UldpNaive(num_silos=2, local=ONE_STEP), plan, evaluate_every=0),
         without=[silo_data([1], [-HUGE])] * 2,
         present=[silo_data([0, 1], [3 * HUGE, -HUGE])] * 2,
         rounds=rounds,
@@ -217,11 +218,10 @@ def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         clipping_norm=1.0,
         noise_multiplier=noise,
     )
+    method = UldpGroup(num_silos=2, num_users=2, group_size=2, local=local)
     return linear_experiment(
         "ULDP-GROUP-2",
-        lambda: UldpGroup(
-            num_silos=2, num_users=2, group_size=2, local=local, delta=DELTA, evaluate_every=0
-        ),
+        lambda: FederatedStrategy(method, method.plan(DELTA), evaluate_every=0),
         without=[silo_data([1], [0.0])] * 2,
         present=[silo_data([0, 0, 1], [HUGE, HUGE, 0.0]), silo_data([1], [0.0])],
         rounds=rounds,
@@ -238,7 +238,9 @@ def _ditto(
     )
     return linear_experiment(
         name,
-        lambda: DPDitto(plan=plan, local=local, personal_training=ONE_STEP, evaluate_every=0),
+        lambda: FederatedStrategy(
+            DPDitto(local=local, personal_training=ONE_STEP), plan, evaluate_every=0
+        ),
         **TURNED_AROUND,
         rounds=rounds,
         whole=whole,
@@ -288,7 +290,9 @@ def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     )
     return linear_experiment(
         "output perturbation",
-        lambda: Hosted(FedAvg(**ONE_CLIENT), plan=plan, local=ONE_STEP, evaluate_every=0),
+        lambda: FederatedStrategy(
+            Hosted(FedAvg(**ONE_CLIENT), local=ONE_STEP), plan, evaluate_every=0
+        ),
         **TURNED_AROUND,
         rounds=rounds,
         whole=True,
@@ -312,8 +316,8 @@ def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment
     exact = LocalTraining(tolerance=1e-9)
     return linear_experiment(
         "objective perturbation",
-        lambda: Hosted(
-            FedProx(proximal_mu=1.0, **ONE_CLIENT), plan=plan, local=exact, evaluate_every=0
+        lambda: FederatedStrategy(
+            Hosted(FedProx(proximal_mu=1.0, **ONE_CLIENT), local=exact), plan, evaluate_every=0
         ),
         without=[client_data(-1.0, 0.0, size=1)],
         present=[client_data(1.0, 0.0, size=1)],

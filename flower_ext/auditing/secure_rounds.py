@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
-from flower_ext.federation.client.sum_member import BEGIN, INDEX, NEIGHBOURS, SENT
+from flower_ext.federation.sums.masked import BEGIN, INDEX, NEIGHBOURS, SENT
 from flower_ext.secure.aggregation import (
     Advert,
     MaskedInput,

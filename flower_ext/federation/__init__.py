@@ -1,5 +1,6 @@
 """Strategies, client sides, engines and records that every method shares, built on Flower."""
 
+from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.client import (
     ClientMethod,
     ClientWork,
@@ -13,8 +14,11 @@ from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
+from flower_ext.federation.method import Connected, Method, Released, State
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
+from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Remaining
 from flower_ext.federation.recording import (
     first_config,
@@ -23,29 +27,42 @@ from flower_ext.federation.recording import (
     settings_of,
     shared_budget,
 )
-from flower_ext.federation.records import RefusedReply
+from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.training.side_by_side import Steps, Training
 
 __all__ = [
+    "Arrays",
     "ClientMemory",
     "ClientMethod",
     "ClientVault",
     "ClientWork",
+    "Clients",
+    "Cohort",
+    "Connected",
     "FederatedStrategy",
     "FederationNotReady",
     "HiddenSum",
     "InProcessGrid",
     "LocalResult",
+    "Method",
+    "OpenSum",
+    "Opening",
     "PldAccountant",
+    "Population",
     "Question",
     "RefusedReply",
+    "Released",
     "Remaining",
+    "State",
     "Steps",
     "Stragglers",
+    "Summation",
     "Training",
+    "Update",
     "VirtualGrid",
     "client_app",
     "client_level_dp_mod",

@@ -460,9 +460,9 @@ def start(
     with recorded_run(recorded, "-".join(name) or "run") as run:
         strategy = strategy_of(config, run)
         base = base_of(strategy)
-        require_modules("personal", base.personal, task.shapes, task.blueprint.tied)
-        check_shareable(task.model(), base.personal)
-        base.frozen = base.frozen or task.fingerprint
+        require_modules("personal", base.method.personal, task.shapes, task.blueprint.tied)
+        check_shareable(task.model(), base.method.personal)
+        base.run.frozen = base.run.frozen or task.fingerprint
         if run.resumed and strategy is base:  # a wrapper need not train in every round
             _refuse_more_rounds(config, integer(context.run_config, "rounds"), base)
         record(
@@ -477,7 +477,7 @@ def start(
 
 def _refuse_more_rounds(config: UserConfig, rounds: int, strategy: FederatedStrategy) -> None:
     """Refuse to extend a run whose budget is the ε for which its noise was calibrated."""
-    first, epsilon, plan = integer(config, "rounds"), _target(config), strategy.plan
+    first, epsilon, plan = integer(config, "rounds"), _target(config), strategy.run.plan
     calibrated = isinstance(plan, ReleasePlan | RecordLevelPlan) and _basis(config) == "provable"
     if not calibrated or epsilon is None or rounds <= first:
         return

@@ -28,7 +28,7 @@ def recorded(
 
     Use it in any ServerApp; the app needs no settings of this package::
 
-        strategy = DPFedAvg(plan=plan)
+        strategy = FederatedStrategy(DPFedAvg(), plan)
         result = recorded(strategy, "my-run").start(grid, arrays, num_rounds=60)
 
     The directory holds settings, metrics of every round, checkpoints, the ledger of a
@@ -135,36 +135,42 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
 
 
 def _method(strategy: Strategy) -> str:
-    inner = getattr(strategy, "base", None) or getattr(strategy, "server", None)
-    own = type(strategy).__name__
-    return own if inner is None else f"{own}-{_method(inner)}"
+    """Return the names of the wrapper, the method and the hosted server of a strategy."""
+    base = getattr(strategy, "base", None)
+    if base is not None:
+        return f"{type(strategy).__name__}-{_method(base)}"
+    if not isinstance(strategy, FederatedStrategy):
+        return type(strategy).__name__
+    method = strategy.method
+    return method.name if method.label == method.name else f"{method.name}-{method.label}"
 
 
 def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
     """Return the facts that identify a run, as settings: plan, model, options and training."""
-    plan = {name: _plain(getattr(base.plan, name)) for name in _names(base.plan)}
+    run, method = base.run, base.method
+    plan = {name: _plain(getattr(run.plan, name)) for name in _names(run.plan)}
     plan["planned-rounds"] = plan.pop("rounds", 0)
     facts = {
-        "plan": type(base.plan).__name__,
+        "plan": type(run.plan).__name__,
         **plan,
         "parameters": sum(array.numpy().size for array in arrays.values()),
-        "personal": base.personal,
-        "server-learning-rate": base.server_learning_rate,
-        "stragglers": base.stragglers,
-        "seed": base.seed or 0,
-        "seeded-noise": base.seeded_noise,
-        "evaluate-every": base.evaluate_every,
-        "training-loss": base.training_loss,
-        "diagnostics": base.diagnostics,
-        "frozen": base.frozen,
+        "personal": method.personal,
+        "server-learning-rate": method.server_learning_rate,
+        "stragglers": run.stragglers,
+        "seed": run.seed or 0,
+        "seeded-noise": run.seeded_noise,
+        "evaluate-every": run.evaluate_every,
+        "training-loss": run.training_loss,
+        "diagnostics": run.diagnostics,
+        "frozen": run.frozen,
         "coefficient": getattr(strategy, "coefficient", None),
     }
-    for phase, training in base.training.items():
+    for phase, training in method.training.items():
         # A ClientApp that does not use this package defines its own training.
-        if not base.any_client_app or training != LocalTraining():
+        if not method.any_client_app or training != LocalTraining():
             facts[f"training-{phase}"] = training
-    told = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
-    return {name: value for name, value in told.items() if value not in ("", None)}
+    settings = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
+    return {name: value for name, value in settings.items() if value not in ("", None)}
 
 
 def _names(value: Any) -> list[str]:

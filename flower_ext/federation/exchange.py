@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -166,42 +167,14 @@ class Exchange:
         FederationNotReady
             A node does not answer, or ``read`` refuses its answer.
         """
-        asked = self.ask("query", contents, 0)
-        heard = replies(grid, asked, timeout=self.timeout)
-        answers = self.accepted("query", 0, heard, list(contents), read)
+        messages = self.ask("query", contents, 0)
+        received = replies(grid, messages, timeout=self.timeout)
+        answers = self.accepted("query", 0, received, list(contents), read)
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")
             )
         return answers
-
-    def ask_everyone(
-        self,
-        grid: Grid,
-        question: ConfigRecord,
-        read: Callable[[Message], T],
-        own: Mapping[int, Content] | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
-    ) -> dict[int, T]:
-        """Ask a question of the method, and return the clients' answers by partition.
-
-        Parameters
-        ----------
-        own : Mapping[int, Content], optional
-            Records for one partition only, besides the question.
-        partitions : Sequence[int], optional
-            Partitions to ask; by default all.
-
-        Raises
-        ------
-        FederationNotReady
-            A node does not answer, or ``read`` refuses its answer.
-        """
-        content: Content = {records.QUESTION: question}
-        everyone = dict.fromkeys(self.nodes if partitions is None else partitions, content)
-        special = {partition: {**content, **alone} for partition, alone in (own or {}).items()}
-        return self.query(grid, {**everyone, **special}, read)
 
     def sent(self, reply: Message) -> records.Arrays:
         """Return the model that the sender of a reply to a training message received."""
@@ -256,6 +229,46 @@ class Exchange:
             yield partition, value
         if missing:
             self.progress.missing(kind, server_round, sorted(missing), refusals)
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The connected clients of a run, to which methods and sums send questions of their own."""
+
+    exchange: Exchange
+    grid: Grid
+
+    def ask(
+        self,
+        question: ConfigRecord,
+        read: Callable[[Message], T],
+        special: Mapping[int, Content] | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
+    ) -> dict[int, T]:
+        """Ask a question of the method, and return the clients' answers by partition.
+
+        Parameters
+        ----------
+        special : Mapping[int, Content], optional
+            Records for one partition only, besides the question.
+        partitions : Sequence[int], optional
+            Partitions to ask; by default all.
+
+        Raises
+        ------
+        FederationNotReady
+            A node does not answer, or ``read`` refuses its answer.
+        """
+        content: Content = {records.QUESTION: question}
+        contents = dict.fromkeys(self.exchange.nodes if partitions is None else partitions, content)
+        for partition, more in (special or {}).items():
+            contents[partition] = {**content, **more}
+        return self.query(contents, read)
+
+    def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
+        """Send each client a query; see `Exchange.query`."""
+        return self.exchange.query(self.grid, contents, read)
 
 
 def _for_any_app(kind: str, content: Content) -> Content:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from flwr.app import ArrayRecord
 
 from flower_ext.privacy import FullParticipation, Sampling
 from flower_ext.privacy.accounting.participations import Participations
@@ -24,11 +25,17 @@ class Cohort:
     norms : Mapping[int, float]
         By partition, the largest norm of its upload before noise, in clipping norms. The default
         is 1; an upload that is a sum over units may have more.
+    population : int
+        Number of units from which they were drawn.
+    requests : Mapping[int, Mapping[str, ArrayRecord]]
+        By partition, records of the method for that client only.
     """
 
     asked: Sequence[int]
     units: Sequence[int]
     norms: Mapping[int, float] = field(default_factory=dict)
+    population: int = 0
+    requests: Mapping[int, Mapping[str, ArrayRecord]] = field(default_factory=dict)
 
 
 class Population:
@@ -52,7 +59,7 @@ class Population:
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw a round's cohort."""
         drawn = self.sampling.draw(rng)
-        return Cohort(asked=drawn, units=drawn)
+        return Cohort(asked=drawn, units=drawn, population=self.sampling.population)
 
     def count(self, cohort: Cohort, answered: int) -> None:
         """Count the participations of a round with ``answered`` usable uploads."""
@@ -64,6 +71,9 @@ class Population:
         The round counts because somebody may know its uploads.
         """
         self.participations.record(units, answered, asked=asked)
+
+    def resume(self) -> None:
+        """Adjust the counts in a new process that continues the run; by default they stay."""
 
     def forget_who(self) -> None:
         """Give every unit the count of the unit that took part most.
@@ -95,7 +105,11 @@ class UsersInSilos(Population):
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw users; the server asks each silo for its part of their sum."""
-        return Cohort(asked=range(self.num_silos), units=self.sampling.draw(rng))
+        return self._cohort(self.sampling.draw(rng))
+
+    def _cohort(self, units: Sequence[int]) -> Cohort:
+        population = self.sampling.population
+        return Cohort(asked=range(self.num_silos), units=units, population=population)
 
 
 class HiddenUsers(UsersInSilos):
@@ -117,7 +131,7 @@ class HiddenUsers(UsersInSilos):
         """Draw places in the silos' secret order of users, or name all users if oblivious."""
         if not self.oblivious:
             return super().draw(rng)
-        return Cohort(asked=range(self.num_silos), units=range(self.sampling.population))
+        return self._cohort(range(self.sampling.population))
 
     def count(self, cohort: Cohort, answered: int) -> None:
         """Count a round as complete, because a sum that lacks a silo's part stays masked."""
@@ -127,6 +141,10 @@ class HiddenUsers(UsersInSilos):
         """Count the round for all users alike, because the order that it drew from is lost."""
         self.forget_order()
         self.participations.record(units, self.num_silos, asked=self.num_silos)
+        self.forget_order()
+
+    def resume(self) -> None:
+        """Forget the order, because the silos' new set-up has another one."""
         self.forget_order()
 
     def forget_order(self) -> None:

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.state.checkpoint import Checkpoints
+from flower_ext.federation.score_round import query_records
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Budget
 from flower_ext.runs import RunDirectory, new_run_path
@@ -220,28 +220,11 @@ def record(
         The strategy is not of this package, writes to another run directory, or has run already.
     """
     base = base_of(strategy)
-    if base.checkpoints.run is not run:
-        _attach(run, base)
+    if base.run.checkpoints.run is not run:
+        base.run.attach(run)
     result = strategy.start(grid, initial_arrays, **options)
     save_outcome(run, base, result)
     return result
-
-
-def _attach(run: RunDirectory, base: FederatedStrategy) -> None:
-    if (other := base.checkpoints.run) is not None:
-        raise InvalidValue(
-            f"run={str(other.path)!r}: the strategy writes to this directory already; leave out "
-            "its option run="
-        )
-    if base.participations.rounds:
-        raise InvalidValue(
-            f"strategy={type(base).__name__}: expected a strategy that has not run yet; create a "
-            "new one for a new run"
-        )
-    base.progress.run = run
-    base.checkpoints = Checkpoints(run, repeats=base.repeats)
-    if base.accounted.release is not None and base.ledger is None:
-        base.spending.ledger = run.open_ledger()
 
 
 def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result) -> None:
@@ -251,14 +234,14 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     run.save_client_metrics(
         [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
     )
-    asked = strategy.evaluation_records()
+    asked = query_records(strategy.run)
     run.save_use(
         {
-            "method": strategy.client.name,
-            "clients": strategy.population.num_nodes,
+            "method": strategy.method.client.name,
+            "clients": strategy.run.population.num_nodes,
             "records": {name: dict(record) for name, record in asked.items()},
-            "remembered": strategy.remembered,
-            "frozen": strategy.frozen,
+            "remembered": strategy.run.remembered,
+            "frozen": strategy.run.frozen,
         }
     )
     status: Status = "budget-exhausted" if strategy.stopped else "completed"

@@ -156,7 +156,7 @@ def in_parts(updates: Iterable[Update]) -> Iterator[Update | Summed]:
         yield from rows
 
 
-class Asked(list[Message]):
+class RequestsToSum(list[Message]):
     """Messages whose replies the caller will only add up by a plan.
 
     Parameters

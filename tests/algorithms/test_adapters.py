@@ -12,15 +12,15 @@ from flower_ext.algorithms import (
     DPDitto,
     DPFedAvg,
     UldpAvg,
-    UldpGroup,
     Upcycled,
 )
 from flower_ext.algorithms.upcycled import Constant
 from flower_ext.data import Examples, SiloData
-from flower_ext.federation import InProcessGrid
+from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, PrivacyUnit, ReleasePlan
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.task import accuracy
+from tests.support.strategies import group_strategy, strategy_of
 
 CLIENTS, WORDS, LENGTH, RECORDS = 3, 30, 6, 8
 HEAD = {
@@ -90,7 +90,7 @@ def users() -> ReleasePlan:
 def run(strategy, own: Task, rounds: int = 2):
     base = getattr(strategy, "base", strategy)
     base.frozen = own.fingerprint
-    grid = InProcessGrid(type(base).client_app(own), num_clients=CLIENTS)
+    grid = InProcessGrid(base.method.client_app(own), num_clients=CLIENTS)
     result = strategy.start(grid, ArrayRecord(own.initial_params(0)), num_rounds=rounds)
     assert base.refusals == []
     return result.arrays.to_torch_state_dict()
@@ -106,21 +106,26 @@ DP_SGD = DpSgdTraining(
     noise_multiplier=1.0,
 )
 METHODS = {
-    "dp-fedavg": lambda: DPFedAvg(plan=plan(), local=SGD, seed=1),
-    "centaur": lambda: Centaur(plan=plan(), **PERSONAL, seed=1),
-    "dp2-fedsam": lambda: DP2FedSAM(
+    "dp-fedavg": lambda: FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1),
+    "centaur": lambda: strategy_of(Centaur, plan=plan(), **PERSONAL, seed=1),
+    "dp2-fedsam": lambda: strategy_of(
+        DP2FedSAM,
         plan=plan(),
         **{**PERSONAL, "extractor": LocalTraining(batch_size=4, sam_radius=0.05)},
         seed=1,
     ),
-    "dp-ditto": lambda: DPDitto(plan=plan(), local=SGD, personal_training=SGD, seed=1),
-    "uldp-avg-w": lambda: UldpAvg(
-        plan=users(), num_silos=CLIENTS, weighting="by-records", local=SGD, seed=1
+    "dp-ditto": lambda: FederatedStrategy(
+        DPDitto(local=SGD, personal_training=SGD), plan(), seed=1
     ),
-    "uldp-group": lambda: UldpGroup(
+    "uldp-avg-w": lambda: FederatedStrategy(
+        UldpAvg(num_silos=CLIENTS, weighting="by-records", local=SGD), users(), seed=1
+    ),
+    "uldp-group": lambda: group_strategy(
         num_users=6, num_silos=CLIENTS, group_size=2, local=DP_SGD, delta=0.1, seed=1
     ),
-    "upcycled": lambda: Upcycled(DPFedAvg(plan=plan(), local=SGD, seed=1), Constant(0.5)),
+    "upcycled": lambda: Upcycled(
+        FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1), Constant(0.5)
+    ),
 }
 
 
@@ -144,7 +149,7 @@ def test_a_round_is_the_mean_of_what_hugging_faces_own_loss_and_torchs_optimizer
     own, rate = task(), 0.05
     local = LocalTraining(epochs=2, batch_size=RECORDS, learning_rate=rate, optimizer="AdamW")
     everyone = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    end = run(DPFedAvg(plan=everyone, local=local, seed=1), own, rounds=1)
+    end = run(FederatedStrategy(DPFedAvg(local=local), everyone, seed=1), own, rounds=1)
     total: dict[str, torch.Tensor] = {}
     for client in range(CLIENTS):
         model = own.model()

@@ -10,12 +10,13 @@ from flower_ext.algorithms import (
     DPFedSAM,
     DPFedSAMFT,
 )
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.training import LocalTraining, evaluate
 from tests.support.reference.comparing import close
 from tests.support.reference.dp2_fedsam import federated
 from tests.support.reference.steps import batch_order, descend
+from tests.support.strategies import strategy_of
 from tests.support.worlds import Net, client_data, task
 
 SEED, ROUNDS, CLIENTS = 4, 3, 5
@@ -44,7 +45,7 @@ COMMON = {
 
 def run(strategy):
     grid = InProcessGrid(
-        type(strategy).client_app(task(), allow_seeded_noise=True), num_clients=CLIENTS
+        strategy.method.client_app(task(), allow_seeded_noise=True), num_clients=CLIENTS
     )
     start = ArrayRecord(task().initial_params(SEED))
     result = strategy.start(grid, start, num_rounds=ROUNDS)
@@ -89,10 +90,10 @@ def test_personal_head_methods_equal_the_plain_loop_and_so_do_their_heads(strate
 
 def test_the_methods_differ_from_one_another():
     finals = [
-        run(DPFedAvg(local=SGD, **COMMON))[0],
-        run(DPFedSAM(local=SAM, **COMMON))[0],
-        run(Centaur(head=HEAD, extractor=SAM, **COMMON))[0],
-        run(DP2FedSAM(head=HEAD, extractor=SAM, **COMMON))[0],
+        run(strategy_of(DPFedAvg, local=SGD, **COMMON))[0],
+        run(strategy_of(DPFedSAM, local=SAM, **COMMON))[0],
+        run(strategy_of(Centaur, head=HEAD, extractor=SAM, **COMMON))[0],
+        run(strategy_of(DP2FedSAM, head=HEAD, extractor=SAM, **COMMON))[0],
     ]
     weights = [final["extractor.weight"] for final in finals]
     for i, one in enumerate(weights):
@@ -100,7 +101,7 @@ def test_the_methods_differ_from_one_another():
 
 
 def test_fine_tuned_evaluation_trains_the_downloaded_model_first_and_forgets_it():
-    strategy = DPFedAvgFT(local=SGD, **COMMON)
+    strategy = strategy_of(DPFedAvgFT, local=SGD, **COMMON)
     final, grid = run(strategy)
     for client in range(CLIENTS):
         model = Net()
@@ -123,7 +124,9 @@ def test_fine_tuned_evaluation_trains_the_downloaded_model_first_and_forgets_it(
 
 @pytest.mark.parametrize("adapt", [False, True])
 def test_personal_evaluation_uses_the_own_head_adapted_only_where_asked(adapt):
-    strategy = DP2FedSAM(head=HEAD, extractor=SAM, adapt_before_evaluation=adapt, **COMMON)
+    strategy = strategy_of(
+        DP2FedSAM, head=HEAD, extractor=SAM, adapt_before_evaluation=adapt, **COMMON
+    )
     final, grid = run(strategy)
     context = next(c for c in grid.contexts.values() if c.state.array_records)
     client = int(context.node_config["partition-id"])
@@ -148,9 +151,9 @@ def test_personal_evaluation_uses_the_own_head_adapted_only_where_asked(adapt):
 
 def test_a_sam_method_without_a_radius_is_refused():
     with pytest.raises(ValueError, match="radius > 0"):
-        DPFedSAM(plan=PLAN, local=LocalTraining(sam_radius=0.0))
+        FederatedStrategy(DPFedSAM(local=LocalTraining(sam_radius=0.0)), PLAN)
 
 
 def test_a_personal_method_without_a_personal_part_is_refused():
     with pytest.raises(ValueError, match="name the module that is the head"):
-        DP2FedSAM(plan=PLAN, personal=())
+        FederatedStrategy(DP2FedSAM(personal=()), PLAN)

@@ -20,6 +20,7 @@ from flower_ext.algorithms import (
 from flower_ext.data import ClientData
 from flower_ext.federation import InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
+from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
 OF_A_SUM = [DPFedAvg, DP2FedSAM, DPDitto, FedALA, FedDyn, PFedMe]
@@ -33,7 +34,9 @@ def run(method, plan):
         return ClientData(train=own.train.subset([]), test=own.test) if last else own
 
     here = replace(task(), data=data)
-    strategy = method(plan=plan, seed=1, personal=["head"] if method is DP2FedSAM else [])
+    strategy = strategy_of(
+        method, plan=plan, seed=1, personal=["head"] if method is DP2FedSAM else []
+    )
     grid = InProcessGrid(method.client_app(here), plan.sampling.population)
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
     return strategy, result.arrays.to_torch_state_dict()

@@ -10,6 +10,7 @@ from flower_ext.data import ClientData
 from flower_ext.federation import InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Task
+from tests.support.strategies import strategy_of
 from tests.support.worlds import Net, client_data
 
 
@@ -30,7 +31,7 @@ def test_a_model_of_double_precision_trains_as_one_of_single_precision(method):
         plan = NonPrivatePlan(sampling=FullParticipation(3))
         grid = InProcessGrid(method.client_app(task), num_clients=3)
         start = {n: p.to(dtype) for n, p in Task(model=Net, data=data).initial_params(0).items()}
-        strategy = method(plan=plan, evaluate_every=0)
+        strategy = strategy_of(method, plan=plan, evaluate_every=0)
         result = strategy.start(grid, ArrayRecord(start), num_rounds=2)
         return start, result.arrays.to_torch_state_dict()
 

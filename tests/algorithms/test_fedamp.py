@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from flower_ext.algorithms import FedAMP
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
+from tests.support.strategies import strategy_of
 
 CLIENTS = 4
 
@@ -12,7 +14,7 @@ CLIENTS = 4
 def mixed(distance, caplog, **options):
     """Mix models that lie ``distance`` apart; return the strategy and its warnings."""
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    strategy = FedAMP(plan=plan, **options)
+    strategy = strategy_of(FedAMP, plan=plan, **options)
     strategy.models = {i: {"w": distance / 2**0.5 * np.eye(CLIENTS)[i]} for i in range(CLIENTS)}
     strategy._mix()
     strategy._mix()
@@ -39,7 +41,7 @@ def test_clients_that_share_their_models_are_not_warned_of(distance, caplog):
 
 def test_one_pair_of_similar_clients_is_enough(caplog):
     plan = NonPrivatePlan(sampling=FullParticipation(3))
-    strategy = FedAMP(plan=plan)
+    strategy = FederatedStrategy(FedAMP(), plan)
     strategy.models = {i: {"w": np.array([v])} for i, v in enumerate([0.0, 0.1, 9.0])}
     strategy._mix()
     assert not caplog.records

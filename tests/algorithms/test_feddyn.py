@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flower_ext.algorithms import FedDyn
+from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.records import Update
 from flower_ext.privacy import (
     FixedSizeSampling,
@@ -19,6 +20,7 @@ from flower_ext.privacy import (
 from tests.support.dying_runs import Died
 from tests.support.grids import grid
 from tests.support.least_squares import CLIENTS, LOCAL, LOST, optimum, play, start
+from tests.support.strategies import strategy_of
 
 EVERYONE = FullParticipation(CLIENTS)
 
@@ -26,7 +28,9 @@ BASE, MEAN = {"w": np.zeros(3)}, {"w": np.ones(3)}
 
 
 def moved(plan, answered):
-    return FedDyn(plan=plan).next_model(BASE, MEAN, dict.fromkeys(range(answered), Update({}, {})))
+    return FederatedStrategy(FedDyn(), plan).next_model(
+        BASE, MEAN, dict.fromkeys(range(answered), Update({}, {}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_a_discarded_round_leaves_nothing_on_either_side():
     strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
     _, mean = play(strategy, 10, lost={3: {1}, 4: {1}, 6: {0}})
     np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
-    assert set(strategy.remembered.values()) == {10}
+    assert set(strategy.run.remembered.values()) == {10}
 
 
 @pytest.mark.parametrize("dies_in", [1, 3])
@@ -108,4 +112,4 @@ def test_clipped_and_noised_updates_leave_h_the_mean_of_what_clients_remember():
 
 def feddyn(**options):
     whole = {"plan": NonPrivatePlan(sampling=EVERYONE), "regularization": 1.0, **options}
-    return FedDyn(local=LOCAL, evaluate_every=0, **whole)
+    return strategy_of(FedDyn, local=LOCAL, evaluate_every=0, **whole)

@@ -6,7 +6,7 @@ from torch import nn
 
 from flower_ext.algorithms import FedDyn, Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import ClientMemory, InProcessGrid, records
+from flower_ext.federation import ClientMemory, FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -27,6 +27,7 @@ from tests.support.least_squares import (
     start,
     trained,
 )
+from tests.support.strategies import strategy_of
 
 CLIENTS = 4
 EVERYONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
@@ -37,7 +38,9 @@ def own_gradient(client):
 
 
 def scaffold(**options):
-    return Scaffold(**{"plan": EVERYONE, "local": LOCAL, "evaluate_every": 0, **options})
+    return strategy_of(
+        Scaffold, **{"plan": EVERYONE, "local": LOCAL, "evaluate_every": 0, **options}
+    )
 
 
 def linear_task():
@@ -59,7 +62,7 @@ def linear_task():
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 def test_a_control_variate_is_the_clients_gradient_also_with_momentum(momentum):
     local = LocalTraining(epochs=3, batch_size=2, learning_rate=0.01, momentum=momentum)
-    strategy = Scaffold(plan=EVERYONE, local=local, evaluate_every=0)
+    strategy = FederatedStrategy(Scaffold(local=local), EVERYONE, evaluate_every=0)
     grid = InProcessGrid(Scaffold.client_app(linear_task()), num_clients=CLIENTS)
     strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=3)
     for context in grid.contexts.values():
@@ -106,7 +109,9 @@ def test_a_client_that_lost_what_the_server_counts_on_says_so_and_takes_no_part(
     tmp_path, method, kept_in
 ):
     folder = tmp_path if kept_in == "folder" else ""
-    strategy, other = (method(plan=EVERYONE, local=LOCAL, evaluate_every=0) for _ in range(2))
+    strategy, other = (
+        strategy_of(method, plan=EVERYONE, local=LOCAL, evaluate_every=0) for _ in range(2)
+    )
     weights = trained(strategy, 5, LosingGrid(strategy, forgets={3: {1}}, folder=folder))
     assert [r for r in strategy.refusals if "memory of training round 2" in r] == strategy.refusals
     assert len(strategy.refusals) == 3
@@ -156,7 +161,7 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
 )
 def test_training_without_steps_is_refused(local, said):
     with pytest.raises(ValueError, match=said):
-        Scaffold(plan=EVERYONE, local=local)
+        FederatedStrategy(Scaffold(local=local), EVERYONE)
 
 
 def test_a_plan_that_hides_single_updates_is_refused():
@@ -168,4 +173,4 @@ def test_a_plan_that_hides_single_updates_is_refused():
         delta=0.1,
     )
     with pytest.raises(ValueError, match="needs each client's update"):
-        Scaffold(plan=plan)
+        FederatedStrategy(Scaffold(), plan)

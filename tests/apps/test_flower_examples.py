@@ -13,7 +13,12 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 
 from flower_ext.algorithms import DPFedAvg, Hosted, Upcycled
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederationNotReady, InProcessGrid, client_level_dp_mod
+from flower_ext.federation import (
+    FederatedStrategy,
+    FederationNotReady,
+    InProcessGrid,
+    client_level_dp_mod,
+)
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, SecureSum
 from tests.support.apps import EXAMPLES
@@ -38,9 +43,9 @@ STRATEGIES = {
     "unchanged": fed_avg,
     "upcycled": lambda: Upcycled(fed_avg()),
     "upcycled adam": lambda: Upcycled(FedAdam(min_available_nodes=CLIENTS)),
-    "without privacy": lambda: DPFedAvg(plan=without_privacy("examples")),
-    "hosted": lambda: Hosted(fed_avg(), plan=without_privacy()),
-    "noise of the server": lambda: DPFedAvg(plan=plan(noise_placement="server")),
+    "without privacy": lambda: FederatedStrategy(DPFedAvg(), without_privacy("examples")),
+    "hosted": lambda: FederatedStrategy(Hosted(fed_avg()), without_privacy()),
+    "noise of the server": lambda: FederatedStrategy(DPFedAvg(), plan(noise_placement="server")),
 }
 
 
@@ -76,7 +81,7 @@ def test_averaging_without_privacy_gives_flowers_own_model(project):
 @pytest.mark.parametrize("project", ALL, ids=lambda project: project.__name__)
 def test_with_our_mod_first_clients_noise_and_only_their_own_mods_see_the_rest(project):
     projects.scalars.clear()
-    strategy = DPFedAvg(plan=plan())
+    strategy = FederatedStrategy(DPFedAvg(), plan())
     run(project(client_level_dp_mod()), strategy)
     exact = [one for one in strategy.guarantees() if one.basis == "provable"]
     assert min(one.epsilon for one in exact) == pytest.approx(8.0, rel=1e-2)
@@ -90,7 +95,7 @@ def test_with_our_mod_first_clients_noise_and_only_their_own_mods_see_the_rest(p
 def test_our_mod_after_mods_that_read_metrics_is_refused_by_the_place_it_needs():
     app = projects.quickstart(projects.scalars_mod, client_level_dp_mod())
     with pytest.raises(FederationNotReady, match="that mod before all others of ClientApp"):
-        run(app, strategy := DPFedAvg(plan=plan()))
+        run(app, strategy := FederatedStrategy(DPFedAvg(), plan()))
     assert strategy.participations.rounds == 0
 
 
@@ -105,7 +110,7 @@ def test_a_clipping_mod_of_the_former_strategy_is_to_be_taken_out(mod):
     app = projects.quickstart(LEFT_OVER[mod])
     fixed = DifferentialPrivacyClientSideFixedClipping(fed_avg(), 1.0, 1.0, CLIENTS)
     start(InProcessGrid(app, CLIENTS), fixed)
-    strategy = DPFedAvg(plan=plan(noise_placement="server"))
+    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement="server"))
     said = f"take the mods of the former strategy out of ClientApp.*{mod} requires"
     with pytest.raises(FederationNotReady, match=said):
         run(app, strategy)
@@ -115,7 +120,7 @@ def test_a_clipping_mod_of_the_former_strategy_is_to_be_taken_out(mod):
 def test_local_noise_of_flower_breaks_evaluation_alone():
     """Beside our plan it is noise of the ClientApp's own, of which no guarantee speaks."""
     app = projects.quickstart(LocalDpMod(1.0, 0.01, 1.0, 1e-5))
-    strategy = DPFedAvg(plan=plan(noise_placement="server"))
+    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement="server"))
     result = start(InProcessGrid(app, CLIENTS), strategy)
     assert result.evaluate_metrics_clientapp == {}
     assert len(strategy.refusals) == 2 * CLIENTS
@@ -126,13 +131,16 @@ def test_local_noise_of_flower_breaks_evaluation_alone():
 def test_names_of_a_wrapped_model_are_shown_with_what_to_return():
     app = projects.opacus(wrapped=True)
     said = r"'_module.conv.bias', .*but no 'conv.bias'.*state_dict of the model itself"
-    for strategy in (DPFedAvg(plan=plan(noise_placement="server")), STRATEGIES["hosted"]()):
+    for strategy in (
+        FederatedStrategy(DPFedAvg(), plan(noise_placement="server")),
+        STRATEGIES["hosted"](),
+    ):
         with pytest.raises(FederationNotReady, match=said):
             run(app, strategy)
 
 
 def test_behind_our_mod_the_nodes_own_log_shows_them(logged):
-    strategy = DPFedAvg(plan=plan())
+    strategy = FederatedStrategy(DPFedAvg(), plan())
     with pytest.raises(FederationNotReady, match="the reason is in its own log") as error:
         run(projects.opacus(client_level_dp_mod(), wrapped=True), strategy)
     assert "_module" not in str(error.value)
@@ -143,7 +151,7 @@ def test_behind_our_mod_the_nodes_own_log_shows_them(logged):
 def test_a_secure_sum_needs_a_client_app_of_this_package():
     secure = plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.25))
     with pytest.raises(InvalidValue, match=r"cannot mask its uploads; build it by client_app"):
-        run(projects.quickstart(client_level_dp_mod()), DPFedAvg(plan=secure))
+        run(projects.quickstart(client_level_dp_mod()), FederatedStrategy(DPFedAvg(), secure))
 
 
 def test_an_app_without_a_setting_for_it_runs_with_the_number_of_clients_it_is_given():

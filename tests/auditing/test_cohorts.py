@@ -17,7 +17,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.algorithms.uldp.weights import SAMPLED, USERS
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import records
+from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
     FixedSizeSampling,
     Ledger,
@@ -28,6 +28,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.training import LocalTraining, Task
 from tests.support import planted_faults as faults
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
 UNITS, RATE, ROUNDS, SILOS = 12, 0.3, 120, 3
@@ -56,8 +57,8 @@ def plan(sampling, **changes):
 
 def run(strategy, rounds, *, size=1, silos=0):
     """Return the grid and the model before the first round and after each."""
-    app = type(strategy).client_app(still(size, bool(silos)), allow_seeded_noise=True)
-    grid = Recorder(app, num_clients=silos or strategy.plan.sampling.population)
+    app = strategy.method.client_app(still(size, bool(silos)), allow_seeded_noise=True)
+    grid = Recorder(app, num_clients=silos or strategy.run.plan.sampling.population)
     models = {}
 
     def note(number, arrays):
@@ -74,7 +75,9 @@ def trainings(grid):
 
 def clients_by_round(sampling, rounds=ROUNDS, **options):
     """Return which clients each round asks, as an array of shape (rounds, units)."""
-    strategy = DPFedAvg(plan=plan(sampling), local=ONE_STEP, evaluate_every=0, **options)
+    strategy = strategy_of(
+        DPFedAvg, plan=plan(sampling), local=ONE_STEP, evaluate_every=0, **options
+    )
     grid, _ = run(strategy, rounds)
     asked = np.zeros((rounds, UNITS))
     for message in trainings(grid):
@@ -86,7 +89,9 @@ def clients_by_round(sampling, rounds=ROUNDS, **options):
 def users_by_round(sampling, rounds=ROUNDS):
     """Return which users each round draws, by the messages to every silo."""
     of_users = plan(sampling, unit=PrivacyUnit.USER)
-    strategy = UldpAvg(plan=of_users, num_silos=SILOS, local=ONE_STEP, evaluate_every=0)
+    strategy = FederatedStrategy(
+        UldpAvg(num_silos=SILOS, local=ONE_STEP), of_users, evaluate_every=0
+    )
     grid, _ = run(strategy, rounds, silos=SILOS)
     asked = np.zeros((SILOS, rounds, UNITS))
     for message in trainings(grid):
@@ -176,7 +181,11 @@ def check_nobody(changes, silos, path, rounds=4):
     ledger = Ledger(path)
     the_plan = plan(EMPTY, clipping_norm=EMPTY.expected_cohort_size, **changes)
     options = {"plan": the_plan, "local": ONE_STEP, "evaluate_every": 0, "ledger": ledger}
-    strategy = UldpAvg(num_silos=silos, **options) if silos else DPFedAvg(**options)
+    strategy = (
+        strategy_of(UldpAvg, num_silos=silos, **options)
+        if silos
+        else strategy_of(DPFedAvg, **options)
+    )
     _, models = run(strategy, rounds, size=SIZE, silos=silos)
     steps = [after - before for before, after in pairwise(models)]
     stddev = the_plan.noise_multiplier / (silos or 1)

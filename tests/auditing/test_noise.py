@@ -24,6 +24,7 @@ from flower_ext.auditing import Experiment, World, observe
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
+    FederatedStrategy,
     InProcessGrid,
     client_level_dp_mod,
     objective_perturbation_term,
@@ -41,6 +42,7 @@ from flower_ext.training import LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 from tests.support.losing import Losing
+from tests.support.strategies import strategy_of
 
 ROUNDS, RUNS = 3, 2
 LUCK = 1e-9
@@ -133,7 +135,7 @@ def seen(name, runs=RUNS):
     """Return an adversary's observations of runs in which nobody learns."""
     of = MECHANISMS[name](rounds=ROUNDS)
     strategy = of.without.strategy
-    app = echo if name == "client-noise-mod" else type(strategy()).client_app
+    app = echo if name == "client-noise-mod" else strategy().method.client_app
     world = World(
         strategy=strategy, client_app=app(still(name)), num_clients=of.without.num_clients
     )
@@ -284,7 +286,9 @@ def models_of(name, folder=None, *, rounds=ROUNDS, **options):
         models[number] = {n: array.astype(np.float64) / stddev for n, array in wide}
 
     def start(run=None):
-        strategy = DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0, run=run, **options)
+        strategy = strategy_of(
+            DPFedAvg, plan=plan, local=ONE_STEP, evaluate_every=0, run=run, **options
+        )
         app = DPFedAvg.client_app(still(name), allow_seeded_noise=True)
         nodes = Losing(app, CLIENTS)
         lost = (1, 2) if "lost" in name else ()
@@ -356,7 +360,7 @@ def test_masked_scores_have_their_noise_on_each_number(monkeypatch):
         still(""),
         data=lambda _: ClientData(train=Examples(torch.zeros(1, 1), torch.zeros(1)), test=nothing),
     )
-    strategy = DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1)
+    strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=1)
     grid = InProcessGrid(DPFedAvg.client_app(task), 3)
     strategy.start(grid, ArrayRecord(INITIAL), num_rounds=ROUNDS)
     draws = [{"scores": total} for total in totals]

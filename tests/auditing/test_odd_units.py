@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, silo_training
+from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import unmoved
 from flower_ext.privacy import (
     AdversaryView,
@@ -35,6 +36,7 @@ from flower_ext.training import (
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from tests.support.failing import FAILING, failing_task
 from tests.support.grids import grid
+from tests.support.strategies import group_strategy, strategy_of
 from tests.support.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.support.worlds import FEATURES, client_data, initial
 
@@ -82,7 +84,7 @@ def group():
         noise_multiplier=1.0,
     )
     users = OTHERS + 1
-    return UldpGroup(
+    return group_strategy(
         num_silos=2, num_users=users, group_size=1, local=local, delta=DELTA, evaluate_every=0
     )
 
@@ -97,12 +99,14 @@ def clipped_steps():
         delta=DELTA,
         steps=STEPS,
     )
-    return DPDitto(plan=plan, local=LOCAL, personal_training=LOCAL, evaluate_every=0)
+    return FederatedStrategy(DPDitto(local=LOCAL, personal_training=LOCAL), plan, evaluate_every=0)
 
 
 METHODS = {
-    "uldp-avg": lambda: UldpAvg(plan=of_users(), num_silos=2, local=LOCAL, evaluate_every=0),
-    "uldp-sgd": lambda: UldpSgd(plan=of_users(), num_silos=2, evaluate_every=0),
+    "uldp-avg": lambda: FederatedStrategy(
+        UldpAvg(num_silos=2, local=LOCAL), of_users(), evaluate_every=0
+    ),
+    "uldp-sgd": lambda: FederatedStrategy(UldpSgd(num_silos=2), of_users(), evaluate_every=0),
     "uldp-group": group,
     "ditto-steps": clipped_steps,
 }
@@ -195,11 +199,11 @@ def of_clients(**changes):
 
 
 def with_a_head(plan):
-    return DP2FedSAM(plan=plan, head=LOCALLY, extractor=LOCALLY, **QUIET)
+    return strategy_of(DP2FedSAM, plan=plan, head=LOCALLY, extractor=LOCALLY, **QUIET)
 
 
 def with_own_models(plan):
-    return DPDitto(plan=plan, local=LOCALLY, personal_training=LOCALLY, **QUIET)
+    return strategy_of(DPDitto, plan=plan, local=LOCALLY, personal_training=LOCALLY, **QUIET)
 
 
 def summed():
@@ -207,10 +211,14 @@ def summed():
 
 
 FAILURES = {
-    "discard": lambda: DPFedAvg(plan=of_clients(dropout_policy="discard"), local=LOCALLY, **QUIET),
-    "top-up": lambda: DPFedAvg(plan=of_clients(), local=LOCALLY, **QUIET),
-    "server": lambda: DPFedAvg(plan=of_clients(noise_placement="server"), local=LOCALLY, **QUIET),
-    "secure sum": lambda: DPFedAvg(plan=summed(), local=LOCALLY, **QUIET),
+    "discard": lambda: strategy_of(
+        DPFedAvg, plan=of_clients(dropout_policy="discard"), local=LOCALLY, **QUIET
+    ),
+    "top-up": lambda: strategy_of(DPFedAvg, plan=of_clients(), local=LOCALLY, **QUIET),
+    "server": lambda: strategy_of(
+        DPFedAvg, plan=of_clients(noise_placement="server"), local=LOCALLY, **QUIET
+    ),
+    "secure sum": lambda: strategy_of(DPFedAvg, plan=summed(), local=LOCALLY, **QUIET),
     "head": lambda: with_a_head(of_clients(dropout_policy="discard")),
     "ditto": lambda: with_own_models(of_clients()),
     "records": lambda: with_own_models(OF_RECORDS),
@@ -314,7 +322,7 @@ def one_diverged_client():
             rounds=1,
             delta=DELTA,
         )
-        return DPFedAvg(plan=plan, local=local, evaluate_every=0, seed=1)
+        return FederatedStrategy(DPFedAvg(local=local), plan, evaluate_every=0, seed=1)
 
     def world(scale, noise_multiplier):
         def data(partition):

@@ -10,6 +10,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.auditing import World, audit_in_one_run
 from flower_ext.auditing.linear import ONE_STEP, Turns
 from flower_ext.data import ClientData, Examples
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import AdversaryView, FullParticipation, ReleasePlan
 from flower_ext.training import Task
 from tests.support import planted_faults as faults
@@ -45,7 +46,7 @@ def test_one_run_exceeds_what_is_printed_where_clipping_is_off_alone(clipped, mo
             device="cpu",
         )
         return World(
-            strategy=lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
+            strategy=lambda: FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=0),
             client_app=DPFedAvg.client_app(task),
             num_clients=CANARIES,
         )

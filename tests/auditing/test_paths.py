@@ -17,6 +17,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
+from flower_ext.federation.secure_sum import SecureRound
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
@@ -26,10 +27,8 @@ from torch import nn
 import flower_ext
 from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import (
-    PrivateUldpAvg,
     PrivateWeighting,
     UldpAvg,
-    UldpGroup,
     UldpNaive,
     UldpSgd,
     private_silo,
@@ -49,7 +48,6 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.client import cohort_app, masked_scores, protecting, sum_member
-from flower_ext.federation.secure_sum import SecureRound
 from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Rows, Upload
 from flower_ext.privacy import (
     ClippedSteps,
@@ -82,6 +80,7 @@ from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import network, rows
 from flower_ext.training.batched.rows import CompiledRow
 from tests.support import planted_faults as faults
+from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Tampering
 
 CLIENTS, USERS, SILOS = 4, 2, 3
@@ -236,7 +235,7 @@ def sent(
     own = app(size) if app else method.client_app(sent_task(size, kind, records_of))
     clients = grid(own, CLIENTS, **options)
     initial = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
-    strategy = method(plan=plan, evaluate_every=0, timeout=5.0)
+    strategy = strategy_of(method, plan=plan, evaluate_every=0, timeout=5.0)
     try:
         moved = start(strategy, clients, initial)
     finally:
@@ -314,8 +313,8 @@ def linear(size, strategy, factor, *, silos=0, norm=NORM):
         metrics={},
         device="cpu",
     )
-    app = type(strategy).client_app(task, allow_seeded_noise=True)
-    population = silos or strategy.plan.sampling.population
+    app = strategy.method.client_app(task, allow_seeded_noise=True)
+    population = silos or strategy.run.plan.sampling.population
     moved = start(strategy, InProcessGrid(app, population), {"weight": np.zeros((1, 16), "f4")})
     return {name: array * factor / norm for name, array in moved.items()}
 
@@ -324,8 +323,8 @@ def users(size, method=UldpAvg, *, silos=2, factor=USERS, plan=None, **options):
     """Run one round of Uldp-FL; the user's records lie in every silo, with the same update."""
     local = {} if method is UldpSgd else {"local": ONE_STEP}
     facts = {"sampling": FullParticipation(USERS), "unit": PrivacyUnit.USER, **(plan or {})}
-    strategy = method(
-        plan=release_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
+    strategy = strategy_of(
+        method, plan=release_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
     )
     return linear(size, strategy, factor * silos, silos=silos)
 
@@ -340,7 +339,7 @@ def group(size):
         clipping_norm=NORM,
         noise_multiplier=NOISE,
     )
-    strategy = UldpGroup(
+    strategy = group_strategy(
         num_silos=2, num_users=2, group_size=2, local=local, delta=DELTA, evaluate_every=0
     )
     return linear(size, strategy, 1, silos=2)
@@ -364,7 +363,9 @@ def ditto(size, *, steps):
         noise_stddev=NOISE * NORM,
         steps=clipped,
     )
-    strategy = DPDitto(plan=plan, local=local, personal_training=ONE_STEP, evaluate_every=0)
+    strategy = FederatedStrategy(
+        DPDitto(local=local, personal_training=ONE_STEP), plan, evaluate_every=0
+    )
     return linear(size, strategy, 1)
 
 
@@ -385,7 +386,7 @@ def scores(size):
         metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
         device="cpu",
     )
-    strategy = DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1)
+    strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=1)
     grid = InProcessGrid(DPFedAvg.client_app(task), CLIENTS)
     initial = ArrayRecord({"weight": torch.zeros(1, 16)})
     told = strategy.start(grid, initial, num_rounds=1).evaluate_metrics_clientapp[1]
@@ -524,7 +525,7 @@ PATHS = {
     "users' encrypted sum": Path(
         run=partial(
             users,
-            method=PrivateUldpAvg,
+            method=UldpAvg,
             silos=SILOS,
             protocol=PAILLIER,
             plan={"dropout_policy": "discard"},

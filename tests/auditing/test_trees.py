@@ -16,6 +16,7 @@ from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.trial import Trial
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
+from tests.support.strategies import group_strategy
 
 SIZE, CLASSES, HUGE, OTHERS = 100, 2, 1e3, 12
 DELTA, TRIALS, CONFIDENCE, AUDITS = 1e-5, 100, 0.999, 4
@@ -68,13 +69,8 @@ def loss(outputs, targets):
 
 
 def strategy():
-    return UldpGroup(
-        num_silos=2,
-        num_users=OTHERS + 1,
-        group_size=1,
-        local=LOCAL,
-        delta=DELTA,
-        evaluate_every=0,
+    return group_strategy(
+        num_silos=2, num_users=OTHERS + 1, group_size=1, local=LOCAL, delta=DELTA, evaluate_every=0
     )
 
 

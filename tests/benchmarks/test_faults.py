@@ -179,8 +179,8 @@ class Leaking(DPFedAvg):
 
 
 def test_memory_on_the_wire_is_found():
-    strategy: FederatedStrategy = Leaking(
-        plan=nobody_private(), local=LocalTraining(epochs=1, batch_size=10)
+    strategy: FederatedStrategy = FederatedStrategy(
+        Leaking(local=LocalTraining(epochs=1, batch_size=10)), nobody_private()
     )
     found = wire.search("leaking", strategy, lambda name: True, rounds=1)
     assert found.found_bytes > 1_000

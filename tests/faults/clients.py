@@ -33,7 +33,7 @@ def ask(case: Case, count: int, *, seed: int) -> Asked:
     found, rng = Asked(), np.random.default_rng(seed)
     strategy = case.build(seed=seed)
     # Clients refuse seeded noise, as in a deployment.
-    app = type(strategy).client_app(task(), allow_seeded_noise=case is PRIVATE)
+    app = strategy.method.client_app(task(), allow_seeded_noise=case is PRIVATE)
     grid = InProcessGrid(app, case.nodes)
     questions: list[Message] = []
     for server_round in range(1, 9):  # the last round stays unanswered; a cohort may be empty

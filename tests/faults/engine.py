@@ -71,7 +71,7 @@ class Referee:
             return combine(self._used.items())
 
         def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:
-            base = {name: array.copy() for name, array in strategy.sent.items()}
+            base = {name: array.copy() for name, array in strategy.run.model.items()}
             moved, metrics = aggregate(server_round, replies)
             self._check(server_round, base, moved, grid.taken())
             return moved, metrics
@@ -94,7 +94,7 @@ class Referee:
         }
         if summarised != bool(told) or (told and self.strategy.client_metrics != told):
             self.outcome.accepted.append(f"scores of round {number}")
-        mean = self.strategy.progress.row.get("accuracy_mean", 0.0)
+        mean = self.strategy.run.progress.row.get("accuracy_mean", 0.0)
         if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):
             self.outcome.wrong_aggregates.append(f"scores of round {number}")
 
@@ -113,9 +113,9 @@ class Referee:
         )
         if not same:
             outcome.accepted.append(f"round {number}: {sorted(used)}, not {sorted(counted)}")
-        for partition in self.strategy.cohort.asked if counted else ():
+        for partition in self.strategy.training_round.cohort.asked if counted else ():
             self.weights[partition] += came.asked / len(counted)
-        if self.strategy.client.name == "uldp_avg_private":
+        if self.strategy.method.client.name == "uldp_avg_private":
             if (moved is not None) != (len(counted) == SILOS):
                 outcome.wrong_aggregates.append(f"round {number}: released without all silos")
             return
@@ -135,7 +135,7 @@ def expected_model(
     asked: int,
 ) -> records.Arrays | None:
     """Return the next model by plain arithmetic, with seeded noise; None without a release."""
-    plan, number = strategy.plan, strategy.participations.rounds
+    plan, number = strategy.run.plan, strategy.participations.rounds
     wide = [{name: a.astype(np.float64) for name, a in upload.items()} for upload in uploads]
     if not isinstance(plan, ReleasePlan):
         if not wide:
@@ -159,7 +159,7 @@ def expected_model(
     for name, array in base.items():
         noise = stddev * rng.standard_normal(array.shape) if stddev else 0.0
         total = sum((upload[name] for upload in wide), np.zeros(array.shape)) + noise
-        moved[name] = array + strategy.server_learning_rate * total / divisor
+        moved[name] = array + strategy.method.server_learning_rate * total / divisor
     return moved
 
 
@@ -174,8 +174,8 @@ def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
             evaluate_every=20,
             run=RunDirectory.create(Path(folder) / "run", {}),
         )
-        if isinstance(strategy.plan, ReleasePlan):
-            strategy.spending.ledger = ledger
+        if isinstance(strategy.run.plan, ReleasePlan):
+            strategy.run.spending.ledger = ledger
         grid = FaultyGrid(
             case.client_app(strategy),
             case.nodes,
@@ -203,7 +203,7 @@ def epsilons(
     strategy: FederatedStrategy, referee: Referee, ledger: Ledger
 ) -> dict[str, tuple[float, float]]:
     """Return each reported ε beside the one recomputed from rounds and participations only."""
-    plan, rounds = strategy.plan, referee.outcome.rounds
+    plan, rounds = strategy.run.plan, referee.outcome.rounds
     reported = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     if isinstance(plan, RecordLevelPlan):
         multiplier = plan.noise_stddev / (2 * plan.clipping_norm) / np.sqrt(rounds)

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message
 from scipy import stats
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import records
+from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.privacy.mechanisms.noised_sum import DropoutPolicy, NoisePlacement
 from flower_ext.training import LocalTraining, Task
@@ -70,7 +70,7 @@ def measure(
         noise_placement=placement,
         dropout_policy=policy,
     )
-    strategy = DPFedAvg(plan=plan, local=LocalTraining(epochs=0), evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(local=LocalTraining(epochs=0)), plan, evaluate_every=0)
     task = Task(model=Net, data=lambda number: DATA[number % len(DATA)], device="cpu")
     grid = LosingGrid(
         DPFedAvg.client_app(task),

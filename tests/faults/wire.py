@@ -88,12 +88,12 @@ def search(
     Numbers that the server had sent before are not the client's own: a unit that is never active
     stays in the personal model as it was received.
     """
-    grid = TappedGrid(type(strategy).client_app(task(), allow_seeded_noise=True), CLIENTS)
+    grid = TappedGrid(strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS)
     strategy.start(grid, initial(), num_rounds=rounds)
     own = {data: label for data, label in grid.memories.items() if personal(label)}
     windows = set().union(*(found for label, found in grid.own.items() if personal(label)))
     seen = {window for data in grid.wire for window in _windows(data)}
-    shared = set(strategy.sent)
+    shared = set(strategy.run.model)
     return Searched(
         name=name,
         personal_bytes=sum(map(len, own)),

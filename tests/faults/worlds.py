@@ -26,7 +26,6 @@ from flower_ext.algorithms import (
 from flower_ext.algorithms.scaffold import STEPS
 from flower_ext.algorithms.uldp import (
     LatticeWeighting,
-    PrivateUldpAvg,
     PrivateWeighting,
     UldpAvg,
 )
@@ -44,6 +43,7 @@ from flower_ext.privacy import (
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import Rates, times
 from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric
+from tests.support.strategies import private_strategy_of, strategy_of
 
 CLIENTS, SILOS, USERS, SEED = 8, 3, 12, 5
 CLASSES, FEATURES, RECORDS = 3, 5, 20
@@ -106,7 +106,7 @@ class Case:
 
     def client_app(self, strategy: FederatedStrategy) -> ClientApp:
         """Return its ClientApp, which allows simulation."""
-        return type(strategy).client_app(task(), allow_seeded_noise=True)
+        return strategy.method.client_app(task(), allow_seeded_noise=True)
 
 
 def release_plan(**changes: Any) -> ReleasePlan:
@@ -161,14 +161,14 @@ _NO_HUGE = Rates(huge=0.0)
 CASES: tuple[Case, ...] = (
     Case(
         name="DP-FedAvg, clients noise, top-up",
-        build=lambda **o: DPFedAvg(plan=release_plan(), local=FAST, **o),
+        build=lambda **o: strategy_of(DPFedAvg, plan=release_plan(), local=FAST, **o),
         mutations=TRAIN,
         huge=times(1e4),
     ),
     Case(
         name="DP²-FedSAM, clients noise, discard",
-        build=lambda **o: DP2FedSAM(
-            plan=release_plan(dropout_policy="discard"), head=FAST, extractor=FAST, **o
+        build=lambda **o: strategy_of(
+            DP2FedSAM, plan=release_plan(dropout_policy="discard"), head=FAST, extractor=FAST, **o
         ),
         rates=_SPARSE,
         mutations=TRAIN,
@@ -176,14 +176,16 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="DP-FedAvg, server noises",
-        build=lambda **o: DPFedAvg(plan=release_plan(noise_placement="server"), local=FAST, **o),
+        build=lambda **o: strategy_of(
+            DPFedAvg, plan=release_plan(noise_placement="server"), local=FAST, **o
+        ),
         rates=_NO_HUGE,  # uploads are clipped
         mutations=TRAIN,
     ),
     Case(
         name="ULDP-AVG, silos noise, top-up",
-        build=lambda **o: UldpAvg(
-            plan=user_plan(), num_silos=SILOS, local=FAST, server_learning_rate=3.0, **o
+        build=lambda **o: strategy_of(
+            UldpAvg, plan=user_plan(), num_silos=SILOS, local=FAST, server_learning_rate=3.0, **o
         ),
         nodes=SILOS,
         mutations=TRAIN,
@@ -191,13 +193,15 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="DP-Ditto, noise on models",
-        build=lambda **o: DPDitto(plan=record_plan(), local=FAST, personal_training=FAST, **o),
+        build=lambda **o: strategy_of(
+            DPDitto, plan=record_plan(), local=FAST, personal_training=FAST, **o
+        ),
         mutations=TRAIN,
         huge=times(1e4),
     ),
     Case(
         name="SCAFFOLD, no privacy",
-        build=lambda **o: Scaffold(plan=nobody_private(), local=FAST, **o),
+        build=lambda **o: strategy_of(Scaffold, plan=nobody_private(), local=FAST, **o),
         rates=_NO_HUGE,  # no bound says that an upload is too large
         mutations={
             **TRAIN,
@@ -220,7 +224,8 @@ _SUM = {
 }
 PRIVATE = Case(
     name="ULDP-AVG-w, encrypted",
-    build=lambda **o: PrivateUldpAvg(
+    build=lambda **o: private_strategy_of(
+        UldpAvg,
         plan=user_plan(dropout_policy="discard"),
         num_silos=SILOS,
         local=FAST,
@@ -255,7 +260,8 @@ PRIVATE = Case(
 PRIVATE_LATTICE = replace(
     PRIVATE,
     name="ULDP-AVG-w, over ring-LWE",
-    build=lambda **o: PrivateUldpAvg(
+    build=lambda **o: private_strategy_of(
+        UldpAvg,
         plan=user_plan(dropout_policy="discard"),
         num_silos=SILOS,
         local=FAST,
@@ -272,34 +278,34 @@ def personal_of(prefix: str = "") -> Callable[[str], bool]:
 
 PERSONALISED: dict[str, tuple[Callable[[], FederatedStrategy], Callable[[str], bool]]] = {
     "DP²-FedSAM": (
-        lambda: DP2FedSAM(plan=release_plan(), head=FAST, extractor=FAST),
+        lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), release_plan()),
         personal_of(),
     ),
     "CENTAUR": (
-        lambda: Centaur(plan=release_plan(), head=FAST, extractor=FAST),
+        lambda: FederatedStrategy(Centaur(head=FAST, extractor=FAST), release_plan()),
         personal_of(),
     ),
     "P-FedSAM (no noise)": (
-        lambda: DP2FedSAM(plan=nobody_private(), head=FAST, extractor=FAST),
+        lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), nobody_private()),
         personal_of(),
     ),
     "DP-Ditto": (
-        lambda: DPDitto(plan=record_plan(), local=FAST, personal_training=FAST),
+        lambda: FederatedStrategy(DPDitto(local=FAST, personal_training=FAST), record_plan()),
         personal_of(),
     ),
     "Ditto (no noise)": (
-        lambda: DPDitto(plan=nobody_private(), local=FAST, personal_training=FAST),
+        lambda: FederatedStrategy(DPDitto(local=FAST, personal_training=FAST), nobody_private()),
         personal_of(),
     ),
-    "DP-FedAMP": (lambda: FedAMP(plan=record_plan(), local=FAST), personal_of()),
-    "DP-APPLE": (lambda: Apple(plan=record_plan(), local=FAST), personal_of()),
+    "DP-FedAMP": (lambda: FederatedStrategy(FedAMP(local=FAST), record_plan()), personal_of()),
+    "DP-APPLE": (lambda: FederatedStrategy(Apple(local=FAST), record_plan()), personal_of()),
     "DP-FedALA": (
-        lambda: FedALA(plan=record_plan(), adaptive=("head",), local=FAST),
+        lambda: FederatedStrategy(FedALA(adaptive=("head",), local=FAST), record_plan()),
         personal_of(),
     ),
     "pFedMe": (
-        lambda: PFedMe(
-            plan=record_plan(), local=FAST, personal_training=LocalTraining(steps=2, epochs=1)
+        lambda: FederatedStrategy(
+            PFedMe(local=FAST, personal_training=LocalTraining(steps=2, epochs=1)), record_plan()
         ),
         personal_of(),
     ),

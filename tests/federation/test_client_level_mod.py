@@ -20,6 +20,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import (
     ClientMethod,
+    FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     LocalResult,
@@ -41,6 +42,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.protections import ClipModel, ClipUpdate, ProtectedByServer
 from flower_ext.training import Task, UnshareableModel
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
 CLIENTS = 4
@@ -92,7 +94,7 @@ def start() -> ArrayRecord:
 
 
 def run(app: ClientApp, strategy=None, rounds: int = 2, grid=None):
-    strategy = strategy or DPFedAvg(plan=plan(), evaluate_every=0)
+    strategy = strategy or FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0)
     grid = grid or Recorder(app, num_clients=CLIENTS)
     return strategy.start(grid, start(), num_rounds=rounds), strategy, grid
 
@@ -150,8 +152,8 @@ def our_app() -> ClientApp:
 @pytest.mark.parametrize("sampling", [FullParticipation(CLIENTS), PoissonSampling(CLIENTS, 0.6)])
 def test_a_foreign_app_behind_the_mod_sends_bit_for_bit_what_our_client_side_sends(sampling):
     seeded = {"plan": plan(sampling=sampling), "seed": 5, "seeded_noise": True, "evaluate_every": 0}
-    foreign, _, _ = run(foreign_app(), DPFedAvg(**seeded))
-    ours, _, _ = run(our_app(), Ours(**seeded))
+    foreign, _, _ = run(foreign_app(), strategy_of(DPFedAvg, **seeded))
+    ours, _, _ = run(our_app(), strategy_of(Ours, **seeded))
     for name in START:
         assert not np.array_equal(foreign.arrays[name].numpy(), START[name])
         np.testing.assert_array_equal(foreign.arrays[name].numpy(), ours.arrays[name].numpy())
@@ -171,14 +173,17 @@ def test_nothing_but_the_noised_update_leaves_the_client():
 
 def test_the_run_is_accounted_as_with_our_own_clients():
     _, foreign, _ = run(foreign_app())
-    _, ours, _ = run(our_app(), Ours(plan=plan(), evaluate_every=0))
+    _, ours, _ = run(our_app(), FederatedStrategy(Ours(), plan(), evaluate_every=0))
     assert [g.to_dict() for g in foreign.guarantees()] == [g.to_dict() for g in ours.guarantees()]
     assert all(np.isfinite(g.epsilon) for g in foreign.guarantees() if g.basis == "provable")
 
 
 def test_what_a_foreign_app_remembers_is_assumed_where_cohorts_have_a_fixed_size():
     _, strategy, _ = run(
-        foreign_app(), DPFedAvg(plan=plan(sampling=FixedSizeSampling(CLIENTS, 2)), evaluate_every=0)
+        foreign_app(),
+        FederatedStrategy(
+            DPFedAvg(), plan(sampling=FixedSizeSampling(CLIENTS, 2)), evaluate_every=0
+        ),
     )
     (models,) = [g for g in strategy.guarantees() if g.view is AdversaryView.RELEASED_MODELS][-1:]
     assert any("ClientApp of somebody else" in text for text in models.assumptions)
@@ -209,7 +214,7 @@ def test_a_secure_sum_of_clients_that_cannot_mask_is_refused_before_any_client_t
         return received
 
     sums = SecureSum(colluding=0.0, dropouts=0.0)
-    strategy = DPFedAvg(plan=plan(secure_aggregation=sums), evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), plan(secure_aggregation=sums), evaluate_every=0)
     with pytest.raises(ValueError, match="secure_aggregation: expected None"):
         run(foreign_app(train), strategy)
     assert trained == []
@@ -232,7 +237,7 @@ def test_a_mod_for_one_record_or_none_is_not_taken_for_one_of_client_level_priva
         sampling=FullParticipation(CLIENTS), perturbation=perturbation, delta=1e-5
     )
     with pytest.raises(FederationNotReady, match="does not know how") as error:
-        run(foreign_app(), DPFedAvg(plan=record_level, evaluate_every=0))
+        run(foreign_app(), FederatedStrategy(DPFedAvg(), record_level, evaluate_every=0))
     assert "client_level_dp_mod" not in str(error.value)
 
 
@@ -250,12 +255,13 @@ def test_nodes_without_a_partition_take_part_and_are_numbered_by_their_ids():
         context.node_config = {}
     _, strategy, _ = run(None, grid=grid)
     assert strategy.refusals == []
-    assert not strategy.exchange.knows_partitions
+    assert not strategy.run.exchange.knows_partitions
 
 
 def test_where_the_server_noises_the_mod_lets_models_through():
     _, strategy, grid = run(
-        foreign_app(), DPFedAvg(plan=plan(noise_placement="server"), evaluate_every=0)
+        foreign_app(),
+        FederatedStrategy(DPFedAvg(), plan(noise_placement="server"), evaluate_every=0),
     )
     assert strategy.refusals == []
     for reply in replies_of_training(grid):
@@ -263,7 +269,7 @@ def test_where_the_server_noises_the_mod_lets_models_through():
 
 
 def test_evaluation_passes_the_mod_as_it_is():
-    result, _, _ = run(foreign_app(), DPFedAvg(plan=plan()))
+    result, _, _ = run(foreign_app(), FederatedStrategy(DPFedAvg(), plan()))
     assert result.evaluate_metrics_clientapp[1]["loss_mean"] == 0.25
 
 
@@ -276,7 +282,7 @@ def with_floor(app, least: float):
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_the_floor_of_a_nodes_owner_holds_and_the_server_is_told_why(placement):
-    strategy = DPFedAvg(plan=plan(noise_placement=placement), evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=placement), evaluate_every=0)
     with pytest.raises(FederationNotReady, match="least-noise-multiplier=0.6"):
         run(None, strategy, grid=with_floor(foreign_app(), 0.6))  # σ/√4 = 0.5
 
@@ -287,14 +293,17 @@ def test_a_floor_that_is_met_changes_nothing():
 
 
 def test_seeded_noise_is_refused_unless_the_app_was_built_for_simulation():
-    strategy = DPFedAvg(plan=plan(), seed=1, seeded_noise=True, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), plan(), seed=1, seeded_noise=True, evaluate_every=0)
     with pytest.raises(FederationNotReady, match="seeded noise"):
         run(foreign_app(mods=[client_level_dp_mod()]), strategy)
 
 
 def test_the_mod_fails_closed_before_a_server_that_asks_for_no_protection():
     with pytest.raises(FederationNotReady, match="expected that of a ReleasePlan"):
-        run(foreign_app(), DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS))))
+        run(
+            foreign_app(),
+            FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))),
+        )
     trained = []
     app = foreign_app(lambda received, partition: trained.append(partition) or received)
     fedavg = FedAvg(min_train_nodes=CLIENTS, min_available_nodes=CLIENTS, fraction_evaluate=0.0)
@@ -312,7 +321,7 @@ def test_the_app_sees_what_flowers_own_strategies_send():
         seen.append((set(message.content), message.content["config"]["lr"]))
         return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 
-    strategy = DPFedAvg(plan=plan(), evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0)
     strategy.start(
         InProcessGrid(app, CLIENTS), start(), num_rounds=1, train_config=ConfigRecord({"lr": 0.1})
     )
@@ -332,12 +341,12 @@ def test_personal_layers_stay_on_the_client_though_the_app_returns_its_whole_mod
         {**start(), "bn.running_mean": Array(np.zeros(2)), "bn.n": Array(np.array(0))}
     )
     grid = Recorder(foreign_app(train), num_clients=CLIENTS)
-    strategy = DPFedAvg(plan=plan(), personal=["bn"], evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(personal=["bn"]), plan(), evaluate_every=0)
     strategy.start(grid, whole, num_rounds=1)
     assert strategy.refusals == []
     assert set(replies_of_training(grid)[0].content[records.UPDATE]) == {"w", "t"}
     with pytest.raises(UnshareableModel):
-        DPFedAvg(plan=plan(), evaluate_every=0).start(grid, whole, num_rounds=1)
+        FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0).start(grid, whole, num_rounds=1)
 
 
 # Among other mods ---------------------------------------------------------------------------------
@@ -379,7 +388,7 @@ def test_mods_after_ours_see_a_plain_app_and_one_before_may_read_the_settings():
 
 @pytest.mark.parametrize("before", [reads_metrics, halves])
 def test_a_mod_before_ours_that_spoils_uploads_ends_the_run_before_privacy_is_spent(before):
-    strategy = DPFedAvg(plan=plan(), evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0)
     with pytest.raises(FederationNotReady, match=r"that mod before all others|put .* first"):
         run(foreign_app(mods=mods_of(before=[before])), strategy)
     assert strategy.participations.rounds == 0
@@ -444,7 +453,9 @@ def odd_app(name: str) -> ClientApp:
 def test_one_odd_client_sends_what_one_sends_that_learned_nothing_and_others_as_ever(name):
     def uploads(app):
         grid = Recorder(app, num_clients=CLIENTS)
-        strategy = DPFedAvg(plan=plan(), seed=2, seeded_noise=True, evaluate_every=0)
+        strategy = FederatedStrategy(
+            DPFedAvg(), plan(), seed=2, seeded_noise=True, evaluate_every=0
+        )
         strategy.start(grid, start(), num_rounds=1)
         assert strategy.refusals == []
         return {m.metadata.src_node_id: m.content for m in replies_of_training(grid)}

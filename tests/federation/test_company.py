@@ -8,7 +8,7 @@ from torch import nn
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, PFedMe
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import InProcessGrid, VirtualGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, records
 from flower_ext.federation.client import unmoved
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import (
@@ -19,6 +19,7 @@ from flower_ext.privacy import (
 from flower_ext.runs import RunDirectory, write_report
 from flower_ext.training import LocalTraining, Task
 from tests.support.grids import grid
+from tests.support.strategies import strategy_of
 from tests.support.worlds import CLASSES, FEATURES, Net, client_data
 
 CLIENTS = 9
@@ -109,18 +110,24 @@ def record_plan():
 
 
 METHODS = {
-    "DP-FedAvg": lambda **how: DPFedAvg(plan=release_plan("client"), local=UNSTABLE, **how),
-    "server noise": lambda **how: DPFedAvg(plan=release_plan("server"), local=UNSTABLE, **how),
-    "DP2-FedSAM": lambda **how: DP2FedSAM(
+    "DP-FedAvg": lambda **how: strategy_of(
+        DPFedAvg, plan=release_plan("client"), local=UNSTABLE, **how
+    ),
+    "server noise": lambda **how: strategy_of(
+        DPFedAvg, plan=release_plan("server"), local=UNSTABLE, **how
+    ),
+    "DP2-FedSAM": lambda **how: strategy_of(
+        DP2FedSAM,
         plan=release_plan("client"),
         head=UNSTABLE,
         extractor=replace(UNSTABLE, sam_radius=0.1),
         **how,
     ),
-    "DP-Ditto": lambda **how: DPDitto(
-        plan=record_plan(), local=UNSTABLE, personal_training=UNSTABLE, **how
+    "DP-Ditto": lambda **how: strategy_of(
+        DPDitto, plan=record_plan(), local=UNSTABLE, personal_training=UNSTABLE, **how
     ),
-    "DP-pFedMe": lambda **how: PFedMe(
+    "DP-pFedMe": lambda **how: strategy_of(
+        PFedMe,
         plan=record_plan(),
         local=LocalTraining(epochs=1, batch_size=8, learning_rate=0.01),
         personal_training=LocalTraining(steps=5, learning_rate=0.05),
@@ -138,12 +145,12 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
 
     strategy = make(seed=2, seeded_noise=True, evaluate_every=0)
     task = Task(model=model, data=data, device="cpu")
-    app = type(strategy).client_app(task, allow_seeded_noise=True)
+    app = strategy.method.client_app(task, allow_seeded_noise=True)
     grid = engine(app)
-    strategy.progress.begin()
+    strategy.run.progress.begin()
     initial = ArrayRecord(task.initial_params(2))
     asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
-    partitions = {node: partition for partition, node in strategy.exchange.nodes.items()}
+    partitions = {node: partition for partition, node in strategy.run.exchange.nodes.items()}
     asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
     replies = grid.send_and_receive(asked)
     return {
@@ -233,7 +240,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
 
     sgd = LocalTraining(epochs=1, batch_size=8)
     run = RunDirectory.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
-    strategy = DPDitto(plan=record_plan(), local=sgd, personal_training=sgd, run=run)
+    strategy = FederatedStrategy(DPDitto(local=sgd, personal_training=sgd), record_plan(), run=run)
     task = Task(model=Net, data=data, device="cpu")
     grid, replies = engine(DPDitto.client_app(task)), []
     plainly = grid.send_and_receive
@@ -300,10 +307,10 @@ def test_an_error_of_one_client_changes_no_bit_of_the_scores_of_another(odd):
             own = client_data(client)
             return replace(own, test=odd(own.test)) if client == 0 else own
 
-        strategy = DPFedAvg(plan=release_plan("client"), seed=2)
+        strategy = FederatedStrategy(DPFedAvg(), release_plan("client"), seed=2)
         task = Task(model=Picky, data=data, device="cpu")
         grid = in_process(DPFedAvg.client_app(task))
-        strategy.progress.begin()
+        strategy.run.progress.begin()
         initial = ArrayRecord(task.initial_params(2))
         asked = strategy.configure_evaluate(1, initial, ConfigRecord(), grid)
         return {

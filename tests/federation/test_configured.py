@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import InProcessGrid, configured
+from flower_ext.federation import FederatedStrategy, InProcessGrid, configured
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -19,6 +19,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_mul
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS = 3
@@ -201,7 +202,7 @@ def start(path, strategy_of, **settings):
 
 def fedavg(config, run):
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    return DPFedAvg(**configured.options(config, run, plan))
+    return strategy_of(DPFedAvg, **configured.options(config, run, plan))
 
 
 def test_a_run_has_the_rounds_of_its_settings_or_of_its_planner(tmp_path):
@@ -220,7 +221,9 @@ def test_a_resumed_run_goes_as_far_beyond_its_planner_as_its_settings_say(tmp_pa
 def dp_fedavg(config, run):
     settings = {**RELEASE, "clients": CLIENTS, "sampling": "everyone", **config}
     plan = configured.release_plan(settings)
-    return DPFedAvg(local=configured.training(TRAINING), **configured.options(settings, run, plan))
+    return strategy_of(
+        DPFedAvg, local=configured.training(TRAINING), **configured.options(settings, run, plan)
+    )
 
 
 def test_a_resumed_run_may_not_exceed_the_rounds_of_its_epsilon_and_stays_complete(tmp_path):
@@ -264,7 +267,9 @@ def test_a_personal_part_that_the_model_lacks_ends_the_run_before_its_first_roun
     def strategy(config, run):
         plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
         local = configured.training(TRAINING)
-        return DP2FedSAM(plan=plan, head=local, extractor=local, personal=("last",), run=run)
+        return FederatedStrategy(
+            DP2FedSAM(head=local, extractor=local, personal=("last",)), plan, run=run
+        )
 
     with pytest.raises(InvalidValue, match="personal='last' names no parameter.*'head'"):
         start(tmp_path / "run", strategy)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from flower_ext.algorithms import DPFedAvg, Hosted, Upcycled
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import InProcessGrid, recorded
+from flower_ext.federation import FederatedStrategy, InProcessGrid, recorded
 from flower_ext.privacy import (
     Budget,
     FullParticipation,
@@ -92,7 +92,7 @@ def test_a_run_that_died_says_so_with_a_report(tmp_path):
 
 
 def test_a_run_that_failed_before_its_first_round_may_begin_again(tmp_path):
-    strategy = DPFedAvg(plan=plan(), timeout=0.1)
+    strategy = FederatedStrategy(DPFedAvg(), plan(), timeout=0.1)
     alone = InProcessGrid(DPFedAvg.client_app(task()), num_clients=1)
     start = recorded(strategy, tmp_path / "run")
     with pytest.raises(RuntimeError, match="1 of 3 nodes connected"):
@@ -172,7 +172,9 @@ def test_a_relative_name_lies_in_the_runs_folder_and_none_makes_a_new_one(tmp_pa
 
 def test_wrapped_and_hosted_strategies_are_recorded(tmp_path):
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-    hosted = Hosted(FedAvgM(min_train_nodes=3, min_available_nodes=3), plan=NO_PRIVACY)
+    hosted = FederatedStrategy(
+        Hosted(FedAvgM(min_train_nodes=3, min_available_nodes=3)), NO_PRIVACY
+    )
     recorded(Upcycled(hosted, 0.5), tmp_path / "run").start(
         grid, ArrayRecord(task().initial_params(0)), num_rounds=4
     )
@@ -215,14 +217,16 @@ def test_a_strategy_is_recorded_once(tmp_path):
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
     with pytest.raises(InvalidValue, match="writes to this directory already"):
-        recorded(DPFedAvg(plan=plan(), run=own), tmp_path / "run").start(grid, initial)
-    strategy = DPFedAvg(plan=plan(), timeout=5.0)
+        recorded(FederatedStrategy(DPFedAvg(), plan(), run=own), tmp_path / "run").start(
+            grid, initial
+        )
+    strategy = FederatedStrategy(DPFedAvg(), plan(), timeout=5.0)
     strategy.start(grid, initial, num_rounds=1)
     with pytest.raises(InvalidValue, match="has not run yet; create a new one"):
         recorded(strategy, tmp_path / "other").start(grid, initial)
 
 
 def test_the_path_is_known_before_the_first_round_and_may_be_a_text(tmp_path):
-    start = recorded(DPFedAvg(plan=plan()), str(tmp_path / "run"))
+    start = recorded(FederatedStrategy(DPFedAvg(), plan()), str(tmp_path / "run"))
     assert start.run is None
     assert not Path(tmp_path / "run").exists()

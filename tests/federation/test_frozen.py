@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
-from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.worlds import CLASSES, FEATURES, client_data
@@ -49,12 +49,14 @@ def plan(clipping_norm: float = 0.5) -> ReleasePlan:
 
 
 def run(strategy, own: Task):
-    grid = InProcessGrid(type(strategy).client_app(own), num_clients=CLIENTS)
+    grid = InProcessGrid(strategy.method.client_app(own), num_clients=CLIENTS)
     return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
 
 
 def test_only_what_trains_is_sent_and_its_norm_is_that_which_is_clipped():
-    strategy = DPFedAvg(plan=plan(), local=SGD, seed=1, evaluate_every=1, frozen=task().fingerprint)
+    strategy = FederatedStrategy(
+        DPFedAvg(local=SGD), plan(), seed=1, evaluate_every=1, frozen=task().fingerprint
+    )
     result = run(strategy, task())
     state = result.arrays.to_torch_state_dict()
     assert set(state) == {"adapter.weight", "adapter.bias", "head.weight", "head.bias"}
@@ -65,8 +67,11 @@ def test_only_what_trains_is_sent_and_its_norm_is_that_which_is_clipped():
 
 
 def test_a_personal_head_and_a_shared_adapter_train_above_the_base():
-    strategy = DP2FedSAM(
-        plan=plan(), head=SGD, extractor=SGD, personal=("head",), seed=1, frozen=task().fingerprint
+    strategy = FederatedStrategy(
+        DP2FedSAM(head=SGD, extractor=SGD, personal=("head",)),
+        plan(),
+        seed=1,
+        frozen=task().fingerprint,
     )
     result = run(strategy, task())
     assert set(result.arrays.to_torch_state_dict()) == {"adapter.weight", "adapter.bias"}
@@ -74,7 +79,7 @@ def test_a_personal_head_and_a_shared_adapter_train_above_the_base():
 
 
 def test_a_node_with_another_base_is_refused_before_the_first_round():
-    strategy = DPFedAvg(plan=plan(), local=SGD, seed=1, frozen=task().fingerprint)
+    strategy = FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1, frozen=task().fingerprint)
     said = rf"{task(other).fingerprint}.*expected '{task().fingerprint}'.*same base model"
     with pytest.raises(FederationNotReady, match=said):
         run(strategy, task(other))
@@ -82,13 +87,13 @@ def test_a_node_with_another_base_is_refused_before_the_first_round():
 
 
 def test_a_server_that_names_no_base_asks_for_none():
-    run(DPFedAvg(plan=plan(), local=SGD, seed=1), task(other))
+    run(FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1), task(other))
 
 
 def test_a_server_that_trains_what_nodes_freeze_is_refused():
     everything = ["base", "adapter", "head"]
     unfrozen = Task(model=Pretrained, data=client_data, device="cpu", trainable=everything)
-    strategy = DPFedAvg(plan=plan(), local=SGD, seed=1)
+    strategy = FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1)
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     with pytest.raises(FederationNotReady, match=r"has \['base.bias', 'base.weight'\]"):
         strategy.start(grid, ArrayRecord(unfrozen.initial_params(0)), num_rounds=1)

@@ -22,6 +22,7 @@ from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive
 from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
 from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import (
+    FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     RefusedReply,
@@ -59,6 +60,7 @@ from tests.faults.worlds import (
     user_plan,
 )
 from tests.support.replies import reply
+from tests.support.strategies import strategy_of
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
@@ -71,18 +73,24 @@ DP_SGD = DpSgdTraining(
     noise_multiplier=1.0,
 )
 OTHERS = {
-    "FedAMP": lambda **o: FedAMP(plan=record_plan(), local=FAST, **o),
-    "APPLE": lambda **o: Apple(plan=record_plan(), local=FAST, **o),
-    "FedALA": lambda **o: FedALA(plan=record_plan(), local=FAST, **o),
-    "pFedMe": lambda **o: PFedMe(plan=nobody_private(), local=FAST, **o),
-    "FedDyn": lambda **o: FedDyn(plan=nobody_private(), local=FAST, **o),
-    "FedYogi": lambda **o: Hosted(FedYogi(), plan=nobody_private(), local=FAST, **o),
-    "Upcycled FedAvg": lambda **o: Upcycled(DPFedAvg(plan=nobody_private(), local=FAST, **o)).base,
-    "ULDP-NAIVE": lambda **o: UldpNaive(
-        plan=user_plan(sampling=FullParticipation(USERS)), num_silos=CLIENTS, local=FAST, **o
+    "FedAMP": lambda **o: strategy_of(FedAMP, plan=record_plan(), local=FAST, **o),
+    "APPLE": lambda **o: strategy_of(Apple, plan=record_plan(), local=FAST, **o),
+    "FedALA": lambda **o: strategy_of(FedALA, plan=record_plan(), local=FAST, **o),
+    "pFedMe": lambda **o: strategy_of(PFedMe, plan=nobody_private(), local=FAST, **o),
+    "FedDyn": lambda **o: strategy_of(FedDyn, plan=nobody_private(), local=FAST, **o),
+    "FedYogi": lambda **o: strategy_of(Hosted, FedYogi(), plan=nobody_private(), local=FAST, **o),
+    "Upcycled FedAvg": lambda **o: (
+        Upcycled(strategy_of(DPFedAvg, plan=nobody_private(), local=FAST, **o)).base
     ),
-    "ULDP-GROUP": lambda **o: UldpGroup(
-        num_silos=CLIENTS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
+    "ULDP-NAIVE": lambda **o: strategy_of(
+        UldpNaive,
+        plan=user_plan(sampling=FullParticipation(USERS)),
+        num_silos=CLIENTS,
+        local=FAST,
+        **o,
+    ),
+    "ULDP-GROUP": lambda **o: strategy_of(
+        UldpGroup, num_silos=CLIENTS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
     ),
 }
 ALL = METHODS | {
@@ -216,7 +224,7 @@ def round_of(name):
     """Return a strategy that waits for the replies of a round, and these replies."""
     case = ALL[name]
     strategy = case.build(seed=1, evaluate_every=1)
-    grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=True), case.nodes)
+    grid = InProcessGrid(strategy.method.client_app(task(), allow_seeded_noise=True), case.nodes)
     number, replies = 0, []
     while len(replies) < 2:
         number += 1
@@ -228,7 +236,7 @@ def round_of(name):
 
 def accepted(strategy, kind, number, replies, partitions, read):
     before = len(strategy.refusals)
-    found = strategy.exchange.accepted(kind, number, replies, partitions, read)
+    found = strategy.run.exchange.accepted(kind, number, replies, partitions, read)
     return found, strategy.refusals[before:]
 
 
@@ -237,7 +245,11 @@ def held_against(name, kind, what, seed, mutations):
     strategy, number, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
     read = strategy.read_update if kind == "train" else records.read_scores
-    partitions = strategy.cohort.asked if kind == "train" else list(strategy.exchange.nodes)
+    partitions = (
+        strategy.training_round.cohort.asked
+        if kind == "train"
+        else list(strategy.run.exchange.nodes)
+    )
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]
     mutations[what](bad := copied(good), rng)
@@ -279,7 +291,7 @@ def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, s
             return replies
 
     plan = METHODS["ULDP-AVG, silos noise, top-up"].build().plan
-    strategy = UldpAvg(plan=plan, num_silos=SILOS, weighting="by-records")
+    strategy = FederatedStrategy(UldpAvg(num_silos=SILOS, weighting="by-records"), plan)
     grid = Tampered(UldpAvg.client_app(task()), SILOS)
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
         strategy.configure_train(1, initial(), ConfigRecord(), grid)
@@ -309,12 +321,12 @@ TOLD = st.fixed_dictionaries(
 def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content):
     grid = Forger(DPFedAvg.client_app(task()), 2)
     grid.only, grid.content = "train", content
-    strategy = DPFedAvg(plan=nobody_private(), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), nobody_private())
     virtual = VirtualGrid(grid, CLIENTS // 2)
     asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
     moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(asked))
     assert moved is not None
-    assert strategy.progress.row["answered"] == CLIENTS // 2
+    assert strategy.run.progress.row["answered"] == CLIENTS // 2
 
 
 # Clients ------------------------------------------------------------------------------------------
@@ -326,7 +338,7 @@ def asked_of(name):
     case = METHODS[name]
     strategy = case.build(seed=2)
     allowed = case is PRIVATE  # small keys are allowed
-    grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=allowed), case.nodes)
+    grid = InProcessGrid(strategy.method.client_app(task(), allow_seeded_noise=allowed), case.nodes)
     questions = []
     for number in (1, 2, 3, 4, 5):
         asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)

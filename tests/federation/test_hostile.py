@@ -11,6 +11,7 @@ from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, private, private_silo
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
 from flower_ext.federation import (
+    FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     RefusedReply,
@@ -108,7 +109,7 @@ def test_one_client_cannot_take_a_score_from_all_others_or_add_its_own():
 
 def test_a_reason_is_kept_short_whatever_a_client_writes_in_it():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = DPFedAvg(plan=plan(), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
     replies = list(grid.send_and_receive(asked))
     replies[0].content["update"] = ArrayRecord({"x" * 10**6: Array(np.ones(1))})
@@ -144,7 +145,7 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
 
 def test_an_upload_of_an_earlier_round_stays_refused_when_it_says_it_is_of_this_one():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = DPFedAvg(plan=plan(), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     kept = list(grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid)))
     strategy.aggregate_train(1, kept)
     asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
@@ -154,12 +155,14 @@ def test_an_upload_of_an_earlier_round_stays_refused_when_it_says_it_is_of_this_
     strategy.aggregate_train(2, [*kept, *fresh])
     assert len(strategy.refusals) == CLIENTS
     assert all("another message" in refusal for refusal in strategy.refusals)
-    assert strategy.progress.row["answered"] == CLIENTS
+    assert strategy.run.progress.row["answered"] == CLIENTS
 
 
 def test_an_upload_is_no_answer_to_an_evaluation_of_the_same_round():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), local=FAST)
+    strategy = FederatedStrategy(
+        DPFedAvg(local=FAST), NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    )
     asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
     uploads = list(grid.send_and_receive(asked))
     strategy.configure_evaluate(1, initial(), ConfigRecord(), grid)
@@ -227,12 +230,14 @@ class PackedAndRepeated(InProcessGrid):
 def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
     finals = []
     for below in (InProcessGrid, PackedAndRepeated):
-        strategy = DPFedAvg(plan=plan(), local=FAST, seed=1, seeded_noise=True, evaluate_every=0)
+        strategy = FederatedStrategy(
+            DPFedAvg(local=FAST), plan(), seed=1, seeded_noise=True, evaluate_every=0
+        )
         grid = below(DPFedAvg.client_app(task(), allow_seeded_noise=True), 2)
         grid.relabel = relabel
         result = strategy.start(VirtualGrid(grid, 2), initial(), num_rounds=3)
         finals.append(records.to_arrays(result.arrays))
-        assert strategy.progress.row["answered"] == CLIENTS
+        assert strategy.run.progress.row["answered"] == CLIENTS
     for name, array in finals[0].items():
         np.testing.assert_array_equal(finals[1][name], array)
 
@@ -257,7 +262,7 @@ def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
 def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts):
     grid = InProcessGrid(DPFedAvg.client_app(task()), 2)
     virtual = VirtualGrid(grid, 2)
-    strategy = DPFedAvg(plan=plan(), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
     packed = virtual._pack(1_000, asked[:2])
     told = packed.content.config_records["together"]
@@ -304,20 +309,20 @@ PLANS = {
 @pytest.mark.parametrize(("factor", "refused"), [(1.0, 0), (100.0, 1)])
 def test_an_upload_that_bound_and_noise_do_not_explain_is_refused(protection, factor, refused):
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = DPFedAvg(plan=PLANS[protection], local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), PLANS[protection])
     replies = list(
         grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
     )
     times(factor)(replies[0], np.random.default_rng(0))
     strategy.aggregate_train(1, replies)
-    assert strategy.progress.row["answered"] == CLIENTS - refused
+    assert strategy.run.progress.row["answered"] == CLIENTS - refused
     assert all("honest upload" in refusal for refusal in strategy.refusals)
     assert len(strategy.refusals) == refused
 
 
 def test_a_server_that_noises_clips_whatever_comes():
     grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
-    strategy = DPFedAvg(plan=plan(noise_placement="server"), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(noise_placement="server"))
     replies = list(
         grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
     )
@@ -329,10 +334,10 @@ def test_a_server_that_noises_clips_whatever_comes():
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
-    strategy = UldpAvg(plan=uldp.plan(), num_silos=3, weighting=weighting, local=FAST)
+    strategy = FederatedStrategy(UldpAvg(num_silos=3, weighting=weighting, local=FAST), uldp.plan())
     grid = InProcessGrid(UldpAvg.client_app(uldp.task()), 3)
     strategy.configure_train(1, ArrayRecord(uldp.task().initial_params(0)), ConfigRecord(), grid)
-    norms = [strategy.cohort.norms[silo] for silo in range(3)]
+    norms = [strategy.training_round.cohort.norms[silo] for silo in range(3)]
     present = {int(user) for silo in uldp.silos() for user in silo.owners}
     users = uldp.USERS if weighting == "equal" else len(present)
     assert sum(norms) == pytest.approx(users)
@@ -344,8 +349,8 @@ def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
 
 def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
     """Return a client's reply to changed facts of the server; ``None`` removes a fact."""
-    strategy = strategy or DPFedAvg(plan=plan(), local=FAST)
-    grid = InProcessGrid(type(strategy).client_app(task()), CLIENTS)
+    strategy = strategy or FederatedStrategy(DPFedAvg(local=FAST), plan())
+    grid = InProcessGrid(strategy.method.client_app(task()), CLIENTS)
     for context in grid.contexts.values():
         context.node_config |= node_config or {}
     question = strategy.configure_train(1, initial(), ConfigRecord(), grid)[0]
@@ -406,7 +411,7 @@ def test_half_a_protection_is_none_and_nothing_leaves(facts):
     ],
 )
 def test_the_owner_of_a_node_sets_the_least_noise(changes, least, takes_part):
-    strategy = DPFedAvg(plan=plan(**changes), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(**changes))
     answer = answer_to({}, strategy=strategy, node_config={"least-noise-multiplier": least})
     assert answer.has_error() is not takes_part
     if not takes_part:
@@ -421,10 +426,9 @@ def test_an_absurd_cohort_leaves_a_share_of_noise_that_the_owner_refuses():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_a_model_that_trains_to_nonsense_is_not_remembered(value):
-    strategy = DPDitto(
-        plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
-        local=FAST,
-        personal_training=FAST,
+    strategy = FederatedStrategy(
+        DPDitto(local=FAST, personal_training=FAST),
+        NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
     )
     grid = InProcessGrid(DPDitto.client_app(task()), CLIENTS)
     grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
@@ -441,9 +445,9 @@ def test_a_model_that_trains_to_nonsense_is_not_remembered(value):
 
 def test_a_server_that_begins_to_share_the_head_does_not_get_it():
     grid = InProcessGrid(DP2FedSAM.client_app(task()), CLIENTS)
-    honest = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST)
+    honest = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan())
     grid.send_and_receive(honest.configure_train(1, initial(), ConfigRecord(), grid))
-    curious = DP2FedSAM(plan=plan(), personal=("nothing",), head=FAST, extractor=FAST)
+    curious = FederatedStrategy(DP2FedSAM(personal=("nothing",), head=FAST, extractor=FAST), plan())
     asked = curious.configure_train(2, initial(), ConfigRecord(), grid)
     assert "head.weight" in asked[0].content.array_records[records.MODEL]
     replies = list(grid.send_and_receive(asked))
@@ -461,6 +465,6 @@ def test_silos_make_no_room_for_more_users_than_there_can_be():
 @pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
 def test_lost_keys_are_told_in_one_form_only(data):
     content = RecordDict({"update": records.to_record({private_silo.LOST: data})})
-    strategy = object.__new__(private.PrivateUldpAvg)
+    strategy = object.__new__(private.UldpAvg)
     with pytest.raises(RefusedReply, match="lost"):
         strategy.read_update(reply(content))

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
-from flower_ext.federation import InProcessGrid, VirtualGrid, client_app, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, client_app, records
 from flower_ext.federation.engines import virtual
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
@@ -31,24 +31,22 @@ def released(placement: str) -> ReleasePlan:
 
 
 SUMS = {
-    "server noise": lambda: DPFedAvg(
-        plan=released("server"), local=SGD, seed=1, seeded_noise=True, evaluate_every=0
+    "server noise": lambda: FederatedStrategy(
+        DPFedAvg(local=SGD), released("server"), seed=1, seeded_noise=True, evaluate_every=0
     ),
-    "client noise": lambda: DPFedAvg(
-        plan=released("client"), local=SGD, seed=1, seeded_noise=True, evaluate_every=0
+    "client noise": lambda: FederatedStrategy(
+        DPFedAvg(local=SGD), released("client"), seed=1, seeded_noise=True, evaluate_every=0
     ),
-    "personal head": lambda: DP2FedSAM(
-        plan=released("client"),
-        head=SGD,
-        extractor=SGD,
-        personal=["head"],
+    "personal head": lambda: FederatedStrategy(
+        DP2FedSAM(head=SGD, extractor=SGD, personal=["head"]),
+        released("client"),
         seed=1,
         seeded_noise=True,
         evaluate_every=0,
     ),
-    "by examples": lambda: DPFedAvg(
-        plan=NonPrivatePlan(sampling=SAMPLING, weighting="examples"),
-        local=SGD,
+    "by examples": lambda: FederatedStrategy(
+        DPFedAvg(local=SGD),
+        NonPrivatePlan(sampling=SAMPLING, weighting="examples"),
         seed=1,
         evaluate_every=0,
     ),
@@ -70,7 +68,7 @@ class Watching(InProcessGrid):
 
 
 def played(strategy, memory_limit):
-    app = client_app(strategy.client, task=task(), allow_seeded_noise=True)
+    app = client_app(strategy.method.client, task=task(), allow_seeded_noise=True)
     grid = Watching(app, num_clients=CLIENTS, memory_limit=memory_limit)
     grid.start()
     result = strategy.start(grid, initial(), num_rounds=2)
@@ -91,8 +89,8 @@ def test_a_part_of_the_cohort_is_run_when_the_one_before_it_is_forgotten(strateg
 @pytest.mark.parametrize(
     "strategy",
     [
-        lambda: FedAMP(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, seed=1),
-        lambda: Scaffold(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, seed=1),
+        lambda: FederatedStrategy(FedAMP(local=SGD), NonPrivatePlan(sampling=SAMPLING), seed=1),
+        lambda: FederatedStrategy(Scaffold(local=SGD), NonPrivatePlan(sampling=SAMPLING), seed=1),
     ],
 )
 def test_who_needs_each_update_gets_them_whatever_the_parts(strategy):
@@ -116,7 +114,7 @@ def test_a_method_that_reads_updates_without_asking_for_them_is_told_what_to_say
 def test_clients_of_a_node_are_asked_in_parts_where_models_are_large(monkeypatch):
     def models():
         strategy = SUMS["client noise"]()
-        app = client_app(strategy.client, task=task(), allow_seeded_noise=True)
+        app = client_app(strategy.method.client, task=task(), allow_seeded_noise=True)
         grid = Watching(app, num_clients=2)
         grid.start()
         fat = VirtualGrid(grid, CLIENTS // 2)

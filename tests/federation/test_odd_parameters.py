@@ -32,9 +32,9 @@ from flower_ext.algorithms import (
     UldpSgd,
     Upcycled,
 )
-from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting
+from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import InProcessGrid, client_level_dp_mod
+from flower_ext.federation import FederatedStrategy, InProcessGrid, client_level_dp_mod
 from flower_ext.privacy import (
     FullParticipation,
     OutputPerturbation,
@@ -55,6 +55,7 @@ from tests.faults.worlds import (
     release_plan,
     user_plan,
 )
+from tests.support.strategies import private_strategy_of, strategy_of
 
 EVERYONE = FullParticipation(CLIENTS)
 DP_SGD = DpSgdTraining(
@@ -104,38 +105,50 @@ PLANS = {
     ),
 }
 METHODS = {
-    "DP-FedAvg": lambda plan, **o: DPFedAvg(plan=plan, local=FAST, **o),
-    "DP-FedAvg-FT": lambda plan, **o: DPFedAvgFT(plan=plan, local=FAST, **o),
-    "DP-FedSAM": lambda plan, **o: DPFedSAM(plan=plan, **o),
-    "DP-FedSAM-FT": lambda plan, **o: DPFedSAMFT(plan=plan, **o),
-    "DP²-FedSAM": lambda plan, **o: DP2FedSAM(plan=plan, head=FAST, extractor=FAST, **o),
-    "Centaur": lambda plan, **o: Centaur(plan=plan, head=FAST, extractor=FAST, **o),
-    "DP-Ditto": lambda plan, **o: DPDitto(plan=plan, local=FAST, personal_training=FAST, **o),
-    "FedALA": lambda plan, **o: FedALA(plan=plan, local=FAST, **o),
-    "FedAMP": lambda plan, **o: FedAMP(plan=plan, local=FAST, **o),
-    "APPLE": lambda plan, **o: Apple(plan=plan, local=FAST, **o),
-    "FedDyn": lambda plan, **o: FedDyn(plan=plan, local=FAST, **o),
-    "pFedMe": lambda plan, **o: PFedMe(plan=plan, local=FAST, **o),
-    "SCAFFOLD": lambda plan, **o: Scaffold(plan=plan, local=FAST, **o),
-    "FedYogi": lambda plan, **o: Hosted(FedYogi(), plan=plan, local=FAST, **o),
-    "Upcycled": lambda plan, **o: Upcycled(DPFedAvg(plan=plan, local=FAST, **o)),
+    "DP-FedAvg": lambda plan, **o: strategy_of(DPFedAvg, plan=plan, local=FAST, **o),
+    "DP-FedAvg-FT": lambda plan, **o: strategy_of(DPFedAvgFT, plan=plan, local=FAST, **o),
+    "DP-FedSAM": lambda plan, **o: strategy_of(DPFedSAM, plan=plan, **o),
+    "DP-FedSAM-FT": lambda plan, **o: strategy_of(DPFedSAMFT, plan=plan, **o),
+    "DP²-FedSAM": lambda plan, **o: strategy_of(
+        DP2FedSAM, plan=plan, head=FAST, extractor=FAST, **o
+    ),
+    "Centaur": lambda plan, **o: strategy_of(Centaur, plan=plan, head=FAST, extractor=FAST, **o),
+    "DP-Ditto": lambda plan, **o: strategy_of(
+        DPDitto, plan=plan, local=FAST, personal_training=FAST, **o
+    ),
+    "FedALA": lambda plan, **o: strategy_of(FedALA, plan=plan, local=FAST, **o),
+    "FedAMP": lambda plan, **o: strategy_of(FedAMP, plan=plan, local=FAST, **o),
+    "APPLE": lambda plan, **o: strategy_of(Apple, plan=plan, local=FAST, **o),
+    "FedDyn": lambda plan, **o: strategy_of(FedDyn, plan=plan, local=FAST, **o),
+    "pFedMe": lambda plan, **o: strategy_of(PFedMe, plan=plan, local=FAST, **o),
+    "SCAFFOLD": lambda plan, **o: strategy_of(Scaffold, plan=plan, local=FAST, **o),
+    "FedYogi": lambda plan, **o: strategy_of(Hosted, FedYogi(), plan=plan, local=FAST, **o),
+    "Upcycled": lambda plan, **o: Upcycled(strategy_of(DPFedAvg, plan=plan, local=FAST, **o)),
 }
 OVER_SILOS = {
-    "ULDP-AVG": lambda **o: UldpAvg(plan=user_plan(), num_silos=SILOS, local=FAST, **o),
-    "ULDP-AVG, secure sums": lambda **o: UldpAvg(
+    "ULDP-AVG": lambda **o: strategy_of(
+        UldpAvg, plan=user_plan(), num_silos=SILOS, local=FAST, **o
+    ),
+    "ULDP-AVG, secure sums": lambda **o: strategy_of(
+        UldpAvg,
         plan=user_plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.0)),
         num_silos=SILOS,
         local=FAST,
         **o,
     ),
-    "ULDP-SGD": lambda **o: UldpSgd(plan=user_plan(), num_silos=SILOS, **o),
-    "ULDP-NAIVE": lambda **o: UldpNaive(
-        plan=user_plan(sampling=FullParticipation(USERS)), num_silos=SILOS, local=FAST, **o
+    "ULDP-SGD": lambda **o: strategy_of(UldpSgd, plan=user_plan(), num_silos=SILOS, **o),
+    "ULDP-NAIVE": lambda **o: strategy_of(
+        UldpNaive,
+        plan=user_plan(sampling=FullParticipation(USERS)),
+        num_silos=SILOS,
+        local=FAST,
+        **o,
     ),
-    "ULDP-GROUP": lambda **o: UldpGroup(
-        num_silos=SILOS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
+    "ULDP-GROUP": lambda **o: strategy_of(
+        UldpGroup, num_silos=SILOS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
     ),
-    "ULDP-AVG-w": lambda **o: PrivateUldpAvg(
+    "ULDP-AVG-w": lambda **o: private_strategy_of(
+        UldpAvg,
         plan=user_plan(dropout_policy="discard"),
         num_silos=SILOS,
         local=FAST,
@@ -259,7 +272,7 @@ def run_foreign(app, placement, arrays=START, **options):
     plan = release_plan(
         sampling=EVERYONE, clipping_norm=1.0, noise_multiplier=1e-6, noise_placement=placement
     )
-    strategy = DPFedAvg(plan=plan, evaluate_every=0, **options)
+    strategy = strategy_of(DPFedAvg, plan=plan, evaluate_every=0, **options)
     grid = Counting(app, CLIENTS)
     initial = ArrayRecord({name: Array(array) for name, array in arrays.items()})
     return strategy, grid, lambda: strategy.start(grid, initial, num_rounds=1)
@@ -332,7 +345,7 @@ def test_parameters_that_begin_equal_but_are_no_proof_of_a_tie_train(names, valu
 
 def test_without_noise_tied_names_stay_equal_and_are_not_refused():
     arrays = {"a": EQUAL, "b": EQUAL}
-    strategy = DPFedAvg(plan=nobody_private(), evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), nobody_private(), evaluate_every=0)
     initial = ArrayRecord({name: Array(array) for name, array in arrays.items()})
     result = strategy.start(Counting(foreign("server"), CLIENTS), initial, num_rounds=1)
     np.testing.assert_array_equal(result.arrays["a"].numpy(), result.arrays["b"].numpy())

@@ -6,12 +6,14 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms import Apple, DP2FedSAM, DPFedAvg, PFedMe, Scaffold
 from flower_ext.federation import (
     ClientMethod,
+    FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     LocalResult,
 )
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS = 3
@@ -27,14 +29,14 @@ NOISED = ReleasePlan(
 
 
 def run(strategy):
-    grid = InProcessGrid(type(strategy).client_app(task()), CLIENTS)
+    grid = InProcessGrid(strategy.method.client_app(task()), CLIENTS)
     return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
 
 
 @pytest.mark.parametrize("plan", [NONE, NOISED])
 def test_a_method_without_personal_parts_says_that_it_takes_none(plan):
     """This holds under every plan; otherwise training would use a head of no client."""
-    strategy = DPFedAvg(plan=plan, local=LOCAL, personal=("head",))
+    strategy = FederatedStrategy(DPFedAvg(local=LOCAL, personal=("head",)), plan)
     with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
         run(strategy)
 
@@ -42,11 +44,11 @@ def test_a_method_without_personal_parts_says_that_it_takes_none(plan):
 @pytest.mark.parametrize("method", [Apple, PFedMe, Scaffold])
 def test_so_does_a_method_whose_training_is_its_own(method):
     with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
-        run(method(plan=NONE, personal=("head",)))
+        run(strategy_of(method, plan=NONE, personal=("head",)))
 
 
 def test_a_method_with_a_head_of_its_own_goes_on_as_before():
-    strategy = DP2FedSAM(plan=NOISED, head=LOCAL, extractor=LOCAL)
+    strategy = FederatedStrategy(DP2FedSAM(head=LOCAL, extractor=LOCAL), NOISED)
     run(strategy)
     assert strategy.refusals == []
 
@@ -69,7 +71,7 @@ class Forgetful(DPFedAvg):
 
 
 def test_a_model_that_lacks_its_head_is_not_scored():
-    strategy = Forgetful(plan=NONE, local=LOCAL, personal=("head",))
+    strategy = FederatedStrategy(Forgetful(local=LOCAL, personal=("head",)), NONE)
     run(strategy)
     assert strategy.client_metrics == {}
     assert all("head.weight" in refusal for refusal in strategy.refusals)

@@ -13,6 +13,7 @@ from torch import nn
 from flower_ext.algorithms import DPFedAvg, Scaffold
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import (
+    FederatedStrategy,
     FederationNotReady,
     HiddenSum,
     InProcessGrid,
@@ -56,6 +57,7 @@ from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task, train
 from tests.support import worlds
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 
 CLIENTS = 3
@@ -133,7 +135,9 @@ def run(the_plan, *, start=None, rounds=1, clients=CLIENTS, app=None, **options)
     """Run FedAvg under a plan; return the strategy and all messages."""
     app = app or DPFedAvg.client_app(task(), allow_seeded_noise=True)
     grid = Recorder(app, num_clients=clients)
-    strategy = DPFedAvg(plan=the_plan, **{"local": EXACT, "evaluate_every": 0, **options})
+    strategy = strategy_of(
+        DPFedAvg, plan=the_plan, **{"local": EXACT, "evaluate_every": 0, **options}
+    )
     strategy.start(grid, start or initial(), num_rounds=rounds)
     return strategy, grid
 
@@ -219,7 +223,7 @@ def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
 
 def test_the_server_averages_what_the_clients_sent_and_adds_nothing():
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-    strategy = DPFedAvg(plan=plan(), local=EXACT, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(local=EXACT), plan(), evaluate_every=0)
     result = strategy.start(grid, initial(), num_rounds=1)
     mean = np.mean(list(uploads(grid).values()), axis=0)
     np.testing.assert_allclose(result.arrays["weight"].numpy().ravel(), mean, atol=1e-12)
@@ -300,7 +304,7 @@ def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(
         assert "at least 5 = 2u₂/μ of them (Theorem 6.3); take a larger proximal_weight" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
-    assert strategy.progress.row["answered"] == CLIENTS - refused
+    assert strategy.run.progress.row["answered"] == CLIENTS - refused
 
 
 def test_output_perturbation_asks_for_no_number_of_examples():
@@ -322,7 +326,7 @@ def test_a_problem_that_theorem_6_3_does_not_cover_ends_the_run_before_anything_
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     the_plan = plan(OBJECTIVE, objective=replace(KNOWN, **changes))
     with pytest.raises(PreconditionFailed, match=said):
-        DPFedAvg(plan=the_plan, local=local).start(grid, initial())
+        FederatedStrategy(DPFedAvg(local=local), the_plan).start(grid, initial())
     assert of_training(grid.sent) == []
 
 
@@ -337,8 +341,8 @@ def test_seeded_noise_that_a_client_does_not_allow_is_refused_with_what_to_chang
     grid = Recorder(DPFedAvg.client_app(task(), allow_seeded_noise=allowed), num_clients=CLIENTS)
     for context in grid.contexts.values():
         context.node_config["require-secure-noise"] = veto
-    strategy = DPFedAvg(
-        plan=plan(perturbation), local=EXACT, evaluate_every=0, seed=1, seeded_noise=True
+    strategy = FederatedStrategy(
+        DPFedAvg(local=EXACT), plan(perturbation), evaluate_every=0, seed=1, seeded_noise=True
     )
     with pytest.raises(FederationNotReady, match="seeded noise, which this client"):
         strategy.start(grid, initial(), num_rounds=1)
@@ -510,7 +514,7 @@ def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked
             return Unknown(**numbers)
 
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-    strategy = DPFedAvg(plan=Plan(**vars(release_plan())), local=EXACT)
+    strategy = FederatedStrategy(DPFedAvg(local=EXACT), Plan(**vars(release_plan())))
     with pytest.raises(TypeError, match="Unknown: messages have no names for its fields"):
         strategy.start(grid, initial(), num_rounds=1)
     assert not of_training(grid.sent)
@@ -722,7 +726,7 @@ def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatc
     perturbed(model, {"weight": torch.full((1, DIMENSION), 1e6)})  # their sum loses all digits
     assert torch.equal(seen[0]["weight"], model["weight"])
     strategy, _ = run(plan(), start=initial(1e6))
-    assert strategy.progress.row["answered"] == CLIENTS
+    assert strategy.run.progress.row["answered"] == CLIENTS
     for made, client in zip(seen[1:], range(CLIENTS), strict=True):
         np.testing.assert_array_equal(made["weight"].numpy().ravel(), trained(client, start=1e6))
 
@@ -771,7 +775,7 @@ def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(pert
         not_covered=["that a client answered or not, and when"],
     )
     assert [replace(one, units=None) for one in strategy.guarantees()] == expected
-    assert strategy.guarantees()[0].units == sum(strategy.num_examples.values())
+    assert strategy.guarantees()[0].units == sum(strategy.run.num_examples.values())
     assert math.isfinite(expected[1].epsilon)
     if perturbation is OBJECTIVE:
         assert expected[1].epsilon == max(
@@ -785,8 +789,8 @@ def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(pert
 def test_the_numbers_of_a_round_say_what_was_spent():
     strategy, _ = run(plan(OUTPUT), rounds=2)
     published, provable = strategy.guarantees()
-    assert strategy.progress.row["epsilon_published"] == published.epsilon
-    assert strategy.progress.row["epsilon_provable"] == provable.epsilon
+    assert strategy.run.progress.row["epsilon_published"] == published.epsilon
+    assert strategy.run.progress.row["epsilon_provable"] == provable.epsilon
 
 
 def test_training_by_sgd_is_not_taken_for_an_exact_minimiser():
@@ -802,7 +806,7 @@ def test_a_method_whose_clients_remember_is_not_taken_for_memoryless():
     sgd = LocalTraining(epochs=1, proximal_weight=MU)
     for method, remembers in ((Scaffold, True), (DPFedAvg, False)):
         grid = Recorder(method.client_app(task()), num_clients=CLIENTS)
-        strategy = method(plan=plan(OBJECTIVE), local=sgd, evaluate_every=0)
+        strategy = strategy_of(method, plan=plan(OBJECTIVE), local=sgd, evaluate_every=0)
         strategy.start(grid, initial(), num_rounds=1)
         assert strategy.refusals == []
         for guarantee in strategy.guarantees():
@@ -814,7 +818,7 @@ def test_the_number_of_examples_is_told_only_where_records_not_clients_are_prote
         strategy, grid = run(the_plan)
         for reply in of_training(grid.received):
             assert (records.METRICS in reply.content) == told
-        assert strategy.num_examples == (dict.fromkeys(range(CLIENTS), 12) if told else {})
+        assert strategy.run.num_examples == (dict.fromkeys(range(CLIENTS), 12) if told else {})
 
 
 class Scaled(nn.Module):
@@ -845,7 +849,7 @@ class Scaled(nn.Module):
 def test_a_model_with_a_scalar_parameter_can_be_trained(the_plan):
     world = Task(model=Scaled, data=worlds.client_data, device="cpu")
     grid = InProcessGrid(DPFedAvg.client_app(world), num_clients=3)
-    result = DPFedAvg(plan=the_plan, local=LocalTraining(epochs=1)).start(
+    result = FederatedStrategy(DPFedAvg(local=LocalTraining(epochs=1)), the_plan).start(
         grid, ArrayRecord(world.initial_params(0)), num_rounds=1
     )
     assert result.arrays["temperature"].numpy().shape == ()
@@ -860,7 +864,7 @@ def test_one_client_that_tells_nonsense_of_its_size_does_not_end_the_run(lie):
         return [reply]
 
     grid.tamper = {1: tell}
-    strategy = DPFedAvg(plan=plan(), local=EXACT, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(local=EXACT), plan(), evaluate_every=0)
     strategy.start(grid, initial(), num_rounds=1)
     assert strategy.guarantees()
 
@@ -874,6 +878,6 @@ def test_a_size_that_shrinks_or_grows_between_rounds_is_accounted_by_the_smalles
         return [reply]
 
     grid.tamper = dict.fromkeys(range(CLIENTS), tell)
-    strategy = DPFedAvg(plan=plan(), local=EXACT, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(local=EXACT), plan(), evaluate_every=0)
     strategy.start(grid, initial(), num_rounds=2)
-    assert set(strategy.num_examples.values()) == {5}
+    assert set(strategy.run.num_examples.values()) == {5}

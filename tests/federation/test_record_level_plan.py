@@ -10,7 +10,13 @@ from scipy import stats
 from flower_ext.algorithms import Apple, DPDitto, DPFedAvg, FedALA, FedAMP, PFedMe, Scaffold
 from flower_ext.algorithms.fedamp import attention
 from flower_ext.data import ClientData
-from flower_ext.federation import FederationNotReady, InProcessGrid, client_app, records
+from flower_ext.federation import (
+    FederatedStrategy,
+    FederationNotReady,
+    InProcessGrid,
+    client_app,
+    records,
+)
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
@@ -19,6 +25,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import Net, client_data, task
 
@@ -89,7 +96,7 @@ def is_among(array, others):
 
 @every
 def test_under_a_plan_nothing_that_clients_keep_is_in_any_message(method):
-    strategy = method(plan=plan(), local=FAST, seed=1, seeded_noise=True)
+    strategy = strategy_of(method, plan=plan(), local=FAST, seed=1, seeded_noise=True)
     grid = run(strategy)
     assert strategy.refusals == []
     secrets = kept(grid)
@@ -108,7 +115,7 @@ def test_under_a_plan_nothing_that_clients_keep_is_in_any_message(method):
     ],
 )
 def test_without_privacy_personal_parameters_stay_on_the_client_as_well(method, secret):
-    strategy = method(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, seed=1)
+    strategy = strategy_of(method, plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, seed=1)
     grid = run(strategy)
     secrets = kept(grid, lambda name: name.startswith(secret))
     assert secrets
@@ -118,7 +125,7 @@ def test_without_privacy_personal_parameters_stay_on_the_client_as_well(method, 
 @every
 def test_every_upload_is_the_clipped_local_model_with_the_plans_noise(method):
     """With much noise on few weights: its deviation is the planned one, and not larger."""
-    strategy = method(plan=plan(noise_stddev=3.0), local=FAST, evaluate_every=0)
+    strategy = strategy_of(method, plan=plan(noise_stddev=3.0), local=FAST, evaluate_every=0)
     grid = run(strategy, rounds=6)
     models = []
     for question, reply in zip(grid.sent, grid.received, strict=True):
@@ -153,7 +160,7 @@ def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how
         pytest.skip("no phase of training is all of its update")
     options = {"evaluate_every": 0, "seed": 1}
     the_plan = plan(noise_stddev=1e-7, clipping_norm=100.0, steps=steps)
-    strategy = method(plan=the_plan, local=FAST, **options)
+    strategy = strategy_of(method, plan=the_plan, local=FAST, **options)
     grid = run(strategy, rounds=2, the_task=spoiled(how))
     assert strategy.refusals == []
     replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
@@ -164,7 +171,7 @@ def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how
 
 
 def test_without_noise_to_speak_of_the_upload_lies_in_the_ball():
-    grid = run(DPDitto(plan=plan(noise_stddev=1e-7), local=FAST), rounds=2)
+    grid = run(FederatedStrategy(DPDitto(local=FAST), plan(noise_stddev=1e-7)), rounds=2)
     norms = []
     for question, reply in zip(grid.sent, grid.received, strict=True):
         came = numbers(reply)
@@ -186,7 +193,7 @@ def test_clipped_steps_move_a_model_by_no_more_than_each_record_may():
     def uploaded(data):
         world = Task(model=Net, data=lambda _: ClientData(train=data, test=data), device="cpu")
         the_plan = plan(noise_stddev=1e-8, clipping_norm=100.0, steps=steps)
-        strategy = DPDitto(plan=the_plan, local=full, evaluate_every=0, seed=1)
+        strategy = FederatedStrategy(DPDitto(local=full), the_plan, evaluate_every=0, seed=1)
         grid = run(strategy, rounds=1, the_task=world)
         reply = next(m for m in grid.received if (records.UPDATE, "head.bias") in numbers(m))
         return np.concatenate([update.ravel() for update in numbers(reply).values()])
@@ -201,14 +208,16 @@ def test_clipped_steps_move_a_model_by_no_more_than_each_record_may():
 
 def test_both_guarantees_are_printed_side_by_side():
     for the_plan in (plan(), plan(steps=STEPS)):
-        strategy = DPDitto(plan=the_plan, local=FAST, seed=1, seeded_noise=True, training_loss=True)
+        strategy = FederatedStrategy(
+            DPDitto(local=FAST), the_plan, seed=1, seeded_noise=True, training_loss=True
+        )
         grid = run(strategy)
         published, provable = strategy.guarantees()
         assert (published.basis, provable.basis) == ("published", "provable")
         assert not published.conditions_hold
         assert "SIMULATION" in provable.statement()
         assert any("losses on training records" in text for text in provable.not_covered)
-        row = strategy.progress.row
+        row = strategy.run.progress.row
         assert row["epsilon_published"] == published.epsilon
         assert row["epsilon_provable"] == provable.epsilon
         assert grid.contexts
@@ -217,7 +226,7 @@ def test_both_guarantees_are_printed_side_by_side():
 @pytest.mark.parametrize("method", [PFedMe, FedAMP, Apple, FedALA])
 def test_noise_in_local_steps_is_refused_where_it_would_not_be_enough(method):
     with pytest.raises(ValueError, match=r"plan\.steps: .* uploads more of a record"):
-        method(plan=plan(steps=STEPS))
+        strategy_of(method, plan=plan(steps=STEPS))
 
 
 @pytest.mark.parametrize("method", [DPDitto, DPFedAvg])
@@ -234,21 +243,21 @@ def test_noise_in_local_steps_is_refused_where_it_would_not_be_enough(method):
 def test_other_steps_than_the_plans_are_refused(method, change, said):
     training = LocalTraining(**{**vars(FAST), **change})
     with pytest.raises(ValueError, match=said):
-        run(method(plan=plan(steps=STEPS), local=training))
+        run(strategy_of(method, plan=plan(steps=STEPS), local=training))
 
 
 @pytest.mark.parametrize("batch_size", [30, 1_000])
 def test_a_batch_of_all_records_or_more_is_the_full_batch_of_the_plan(batch_size):
     steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30)
     training = LocalTraining(epochs=1, batch_size=batch_size, learning_rate=0.1)
-    strategy = DPFedAvg(plan=plan(steps=steps), local=training, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(local=training), plan(steps=steps), evaluate_every=0)
     run(strategy, rounds=1)
-    assert strategy.progress.row["answered"] == CLIENTS
+    assert strategy.run.progress.row["answered"] == CLIENTS
     assert strategy.refusals == []
 
 
 def test_clients_of_another_size_than_the_plans_refuse_to_train():
-    strategy = DPDitto(plan=plan(num_examples=29), local=FAST, seed=1)
+    strategy = FederatedStrategy(DPDitto(local=FAST), plan(num_examples=29), seed=1)
     grid = InProcessGrid(DPDitto.client_app(task()), num_clients=CLIENTS)
     with pytest.raises(FederationNotReady, match="num_examples=29"):
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
@@ -261,7 +270,7 @@ def test_clients_of_another_size_than_the_plans_refuse_to_train():
 def test_seeded_noise_in_steps_needs_a_client_that_allows_it():
     app = DPDitto.client_app(task())
     grid = Recorder(app, num_clients=CLIENTS)
-    strategy = DPDitto(plan=plan(steps=STEPS), local=FAST, seed=1, seeded_noise=True)
+    strategy = FederatedStrategy(DPDitto(local=FAST), plan(steps=STEPS), seed=1, seeded_noise=True)
     with pytest.raises(FederationNotReady, match="does not allow"):
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
     assert len(strategy.refusals) == CLIENTS
@@ -274,32 +283,53 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
         sampling=SAMPLING, clipping_norm=1.0, noise_multiplier=1.0, rounds=3, delta=0.1
     )
     with pytest.raises(ValueError, match="which a ReleasePlan hides"):
-        method(plan=release)
+        strategy_of(method, plan=release)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda p: DPDitto(plan=p, global_weight=2.1), r"global_weight=2\.1: expected .* \[0, 2\]"),
-        (lambda p: DPDitto(plan=p, global_weight=-0.1), r"global_weight=-0\.1"),
-        (lambda p: DPDitto(plan=p, global_weight=math.nan), "global_weight=nan"),
         (
-            lambda p: DPDitto(plan=p, personal_training=LocalTraining(momentum=0.5)),
+            lambda p: FederatedStrategy(DPDitto(global_weight=2.1), p),
+            r"global_weight=2\.1: expected .* \[0, 2\]",
+        ),
+        (lambda p: FederatedStrategy(DPDitto(global_weight=-0.1), p), r"global_weight=-0\.1"),
+        (lambda p: FederatedStrategy(DPDitto(global_weight=math.nan), p), "global_weight=nan"),
+        (
+            lambda p: FederatedStrategy(DPDitto(personal_training=LocalTraining(momentum=0.5)), p),
             r"personal_training\.momentum is set",
         ),
-        (lambda p: FedAMP(plan=p, attention_width=0.0), r"attention_width=0\.0"),
-        (lambda p: FedAMP(plan=p, attention_step=1.0), r"attention_step=1\.0: .* negative"),
-        (lambda p: FedAMP(plan=p, attraction=-1.0), r"attraction=-1\.0"),
-        (lambda p: Apple(plan=p, relation_learning_rate=0.0), r"relation_learning_rate=0\.0"),
-        (lambda p: Apple(plan=p, penalty=-1.0), r"penalty=-1\.0"),
-        (lambda p: Apple(plan=p, penalty_rounds=0), "penalty_rounds=0"),
-        (lambda p: Apple(plan=p, local=LocalTraining(momentum=0.5)), r"local\.momentum is set"),
-        (lambda p: FedAMP(plan=p, server_learning_rate=0.5), r"server_learning_rate=0\.5"),
-        (lambda p: Apple(plan=p, server_learning_rate=0.5), r"server_learning_rate=0\.5"),
-        (lambda p: FedALA(plan=p, adaptive=()), r"adaptive=\(\)"),
-        (lambda p: FedALA(plan=p, weight_learning_rate=0.0), r"weight_learning_rate=0\.0"),
-        (lambda p: FedALA(plan=p, sample_share=1.1), r"sample_share=1\.1"),
-        (lambda p: FedALA(plan=p, first_passes=0), "first_passes=0"),
+        (lambda p: FederatedStrategy(FedAMP(attention_width=0.0), p), r"attention_width=0\.0"),
+        (
+            lambda p: FederatedStrategy(FedAMP(attention_step=1.0), p),
+            r"attention_step=1\.0: .* negative",
+        ),
+        (lambda p: FederatedStrategy(FedAMP(attraction=-1.0), p), r"attraction=-1\.0"),
+        (
+            lambda p: FederatedStrategy(Apple(relation_learning_rate=0.0), p),
+            r"relation_learning_rate=0\.0",
+        ),
+        (lambda p: FederatedStrategy(Apple(penalty=-1.0), p), r"penalty=-1\.0"),
+        (lambda p: FederatedStrategy(Apple(penalty_rounds=0), p), "penalty_rounds=0"),
+        (
+            lambda p: FederatedStrategy(Apple(local=LocalTraining(momentum=0.5)), p),
+            r"local\.momentum is set",
+        ),
+        (
+            lambda p: FederatedStrategy(FedAMP(server_learning_rate=0.5), p),
+            r"server_learning_rate=0\.5",
+        ),
+        (
+            lambda p: FederatedStrategy(Apple(server_learning_rate=0.5), p),
+            r"server_learning_rate=0\.5",
+        ),
+        (lambda p: FederatedStrategy(FedALA(adaptive=()), p), r"adaptive=\(\)"),
+        (
+            lambda p: FederatedStrategy(FedALA(weight_learning_rate=0.0), p),
+            r"weight_learning_rate=0\.0",
+        ),
+        (lambda p: FederatedStrategy(FedALA(sample_share=1.1), p), r"sample_share=1\.1"),
+        (lambda p: FederatedStrategy(FedALA(first_passes=0), p), "first_passes=0"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, said):
@@ -310,7 +340,7 @@ def test_bad_settings_are_refused_by_name(make, said):
 @pytest.mark.parametrize("adaptive", [("classifier",), ("head", "heads")])
 def test_adaptive_modules_that_the_model_has_not_end_the_run_before_anyone_is_asked(adaptive):
     grid = Recorder(FedALA.client_app(task()), num_clients=CLIENTS)
-    strategy = FedALA(plan=plan(), adaptive=adaptive, local=FAST)
+    strategy = FederatedStrategy(FedALA(adaptive=adaptive, local=FAST), plan())
     said = rf"adaptive='{adaptive[-1]}' names no parameter .* \['extractor', 'head'\]"
     with pytest.raises(ValueError, match=said):
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=3)
@@ -324,20 +354,28 @@ def test_bytes_are_those_of_what_each_method_sends():
     """FedAMP sends one model per client, APPLE as many as there are clients; all upload one."""
     down, up = {}, {}
     for method in (DPDitto, FedAMP, Apple):
-        strategy = method(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0)
+        strategy = strategy_of(
+            method, plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0
+        )
         run(strategy, rounds=2)
-        down[method], up[method] = (strategy.progress.row[f"bytes_{way}"] for way in ("down", "up"))
+        down[method], up[method] = (
+            strategy.run.progress.row[f"bytes_{way}"] for way in ("down", "up")
+        )
     assert down[FedAMP] == down[DPDitto]
     assert down[Apple] == CLIENTS * down[DPDitto]
     assert up[FedAMP] == up[Apple] == up[DPDitto] == down[DPDitto]
 
 
 def test_each_client_gets_its_own_cloud_model_and_all_others_core_models():
-    grid = run(FedAMP(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0))
+    grid = run(
+        FederatedStrategy(FedAMP(local=FAST), NonPrivatePlan(sampling=SAMPLING), evaluate_every=0)
+    )
     last = [m for m in grid.sent if m.metadata.message_type.startswith("train")][-CLIENTS:]
     clouds = [numbers(m)[records.MODEL, "head.weight"] for m in last]
     assert len({cloud.tobytes() for cloud in clouds}) == CLIENTS
-    grid = run(Apple(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0))
+    grid = run(
+        FederatedStrategy(Apple(local=FAST), NonPrivatePlan(sampling=SAMPLING), evaluate_every=0)
+    )
     last = [m for m in grid.sent if m.metadata.message_type.startswith("train")][-CLIENTS:]
     for own, message in enumerate(last):
         expected = {records.MODEL} | {f"core.{j}" for j in range(CLIENTS) if j != own}

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import (
+    FederatedStrategy,
     InProcessGrid,
     recorded_run,
     save_outcome,
@@ -41,8 +42,8 @@ def record(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, *
     """Record a whole small run, as an app does."""
     with recorded_run(config_of(path, **config), "toy") as run:
         ledger = None if budget is None else Ledger(run.ledger_path, budget=budget)
-        strategy = DPFedAvg(
-            plan=plan, local=LocalTraining(epochs=1), ledger=ledger, run=run, timeout=5.0
+        strategy = FederatedStrategy(
+            DPFedAvg(local=LocalTraining(epochs=1)), plan, ledger=ledger, run=run, timeout=5.0
         )
         grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
         result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
@@ -101,11 +102,11 @@ def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
 
 def test_refused_replies_are_in_the_summary(tmp_path):
     with recorded_run(config_of(tmp_path / "run"), "toy") as run:
-        strategy = DPFedAvg(
-            plan=private_plan(),
-            local=LocalTraining(epochs=1),
+        strategy = FederatedStrategy(
+            DPFedAvg(local=LocalTraining(epochs=1)),
+            private_plan(),
             seed=1,
-            seeded_noise=True,  # one client does not allow it
+            seeded_noise=True,
             evaluate_every=0,
             run=run,
         )
@@ -206,8 +207,8 @@ def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
 @pytest.mark.report
 def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_reported(tmp_path):
     with recorded_run(config_of(tmp_path / "run"), "toy") as run:
-        strategy = DPFedAvg(
-            plan=private_plan(), local=LocalTraining(epochs=1), run=run, evaluate_every=0
+        strategy = FederatedStrategy(
+            DPFedAvg(local=LocalTraining(epochs=1)), private_plan(), run=run, evaluate_every=0
         )
         grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
         grid.contexts[1000].node_config["device"] = "nonsense"

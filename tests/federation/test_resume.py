@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from flower_ext.algorithms import DPFedAvg, FedDyn
 from flower_ext.federation import (
+    FederatedStrategy,
     FederationNotReady,
     recorded_run,
 )
@@ -97,7 +98,7 @@ def test_a_run_at_its_end_needs_nobody_to_state_its_outcome_again(tmp_path):
     (before.path / "guarantee.json").unlink()
     again, strategy = play(tmp_path, rounds=2, memory=False)
     assert (rows(again), again.guarantees()) == facts
-    assert strategy.exchange.nodes == {}
+    assert strategy.run.exchange.nodes == {}
 
 
 def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_not_used_again(
@@ -364,10 +365,11 @@ def test_a_ledger_ends_a_resumed_seeded_run_where_it_ends_the_whole_one(tmp_path
 
 def test_a_budget_at_another_delta_or_without_privacy_is_refused():
     with pytest.raises(ValueError, match=r"budget\.delta=0\.1: expected the δ of the plan, 0\.01"):
-        DPFedAvg(plan=plan(), budget=Budget(epsilon=1.0, delta=0.1))
+        FederatedStrategy(DPFedAvg(), plan(), budget=Budget(epsilon=1.0, delta=0.1))
     with pytest.raises(ValueError, match="promises no privacy"):
-        DPFedAvg(
-            plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
+        FederatedStrategy(
+            DPFedAvg(),
+            NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
             budget=Budget(epsilon=1.0, delta=0.1),
         )
 

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import RefusedReply, records
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.rounds import (
+from flower_ext.federation.round import (
     Updates,
     norm_columns,
     read_update,

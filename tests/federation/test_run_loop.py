@@ -11,6 +11,7 @@ from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
+from tests.support.strategies import strategy_of
 from tests.support.worlds import initial, task
 
 CLIENTS = 4
@@ -49,7 +50,7 @@ def released(rounds=5):
 
 def started(strategy, arrays=None, rounds=5):
     base = getattr(strategy, "base", strategy)
-    grid = InProcessGrid(type(base).client_app(task()), num_clients=CLIENTS)
+    grid = InProcessGrid(base.method.client_app(task()), num_clients=CLIENTS)
     return strategy.start(grid, arrays or initial(), num_rounds=rounds)
 
 
@@ -65,21 +66,21 @@ def test_a_step_that_is_not_finite_ends_the_run_at_its_round_and_spends_no_more(
 ):
     run = RunDirectory.create(tmp_path / "run", {})
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = method(plan=released(), run=run, ledger=ledger, **OPTIONS)
+    strategy = strategy_of(method, plan=released(), run=run, ledger=ledger, **OPTIONS)
     with pytest.raises(ValueError, match=f"{said} in round 2: expected finite"):
         started(strategy)
     assert strategy.participations.rounds == 2
     kinds = [entry["kind"] for entry in Ledger.read(tmp_path / "ledger.jsonl")]
     assert kinds.count("reserve") == 2
     assert strategy.refusals == []  # no client is blamed
-    assert strategy.checkpoints.newest().round == 1
+    assert strategy.run.checkpoints.newest().round == 1
     facts = json.loads((run.path / "guarantee.json").read_text(encoding="utf-8"))
     assert facts
 
 
 def test_an_adaptive_server_without_tau_is_named_where_a_parameter_is_unused():
     server = FedAdam(tau=0.0)
-    strategy = Hosted(server, plan=PLAIN, **OPTIONS)
+    strategy = strategy_of(Hosted, server, plan=PLAIN, **OPTIONS)
     model = records.to_arrays(initial())
 
     def unused(base, mean, updates):
@@ -93,12 +94,14 @@ def test_an_adaptive_server_without_tau_is_named_where_a_parameter_is_unused():
         pytest.raises(ValueError, match="'head.bias' .* the server's step of FedAdam in round 1"),
     ):
         started(strategy)
-    assert sorted(model) == sorted(strategy.sent)
+    assert sorted(model) == sorted(strategy.run.model)
     assert strategy.participations.rounds == 1
 
 
 def test_an_extrapolation_that_overflows_is_named_with_its_coefficient():
-    strategy = Upcycled(DPFedAvg(plan=PLAIN, **OPTIONS), coefficient=lambda number: 1e300)
+    strategy = Upcycled(
+        strategy_of(DPFedAvg, plan=PLAIN, **OPTIONS), coefficient=lambda number: 1e300
+    )
     with (
         np.errstate(over="ignore"),
         pytest.raises(ValueError, match=r"extrapolation of Upcycled in round 2.* than 1e\+300"),
@@ -108,7 +111,7 @@ def test_an_extrapolation_that_overflows_is_named_with_its_coefficient():
 
 
 def test_a_run_does_not_begin_with_a_model_that_is_not_finite():
-    strategy = DPFedAvg(plan=released(), **OPTIONS)
+    strategy = strategy_of(DPFedAvg, plan=released(), **OPTIONS)
     arrays = records.to_arrays(initial())
     arrays["head.bias"] = arrays["head.bias"] * np.float32(np.nan)
     with pytest.raises(ValueError, match="'head.bias' holds NaN .* in the model before round 1"):

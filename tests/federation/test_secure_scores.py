@@ -30,7 +30,7 @@ def scored(scores=FINE, method=DPFedAvg, **changes):
 
 def run(strategy, grid=Recorder, rounds=1, tasks=None, **facts):
     base = strategy.base if isinstance(strategy, Upcycled) else strategy
-    app = type(base).client_app(tasks or task(), allow_seeded_noise=True)
+    app = base.method.client_app(tasks or task(), allow_seeded_noise=True)
     found = grid(app, num_clients=CLIENTS)
     for name, value in facts.items():
         setattr(found, name, frozenset(value))
@@ -86,7 +86,7 @@ def test_the_epsilon_is_that_of_rounds_and_evaluations_and_is_on_the_ledger(tmp_
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = scored(ledger=ledger, seeded_noise=False)
     run(strategy, rounds=3)
-    own = strategy.plan
+    own = strategy.run.plan
     releases = {own.release: 3, own.of_scores.release: 3}
     expected = privacy_loss_of(releases, delta=own.delta).epsilon
     assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)

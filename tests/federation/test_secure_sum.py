@@ -13,7 +13,7 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientVault, records
 from flower_ext.federation.client import sum_member
-from flower_ext.federation.client.sum_member import BEGIN, KEYS, QUESTION
+from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,
@@ -35,8 +35,8 @@ from tests.support.worlds import initial, task
 
 def run(strategy, grid=Recorder, rounds=1, **facts):
     base = strategy.base if isinstance(strategy, Upcycled) else strategy
-    app = type(base).client_app(task(), allow_seeded_noise=True)
-    found = grid(app, num_clients=base.plan.sampling.population)
+    app = base.method.client_app(task(), allow_seeded_noise=True)
+    found = grid(app, num_clients=base.run.plan.sampling.population)
     for name, value in facts.items():
         setattr(found, name, frozenset(value))
     result = strategy.start(found, initial(), num_rounds=rounds)

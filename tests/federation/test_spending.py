@@ -6,7 +6,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPDitto, DPFedAvg
-from flower_ext.federation import InProcessGrid
+from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.spending import Spending
 from flower_ext.privacy import (
     Budget,
@@ -19,6 +19,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
 from flower_ext.runs import RunDirectory
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS, DELTA = 3, 0.1
@@ -36,7 +37,7 @@ def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg
     begun = (folder / "run.json").exists()
     run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
     try:
-        strategy = method(plan=plan, budget=budget, run=run, timeout=5.0, **options)
+        strategy = strategy_of(method, plan=plan, budget=budget, run=run, timeout=5.0, **options)
         grid = InProcessGrid(method.client_app(task()), num_clients=CLIENTS)
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
     finally:
@@ -84,7 +85,7 @@ def test_a_round_is_charged_before_anybody_is_asked(tmp_path):
             return super().send_and_receive(messages, **how)
 
     seen: list[int] = []
-    strategy = DPFedAvg(plan=PLAN, budget=budget, timeout=5.0)
+    strategy = FederatedStrategy(DPFedAvg(), PLAN, budget=budget, timeout=5.0)
     grid = Watching(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
     assert seen == [1, 2]

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ConfigRecord
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import Stragglers
+from flower_ext.federation import FederatedStrategy, Stragglers
 from flower_ext.federation.stragglers import shortened
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
@@ -99,7 +99,7 @@ def test_training_that_no_straggler_could_stop_early_is_refused(counted):
 def test_a_round_refuses_training_that_no_straggler_could_stop_early_before_it_asks_anybody():
     plan = NonPrivatePlan(sampling=FullParticipation(2))
     local = LocalTraining(steps=1)
-    strategy = DPFedAvg(plan=plan, local=local, stragglers=Stragglers(ratio=0.5))
+    strategy = FederatedStrategy(DPFedAvg(local=local), plan, stragglers=Stragglers(ratio=0.5))
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=2)
     with pytest.raises(ValueError, match="give epochs .* or stragglers=None"):
         strategy.configure_train(1, initial(), ConfigRecord(), grid)

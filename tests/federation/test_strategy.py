@@ -11,8 +11,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
+from tests.support.strategies import strategy_of
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
 from flower_ext.data import ClientData, Examples
+from flower_ext.federation import FederatedStrategy
 from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
@@ -73,19 +75,21 @@ def all_arrays(message: Message):
 
 
 def test_what_is_spent_has_both_epsilons_their_delta_and_the_number_of_units():
-    strategy = DPFedAvg(plan=plan(), local=FAST, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), evaluate_every=0)
     strategy.start(grid_of(average_app()), initial(), num_rounds=2)
     epsilons = {f"epsilon_{one.basis}": one.epsilon for one in strategy.guarantees()}
     assert len(epsilons) == 2
     assert strategy.spent() == {**epsilons, "delta": 0.1, "privacy_units": CLIENTS}
-    bare = DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), local=FAST)
+    bare = FederatedStrategy(
+        DPFedAvg(local=FAST), NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    )
     bare.start(grid_of(average_app()), initial(), num_rounds=1)
     assert bare.spent() == {}
 
 
 def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_value():
     grid = Recorder(DP2FedSAM.client_app(task()), num_clients=CLIENTS)
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST)
+    strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan())
     strategy.start(grid, initial(), num_rounds=3)
     heads = [
         records.to_arrays(record)
@@ -112,7 +116,7 @@ def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_v
 
 def test_a_client_keeps_its_head_when_it_is_not_sampled():
     grid = grid_of()
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, seed=3)
+    strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan(), seed=3)
     strategy.start(grid, initial(), num_rounds=1)
     before = {n: dict(c.state.array_records) for n, c in grid.contexts.items()}
     absent = [n for n, records_ in before.items() if not records_]
@@ -126,7 +130,9 @@ def test_a_client_keeps_its_head_when_it_is_not_sampled():
 
 def test_nothing_but_the_noised_update_leaves_a_client_in_training():
     grid = Recorder(DP2FedSAM.client_app(task()), num_clients=CLIENTS)
-    DP2FedSAM(plan=plan(), evaluate_every=0, head=FAST, extractor=FAST).start(grid, initial())
+    FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan(), evaluate_every=0).start(
+        grid, initial()
+    )
     replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
     assert replies
     for reply in replies:
@@ -136,7 +142,9 @@ def test_nothing_but_the_noised_update_leaves_a_client_in_training():
 def test_clipping_and_noise_are_on_the_update_as_the_plan_says():
     grid = Recorder(average_app(), num_clients=CLIENTS)
     wide = plan(noise_multiplier=50.0)
-    DPFedAvg(plan=wide, local=FAST, evaluate_every=0).start(grid, initial(), num_rounds=20)
+    FederatedStrategy(DPFedAvg(local=FAST), wide, evaluate_every=0).start(
+        grid, initial(), num_rounds=20
+    )
     uploads = [
         np.concatenate([a.numpy().ravel() for _, a in all_arrays(m)])
         for m in grid.received
@@ -147,9 +155,9 @@ def test_clipping_and_noise_are_on_the_update_as_the_plan_says():
 
     silent = plan(noise_multiplier=1e-9)
     grid = Recorder(average_app(), num_clients=CLIENTS)
-    DPFedAvg(plan=silent, local=LocalTraining(learning_rate=5.0), evaluate_every=0).start(
-        grid, initial(), num_rounds=1
-    )
+    FederatedStrategy(
+        DPFedAvg(local=LocalTraining(learning_rate=5.0)), silent, evaluate_every=0
+    ).start(grid, initial(), num_rounds=1)
     norms = [
         np.sqrt(sum(np.sum(a.numpy() ** 2.0) for _, a in all_arrays(m)))
         for m in grid.received
@@ -160,7 +168,9 @@ def test_clipping_and_noise_are_on_the_update_as_the_plan_says():
 
 def test_a_seeded_run_repeats_bit_for_bit_and_another_seed_differs():
     def final(seed):
-        strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, seed=seed, seeded_noise=True)
+        strategy = FederatedStrategy(
+            DP2FedSAM(head=FAST, extractor=FAST), plan(), seed=seed, seeded_noise=True
+        )
         return strategy.start(grid_of(), initial(), num_rounds=2).arrays["extractor.weight"].data
 
     assert final(5) == final(5)
@@ -169,7 +179,7 @@ def test_a_seeded_run_repeats_bit_for_bit_and_another_seed_differs():
 
 def test_secure_noise_never_repeats_even_under_a_seed():
     def final():
-        strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, seed=5)
+        strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan(), seed=5)
         return strategy.start(grid_of(), initial(), num_rounds=1).arrays["extractor.weight"].data
 
     assert final() != final()
@@ -183,8 +193,12 @@ def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_i
         grid = grid_of(app)
         for context in grid.contexts.values():
             context.node_config["require-secure-noise"] = veto
-        strategy = DP2FedSAM(
-            plan=plan(), head=FAST, extractor=FAST, seed=1, seeded_noise=True, evaluate_every=0
+        strategy = FederatedStrategy(
+            DP2FedSAM(head=FAST, extractor=FAST),
+            plan(),
+            seed=1,
+            seeded_noise=True,
+            evaluate_every=0,
         )
         with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
             strategy.start(grid, initial(), num_rounds=1)
@@ -194,8 +208,12 @@ def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_i
 
 def test_cohorts_are_drawn_over_partitions_reproducibly():
     def cohorts(seed, **options):
-        strategy = DPFedAvg(
-            plan=plan(sampling=PoissonSampling(CLIENTS, 0.5)), local=FAST, seed=seed, **options
+        strategy = strategy_of(
+            DPFedAvg,
+            plan=plan(sampling=PoissonSampling(CLIENTS, 0.5)),
+            local=FAST,
+            seed=seed,
+            **options,
         )
         drawn = []
         for server_round in range(1, 6):
@@ -211,7 +229,7 @@ def test_cohorts_are_drawn_over_partitions_reproducibly():
 
 
 def test_messages_come_as_a_list_for_a_deployed_superlink():
-    strategy = DPFedAvg(plan=plan(), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     grid = grid_of(average_app())
     assert isinstance(strategy.configure_train(1, initial(), ConfigRecord(), grid), list)
     assert isinstance(strategy.configure_evaluate(1, initial(), ConfigRecord(), grid), list)
@@ -229,13 +247,13 @@ class Late(InProcessGrid):
 
 def test_a_run_waits_for_all_nodes_before_it_samples():
     grid = Late(average_app(), num_clients=CLIENTS)
-    strategy = DPFedAvg(plan=plan(sampling=FullParticipation(CLIENTS)), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(sampling=FullParticipation(CLIENTS)))
     assert len(strategy.configure_train(1, initial(), ConfigRecord(), grid)) == CLIENTS
 
 
 @pytest.mark.parametrize(("clients", "said"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")])
 def test_a_population_that_is_not_there_is_an_error_that_says_what_to_change(clients, said):
-    strategy = DPFedAvg(plan=plan(), local=FAST, timeout=0.3)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), timeout=0.3)
     with pytest.raises(FederationNotReady, match=said):
         strategy.start(grid_of(average_app(), clients), initial(), num_rounds=1)
 
@@ -245,7 +263,7 @@ def test_two_nodes_with_one_partition_are_an_error():
     for context in list(grid.contexts.values())[:2]:
         context.node_config["partition-id"] = 3
     with pytest.raises(FederationNotReady, match="both hold partition 3"):
-        DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+        FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
 @pytest.mark.parametrize("own", [None, "3", True, CLIENTS, -1])
@@ -253,7 +271,7 @@ def test_a_node_without_a_partition_of_its_own_is_named_with_what_its_node_confi
     grid = grid_of(average_app())
     grid.contexts[1_003].node_config["partition-id"] = own
     with pytest.raises(FederationNotReady, match=f"node 1003 says .* '?{own}'?;.*partition-id"):
-        DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+        FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
 def test_why_nodes_cannot_tell_their_partitions_is_said():
@@ -264,11 +282,11 @@ def test_why_nodes_cannot_tell_their_partitions_is_said():
         raise OSError("no route to the data")
 
     with pytest.raises(FederationNotReady, match="the client failed; the reason is in its own log"):
-        DPFedAvg(plan=plan(), local=FAST).start(grid_of(app), initial(), num_rounds=1)
+        FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid_of(app), initial(), num_rounds=1)
     grid = VirtualGrid(grid_of(average_app(), 3), 2)
     grid._grid.contexts[1_001].node_config.clear()
     with pytest.raises(FederationNotReady, match=r"partitions \[2, 3\].*partition-id=None"):
-        DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+        FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, initial(), num_rounds=1)
 
 
 class Replaced(InProcessGrid):
@@ -285,7 +303,7 @@ class Replaced(InProcessGrid):
 def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, clients_per_node):
     monkeypatch.setattr(exchange, "in_simulation", lambda: False)  # as on SuperNodes
     everyone = FullParticipation(CLIENTS * clients_per_node)
-    strategy = DPFedAvg(plan=plan(sampling=everyone), local=FAST, timeout=5.0)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(sampling=everyone), timeout=5.0)
     nodes = Replaced(average_app(), num_clients=CLIENTS)
     grid = nodes if clients_per_node == 1 else VirtualGrid(nodes, clients_per_node)
     result = strategy.start(grid, initial(), num_rounds=2)
@@ -327,9 +345,9 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(policy, tmp_p
         5: lambda reply: [reply, reply],  # duplicated, counts once
     }
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = DPFedAvg(
-        plan=plan(sampling=FullParticipation(CLIENTS), dropout_policy=policy),
-        local=FAST,
+    strategy = FederatedStrategy(
+        DPFedAvg(local=FAST),
+        plan(sampling=FullParticipation(CLIENTS), dropout_policy=policy),
         ledger=ledger,
         run=(run := RunDirectory.create(tmp_path / "run", {})),
     )
@@ -362,7 +380,9 @@ def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
     assert 1 <= fitting < 30
     ledger = Ledger(tmp_path / "ledger.jsonl", budget=Budget(epsilon=0.4, delta=0.1))
     grid = Recorder(average_app(), num_clients=CLIENTS)
-    strategy = DPFedAvg(plan=the_plan, local=FAST, evaluate_every=0, ledger=ledger, seed=1)
+    strategy = FederatedStrategy(
+        DPFedAvg(local=FAST), the_plan, evaluate_every=0, ledger=ledger, seed=1
+    )
     strategy.start(grid, initial(), num_rounds=30)
     rounds = {m.metadata.group_id for m in grid.sent if m.metadata.message_type.startswith("train")}
     assert max(map(int, rounds)) <= fitting
@@ -377,7 +397,7 @@ def test_with_seeded_noise_every_release_is_on_the_ledger_whoever_makes_it(tmp_p
 
     def strategy(**how):
         options = {"plan": plan(), "local": FAST, "evaluate_every": 0, "ledger": ledger, "seed": 1}
-        return DPFedAvg(**{**options, "seeded_noise": True, **how})
+        return strategy_of(DPFedAvg, **{**options, "seeded_noise": True, **how})
 
     twice = strategy()
     runs = [twice, twice, strategy(), strategy(seed=2), strategy(run=run), strategy(run=run)]
@@ -401,7 +421,7 @@ def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
             return ClientData(train=one.train, test=nothing)
         return one if client != 3 else ClientData(train=nothing, test=one.test)
 
-    strategy = DPFedAvg(plan=plan(), local=FAST, training_loss=True)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan(), training_loss=True)
     grid = Recorder(
         average_app(DPFedAvg.client_app(replace(task(), data=data, metrics={"share": share}))),
         num_clients=CLIENTS,
@@ -423,10 +443,9 @@ def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
 
 
 def test_guarantees_of_a_run_say_what_is_not_covered():
-    strategy = DP2FedSAM(
-        plan=plan(),
-        head=FAST,
-        extractor=FAST,
+    strategy = FederatedStrategy(
+        DP2FedSAM(head=FAST, extractor=FAST),
+        plan(),
         diagnostics=True,
         seed=1,
         exposed=["a figure by hand"],
@@ -438,22 +457,22 @@ def test_guarantees_of_a_run_say_what_is_not_covered():
     assert "scores" in text
     assert "norms of updates" in text
     assert "a figure by hand" in text
-    quiet = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, evaluate_every=0)
+    quiet = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), plan(), evaluate_every=0)
     quiet.start(grid_of(), initial(), num_rounds=1)
     assert "scores" not in quiet.guarantees()[1].statement()
 
 
 @pytest.mark.parametrize("method", [DP2FedSAM, DPFedAvg])
 def test_guarantees_of_a_run_say_whether_clients_remember_something(method):
-    strategy = method(plan=plan(), evaluate_every=0)
+    strategy = strategy_of(method, plan=plan(), evaluate_every=0)
     strategy.start(grid_of(method.client_app(task())), initial(), num_rounds=1)
     models = strategy.guarantees()[1]
     assert ("clients keep memory" in models.statement()) == (method is DP2FedSAM)
 
 
 def test_without_privacy_there_is_no_guarantee_and_the_mean_is_plain():
-    strategy = DPFedAvg(
-        plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), local=FAST, seed=2
+    strategy = FederatedStrategy(
+        DPFedAvg(local=FAST), NonPrivatePlan(sampling=FullParticipation(CLIENTS)), seed=2
     )
     grid = Recorder(average_app(), num_clients=CLIENTS)
     result = strategy.start(grid, initial(), num_rounds=1)
@@ -471,7 +490,7 @@ def test_batch_norm_in_the_shared_part_is_refused_by_name_before_anything_is_sen
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     grid = Recorder(average_app(), num_clients=CLIENTS)
     with pytest.raises(UnshareableModel, match="GroupNorm in layer '1'"):
-        DPFedAvg(plan=plan(), local=FAST).start(grid, ArrayRecord(model.state_dict()))
+        FederatedStrategy(DPFedAvg(local=FAST), plan()).start(grid, ArrayRecord(model.state_dict()))
     assert not any(m.metadata.message_type.startswith("train") for m in grid.sent)
 
 
@@ -509,7 +528,7 @@ def foreign_app() -> ClientApp:
 def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fedavg():
     config = ConfigRecord({"lr": 0.1})
     plain = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    ours = DPFedAvg(plan=plain).start(
+    ours = FederatedStrategy(DPFedAvg(), plain).start(
         grid_of(foreign_app()), initial(), num_rounds=2, train_config=config
     )
     theirs = FedAvg(min_train_nodes=CLIENTS, min_available_nodes=CLIENTS).start(
@@ -535,7 +554,7 @@ def test_a_foreign_client_app_and_flowers_own_strategy_get_the_same_records():
             return super()._answers(messages)
 
     config = ConfigRecord({"lr": 0.1})
-    DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS))).start(
+    FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))).start(
         Reading(foreign_app(), CLIENTS), initial(), num_rounds=2, train_config=config
     )
     ours = {kind: list(configs) for kind, configs in seen.items()}
@@ -596,7 +615,7 @@ def failing_app(fails, how=failing, mods=()) -> ClientApp:
 def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(how, placement, tmp_path):
     noised = plan(noise_placement=placement, sampling=FullParticipation(CLIENTS))
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = DPFedAvg(plan=noised, ledger=ledger, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), noised, ledger=ledger, evaluate_every=0)
     mods = [client_level_dp_mod()] if placement == "client" else []
     app = failing_app(lambda partition: True, how, mods)
     with pytest.raises(FederationNotReady, match="No round began, and no privacy was spent"):
@@ -609,7 +628,7 @@ def test_a_foreign_client_app_that_cannot_train_costs_no_privacy(how, placement,
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_client_app(how):
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
-    strategy = DPFedAvg(plan=noised, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), noised, evaluate_every=0)
     app = failing_app(lambda partition: partition == 0, how)
     strategy.start(grid_of(app), initial(), num_rounds=2)
     assert strategy.participations.rounds == 2
@@ -618,7 +637,7 @@ def test_a_client_whose_data_make_it_fail_does_not_end_the_run_of_a_foreign_clie
 def test_a_run_ends_as_soon_as_it_is_clear_that_no_client_answers(logged):
     """There is no rehearsal, because nothing is spent, and the log does not say otherwise."""
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    strategy = DPFedAvg(plan=without, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), without, evaluate_every=0)
     with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
         strategy.start(grid_of(failing_app(lambda partition: True)), initial(), num_rounds=9)
     assert strategy.participations.rounds == 1
@@ -640,7 +659,7 @@ def test_what_a_foreign_client_app_writes_into_its_message_reaches_no_other_clie
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
-    strategy = DPFedAvg(plan=noised, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), noised, evaluate_every=0)
     strategy.start(grid_of(app), initial(), num_rounds=2, train_config=ConfigRecord({"lr": 0.5}))
     assert set(seen) == {0.5}
     assert strategy.refusals == []
@@ -656,7 +675,7 @@ def test_mods_that_expect_what_flowers_strategies_send_find_it():
         return call_next(message, context)
 
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
-    strategy = DPFedAvg(plan=noised, evaluate_every=0)
+    strategy = FederatedStrategy(DPFedAvg(), noised, evaluate_every=0)
     app = failing_app(lambda partition: False, mods=[mod])
     strategy.start(grid_of(app), initial(), num_rounds=1)
     assert kinds == [["arrays", "config"]] * len(kinds)
@@ -667,13 +686,13 @@ def test_a_foreign_client_app_is_no_error_in_the_log(logged):
     grid = grid_of(foreign_app())
     config = ConfigRecord({"lr": 0.1})
     noised = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
-    DPFedAvg(plan=noised).start(grid, initial(), num_rounds=1, train_config=config)
+    FederatedStrategy(DPFedAvg(), noised).start(grid, initial(), num_rounds=1, train_config=config)
     assert not [r for r in logged.records if r.levelname == "ERROR" or r.exc_info]
 
 
 def test_a_run_may_stop_early_and_is_evaluated_where_it_stops():
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    strategy = DPFedAvg(plan=without, local=FAST, evaluate_every=5)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), without, evaluate_every=5)
     rounds = []
 
     def enough(server_round, result):
@@ -698,7 +717,7 @@ def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
 
     grid = Counting(foreign_app(), num_clients=CLIENTS)
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    DPFedAvg(plan=without, local=FAST).start(
+    FederatedStrategy(DPFedAvg(local=FAST), without).start(
         grid, initial(), num_rounds=2, train_config=ConfigRecord({"lr": 0.1})
     )
     assert asked.count("query.identity") == 1
@@ -706,7 +725,7 @@ def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
 
 def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
     the_plan = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
-    strategy = DPFedAvg(plan=the_plan)
+    strategy = FederatedStrategy(DPFedAvg(), the_plan)
     strategy.start(
         grid_of(foreign_app()), initial(), num_rounds=1, train_config=ConfigRecord({"lr": 100.0})
     )
@@ -717,7 +736,7 @@ def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
 @pytest.mark.parametrize("strategy", [DPFedAvg, DP2FedSAM])
 def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strategy):
     with pytest.raises(FederationNotReady, match=f"{strategy.__name__}.client_app"):
-        strategy(plan=plan()).start(grid_of(foreign_app()), initial(), num_rounds=1)
+        strategy_of(strategy, plan=plan()).start(grid_of(foreign_app()), initial(), num_rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -732,7 +751,9 @@ def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strat
 )
 def test_unfit_options_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        DPFedAvg(plan=plan(), **options).start(grid_of(average_app()), initial(), num_rounds=1)
+        strategy_of(DPFedAvg, plan=plan(), **options).start(
+            grid_of(average_app()), initial(), num_rounds=1
+        )
 
 
 def test_a_ledger_that_would_stay_empty_is_refused(tmp_path):
@@ -745,7 +766,7 @@ def test_a_ledger_that_would_stay_empty_is_refused(tmp_path):
         with pytest.raises(
             ValueError, match="expected a ReleasePlan, whose releases a ledger records"
         ):
-            DPFedAvg(plan=other, local=FAST, ledger=ledger)
+            FederatedStrategy(DPFedAvg(local=FAST), other, ledger=ledger)
     ledger.close()
 
 
@@ -758,15 +779,15 @@ def test_a_ledger_that_would_stay_empty_is_refused(tmp_path):
 )
 def test_a_plan_that_is_not_of_clients_with_one_upload_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
-        DPFedAvg(plan=plan(**changes), local=FAST)
+        FederatedStrategy(DPFedAvg(local=FAST), plan(**changes))
 
 
 def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     spent = privacy_loss_of({plan().release: 5}, delta=0.1).epsilon
-    strategy = DPFedAvg(
-        plan=plan(),
-        local=FAST,
+    strategy = FederatedStrategy(
+        DPFedAvg(local=FAST),
+        plan(),
         budget=Budget(epsilon=spent + 1e-6, delta=0.1),
         run=run,
         evaluate_every=3,
@@ -780,7 +801,7 @@ def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
 @pytest.mark.parametrize("method", [DP2FedSAM, DPFedAvg])
 def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method):
     local = {"local": FAST} if method is DPFedAvg else {"head": FAST, "extractor": FAST}
-    strategy = method(plan=plan(), **local, personal=("haed",))
+    strategy = strategy_of(method, plan=plan(), **local, personal=("haed",))
     with pytest.raises(ValueError, match="personal='haed'.* did you mean 'head'"):
         strategy.start(grid_of(), initial(), num_rounds=1)
 
@@ -788,14 +809,14 @@ def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method)
 def test_a_personal_name_without_the_modules_around_it_is_refused_with_a_star():
     """Hugging Face's classifier is below ``base_model.model``."""
     model = ArrayRecord({f"base.{n}": p for n, p in task().initial_params(0).items()})
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("head",))
+    strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST, personal=("head",)), plan())
     with pytest.raises(ValueError, match=r"personal='head'.* did you mean '\*\.head'"):
         strategy.start(grid_of(), model, num_rounds=1)
 
 
 @pytest.mark.parametrize("name", ["last", "head2"])
 def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=(name,))
+    strategy = FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST, personal=(name,)), plan())
     with pytest.raises(FederationNotReady, match=r"expected personal= to name .* of them$"):
         strategy.start(grid_of(), initial(), num_rounds=1)
     assert f"personal={name!r} matches no parameter of the model: ['extractor" in caplog.text
@@ -812,8 +833,8 @@ def test_a_run_that_once_had_an_answer_goes_on_whatever_is_refused(tmp_path, rou
         run = RunDirectory.resume(path) if path.exists() else RunDirectory.create(path, {})
         with contextlib.closing(run):
             everyone = FullParticipation(CLIENTS)
-            strategy = DPFedAvg(
-                plan=plan(sampling=everyone), local=FAST, seed=1, seeded_noise=True, run=run
+            strategy = FederatedStrategy(
+                DPFedAvg(local=FAST), plan(sampling=everyone), seed=1, seeded_noise=True, run=run
             )
             strategy.start(grid, initial(), num_rounds=rounds)
         return strategy
@@ -841,7 +862,9 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
 
 def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
     few = replace(plan(), rounds=2)
-    DPFedAvg(plan=few, local=FAST).start(grid_of(average_app()), initial(), num_rounds=4)
+    FederatedStrategy(DPFedAvg(local=FAST), few).start(
+        grid_of(average_app()), initial(), num_rounds=4
+    )
     said = [line for line in caplog.messages if "beyond" in line]
     assert len(said) == 1
     assert "training round 3 is beyond the 2 of the plan" in said[0]
@@ -858,7 +881,7 @@ def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
     ],
 )
 def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, said, caplog):
-    strategy = DPFedAvg(plan=NonPrivatePlan(sampling=plan().sampling), local=FAST)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), NonPrivatePlan(sampling=plan().sampling))
     app = DPFedAvg.client_app(Task(model=Net, data=data, device="cpu"))
     with pytest.raises(FederationNotReady, match=said) as failed:
         strategy.start(grid_of(app), initial(), num_rounds=2)

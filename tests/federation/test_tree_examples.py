@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms import DPFedAvg, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.data import ClientData, SiloData
-from flower_ext.federation import InProcessGrid
+from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, PrivacyUnit, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.trees import FORMS, PACKED, packed
@@ -47,18 +47,19 @@ def plan(population, unit=PrivacyUnit.CLIENT):
 
 METHODS = {
     "DP-FedAvg": (
-        lambda: DPFedAvg(plan=plan(CLIENTS), local=LOCAL, seed=1, seeded_noise=True),
+        lambda: FederatedStrategy(DPFedAvg(local=LOCAL), plan(CLIENTS), seed=1, seeded_noise=True),
         of_clients,
     ),
     "pFedMe": (
-        lambda: PFedMe(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), seed=1),
+        lambda: FederatedStrategy(
+            PFedMe(), NonPrivatePlan(sampling=FullParticipation(CLIENTS)), seed=1
+        ),
         of_clients,
     ),
     "ULDP-AVG": (
-        lambda: UldpAvg(
-            plan=plan(USERS, PrivacyUnit.USER),
-            num_silos=CLIENTS,
-            local=LOCAL,
+        lambda: FederatedStrategy(
+            UldpAvg(num_silos=CLIENTS, local=LOCAL),
+            plan(USERS, PrivacyUnit.USER),
             seed=1,
             seeded_noise=True,
         ),
@@ -70,7 +71,7 @@ METHODS = {
 def run(make, data, like):
     task = Task(model=like.model, data=data, loss=like.loss, metrics=like.metrics, device="cpu")
     strategy = make()
-    app = type(strategy).client_app(task, allow_seeded_noise=True)
+    app = strategy.method.client_app(task, allow_seeded_noise=True)
     grid = InProcessGrid(app, num_clients=CLIENTS)
     result = strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=2)
     return result.arrays.to_torch_state_dict(), result.evaluate_metrics_clientapp[2]

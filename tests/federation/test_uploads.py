@@ -78,7 +78,7 @@ def result(plan, values, *, workers, **grid):
         clients.workers.gather()
     finally:
         clients.workers.abandon()
-    rows = {k: v for k, v in strategy.progress.row.items() if "seconds" not in k}
+    rows = {k: v for k, v in strategy.run.progress.row.items() if "seconds" not in k}
     return records.to_arrays(run.arrays), strategy.refusals, rows
 
 
@@ -125,12 +125,12 @@ def test_what_stays_in_another_process_can_be_read_after_its_next_messages():
         Told.client_app(Task(model=Net, data=data, device="cpu")), CLIENTS, workers=2
     )
     try:
-        strategy.progress.begin()
+        strategy.run.progress.begin()
         model = records.to_record(MODEL)
         replies = []
         for number in (1, 2):
             asked = strategy.configure_train(number, model, ArrayRecord(), grid)
-            assert asked.plan is strategy.plan
+            assert asked.plan is strategy.run.plan
             replies.append(list(grid.send_and_receive(asked)))
         for of_round in replies:
             sent = [records.to_arrays(r.content.array_records[records.UPDATE]) for r in of_round]

@@ -8,7 +8,7 @@ from flower_ext import algorithms
 from flower_ext.algorithms import Apple, DP2FedSAM, DPDitto, DPFedAvg, FedAMP, FedDyn, Scaffold
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
+from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
@@ -18,6 +18,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 from tests.support.worlds import Net, client_data
 
@@ -36,16 +37,16 @@ TASK = Task(model=Net, data=unequal, device="cpu")
 
 
 def run(strategy, grid=Recorder):
-    own = grid(type(strategy).client_app(TASK), num_clients=len(SIZES))
+    own = grid(strategy.method.client_app(TASK), num_clients=len(SIZES))
     initial = TASK.initial_params(0)
     result = strategy.start(own, ArrayRecord(initial), num_rounds=1)
     return own, initial, result.arrays.to_torch_state_dict()
 
 
 METHODS = [
-    DPFedAvg(plan=BY_EXAMPLES, local=SGD, seed=1),
-    DP2FedSAM(plan=BY_EXAMPLES, extractor=SGD, head=SGD, seed=1),
-    DPDitto(plan=BY_EXAMPLES, local=SGD, seed=1),
+    FederatedStrategy(DPFedAvg(local=SGD), BY_EXAMPLES, seed=1),
+    FederatedStrategy(DP2FedSAM(extractor=SGD, head=SGD), BY_EXAMPLES, seed=1),
+    FederatedStrategy(DPDitto(local=SGD), BY_EXAMPLES, seed=1),
 ]
 
 
@@ -80,7 +81,7 @@ def test_a_reply_without_its_number_of_examples_is_refused():
     class Silent(Tampering):
         tamper = {1: silent}
 
-    strategy = DPFedAvg(plan=BY_EXAMPLES, local=SGD, seed=1)
+    strategy = FederatedStrategy(DPFedAvg(local=SGD), BY_EXAMPLES, seed=1)
     run(strategy, Silent)
     assert len(strategy.refusals) == 1
     assert "num-examples" in strategy.refusals[0]
@@ -101,7 +102,7 @@ def test_another_word_is_refused():
 @pytest.mark.parametrize("method", [Scaffold, FedDyn, FedAMP, Apple])
 def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
     with pytest.raises(InvalidValue, match="weighting='examples'.* expected 'clients'"):
-        method(plan=BY_EXAMPLES, local=SGD)
+        strategy_of(method, plan=BY_EXAMPLES, local=SGD)
 
 
 @pytest.mark.parametrize("method", algorithms.__all__)

@@ -56,7 +56,9 @@ def play(
             **facts,
         )
         settings = {"state-folder": str(folder / "state")} if memory else {}
-        grid = DyingGrid(strategy.client_app(task(), allow_seeded_noise=True), CLIENTS, settings)
+        grid = DyingGrid(
+            strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS, settings
+        )
         grid.dies_in, grid.at = dies_in, at
         result = one.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
         save_outcome(run, one, result)

@@ -67,7 +67,7 @@ class LosingGrid(InProcessGrid):
     """
 
     def __init__(self, strategy, *, lost=None, forgets=None, dies_in=None, folder=""):
-        app = type(strategy).client_app(task(), allow_seeded_noise=True)
+        app = strategy.method.client_app(task(), allow_seeded_noise=True)
         super().__init__(app, CLIENTS, {"state-folder": str(folder)} if folder else {})
         self.lost, self.dies_in, self.asked = lost or {}, dies_in, {}
         self.forgets = {str(number): who for number, who in (forgets or {}).items()}
@@ -120,6 +120,6 @@ def start(build, rounds, folder, dies_in=None):
 
 def remembered(strategy, grid):
     """Return the mean of the clients' memories."""
-    name, run = type(strategy).client.name, strategy.checkpoints.run_id
+    name, run = type(strategy).client.name, strategy.run.checkpoints.run_id
     kept = [ClientMemory(context, name, run).load() for context in grid.contexts.values()]
     return np.mean([params["weight"].numpy() for params in kept], axis=0)

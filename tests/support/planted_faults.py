@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import count
 
 import numpy as np
+from flower_ext.federation.hooks import MethodHooks
 
 from flower_ext.algorithms.uldp import averaging, silo_training
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import masked_scores
-from flower_ext.federation.hooks import MethodHooks
 from flower_ext.privacy import (
     PoissonSampling,
     SecureNoise,

@@ -3,13 +3,14 @@
 import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 
-from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpSgd
+from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.weighting import keeping, lattice_silo
 from flower_ext.federation import ClientVault, InProcessGrid, records
 from flower_ext.privacy import FullParticipation
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
+from tests.support.strategies import strategy_of
 
-METHOD = PrivateUldpAvg.client.name
+METHOD = UldpAvg.client.name
 SMALL = PrivateWeighting(
     key_bits=512,
     allow_insecure_key_size=True,
@@ -18,20 +19,20 @@ SMALL = PrivateWeighting(
 )
 
 
-def make(method=PrivateUldpAvg, protocol=SMALL, **changes):
+def make(method=UldpAvg, protocol=SMALL, **changes):
     rest = {"sampling": FullParticipation(USERS), "ledger": None, "plan": {}, **changes}
     facts = {"dropout_policy": "discard", **rest.pop("plan")}
     local = {"local": LOCAL} if not issubclass(method, UldpSgd) else {}
-    weighting = {"protocol": protocol} if issubclass(method, PrivateUldpAvg) else {}
+    weighting = {"protocol": protocol} if issubclass(method, UldpAvg) else {}
     if not weighting:
         weighting = {"weighting": "by-records"}
     sampled = plan(rest.pop("sampling"), **facts)
-    return method(plan=sampled, **weighting, **local, **{**COMMON, **rest})
+    return strategy_of(method, plan=sampled, **weighting, **local, **{**COMMON, **rest})
 
 
 def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):
     """Return the grid and the final model."""
-    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    app = strategy.method.client_app(task(data), allow_seeded_noise=True)
     grid = grid_of(app, num_clients=SILOS, **options)
     initial = ArrayRecord(task().initial_params(SEED))
     result = strategy.start(grid, initial, num_rounds=rounds)

@@ -12,6 +12,7 @@ from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
 from tests.support.dying_runs import Died, DyingGrid
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS = 3
@@ -41,7 +42,7 @@ def play(
 ):
     """Start a run once; return its directory, strategy and result (None if the run dies)."""
     settings = {"plan": plan(), "local": LocalTraining(epochs=1), "timeout": 5.0, **options}
-    strategy = DPFedAvg(**settings)
+    strategy = strategy_of(DPFedAvg, **settings)
     grid = DyingGrid(DPFedAvg.client_app(task(), allow_seeded_noise=True), CLIENTS, {})
     grid.dies_in, grid.at = dies_in, at
     start = recorded(wrap(strategy), name, callbacks=callbacks)

@@ -3,6 +3,7 @@
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
 from flower_ext.privacy import FullParticipation, ReleasePlan, SecureSum
 from flower_ext.training import LocalTraining
+from tests.support import strategies
 
 CLIENTS = 8
 FAST = LocalTraining(epochs=1, batch_size=10)
@@ -24,4 +25,6 @@ def plan(**changes):
 def strategy_of(method=DPFedAvg, **changes):
     more = {"personal": ("head",)} if method is DP2FedSAM else {"local": FAST}
     options = {"seed": SEED, "seeded_noise": True, "evaluate_every": 0, "timeout": 5.0}
-    return method(plan=changes.pop("plan", plan()), **{**more, **options, **changes})
+    return strategies.strategy_of(
+        method, plan=changes.pop("plan", plan()), **{**more, **options, **changes}
+    )

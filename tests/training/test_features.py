@@ -12,7 +12,7 @@ from torch import nn
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Features, LocalTraining, Task
 from tests.support.fronts import WIDTH, Front, count_of, images
@@ -175,9 +175,9 @@ def task(front=Front) -> Task:
 
 
 def start(own: Task):
-    strategy = DPFedAvg(
-        plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
-        local=LocalTraining(epochs=1),
+    strategy = FederatedStrategy(
+        DPFedAvg(local=LocalTraining(epochs=1)),
+        NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
         seed=1,
         frozen=task().fingerprint,
     )

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.federation.client import unmoved
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
@@ -74,7 +74,9 @@ def released(odd, model=Layers, *, count=16):
     )
     task = Task(model=model, data=data)
     local = LocalTraining(epochs=1, batch_size=4, learning_rate=1.0)
-    strategy = DPFedAvg(plan=plan, local=local, seed=1, seeded_noise=True, evaluate_every=0)
+    strategy = FederatedStrategy(
+        DPFedAvg(local=local), plan, seed=1, seeded_noise=True, evaluate_every=0
+    )
     grid = InProcessGrid(DPFedAvg.client_app(task, allow_seeded_noise=True), CLIENTS)
     result = strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=1)
     return CLIENTS * np.concatenate([a.numpy().ravel() for a in result.arrays.values()])

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.algorithms import DPDitto, Scaffold
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
+from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Job, LocalTraining, Task, train, train_many
 from flower_ext.training.local import batches
@@ -94,6 +94,6 @@ def test_what_does_not_fit_is_refused(options, said):
 def test_methods_of_which_a_theorem_is_about_sgd_refuse_others():
     plan, adamw = NonPrivatePlan(sampling=FullParticipation(3)), LocalTraining(optimizer="AdamW")
     with pytest.raises(InvalidValue, match="local.optimizer='AdamW': expected 'SGD'"):
-        Scaffold(plan=plan, local=adamw)
+        FederatedStrategy(Scaffold(local=adamw), plan)
     with pytest.raises(InvalidValue, match="personal_training.optimizer is set"):
-        DPDitto(plan=plan, global_weight=1.0, personal_training=adamw)
+        FederatedStrategy(DPDitto(global_weight=1.0, personal_training=adamw), plan)

@@ -26,16 +26,15 @@ gets no noise of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from flower_ext.algorithms.one_phase import own_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
+    Method,
     Steps,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
@@ -75,26 +74,27 @@ def drawn(start: Params, work: ClientWork) -> Params:
     return {name: w + left * (start[name] - w) for name, w in work.received.items()}
 
 
-class DPDitto(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class DPDitto(Method):
     """Ditto, with or without noise on the clients' uploads.
+
+    With a `RecordLevelPlan` the method is DP-Ditto, with a `NonPrivatePlan` Ditto. A `ReleasePlan`
+    protects whole clients instead of records.
 
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
     each client by its number of examples, as FedAvg does.
 
     Parameters
     ----------
-    plan : PrivacyPlan
-        With a `RecordLevelPlan` the method is DP-Ditto, with a `NonPrivatePlan` Ditto. A
-        `ReleasePlan` protects whole clients instead of records.
     global_weight : float
         λ in [0, 2]. At 0, a personal model learns from its client's data only; at 2, it only
         follows the shared model.
     local : LocalTraining
-        Training of the uploaded model; it has to match ``plan.steps`` if the plan has any.
+        Training of the uploaded model; it has to match the plan's ``steps`` if it has any.
     personal_training : LocalTraining
         Training of the personal model, by plain SGD.
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
     client = ClientMethod(
@@ -105,25 +105,17 @@ class DPDitto(FederatedStrategy):
         upload_phase="local",
     )
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        global_weight: float = 0.1,
-        local: LocalTraining | None = None,
-        personal_training: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        check_global_weight(global_weight)
-        super().__init__(plan=plan, **options)
-        self.global_weight = float(global_weight)
-        self.local = local or LocalTraining()
-        self.personal_training = personal_training or LocalTraining()
+    global_weight: float = 0.1
+    local: LocalTraining = LocalTraining()
+    personal_training: LocalTraining = LocalTraining()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_global_weight(self.global_weight)
         for name in self.personal_training.beyond_sgd:
             raise InvalidValue(
                 f"personal_training.{name} is set: expected plain SGD, as in Ditto; leave it out"
             )
-        self.check_training()
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -132,7 +124,6 @@ class DPDitto(FederatedStrategy):
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}
 
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Settings for clients: λ."""
-        return {GLOBAL_WEIGHT: self.global_weight}
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return λ, for the clients."""
+        return {GLOBAL_WEIGHT: float(self.global_weight)}

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.group import UldpGroup
 from flower_ext.algorithms.uldp.naive import UldpNaive
+from flower_ext.algorithms.uldp.weighted_sum import weighted_sum
 from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, WeightSource
 
 if TYPE_CHECKING:
-    from flower_ext.algorithms.uldp.private import PrivateUldpAvg, PrivateUldpSgd
     from flower_ext.algorithms.uldp.weighting.lattice import LatticeWeighting
     from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
 
 __all__ = [
     "EqualWeights",
     "LatticeWeighting",
-    "PrivateUldpAvg",
-    "PrivateUldpSgd",
     "PrivateWeighting",
     "UldpAvg",
     "UldpGroup",
@@ -30,12 +28,11 @@ __all__ = [
     "WeightSource",
     "WeightsByRecords",
     "theory_learning_rate",
+    "weighted_sum",
 ]
 _ROOM = "flower_ext.algorithms.uldp"
 _PRIVATE = {
     "LatticeWeighting": f"{_ROOM}.weighting.lattice",
-    "PrivateUldpAvg": f"{_ROOM}.private",
-    "PrivateUldpSgd": f"{_ROOM}.private",
     "PrivateWeighting": f"{_ROOM}.weighting.paillier",
 }
 

@@ -18,22 +18,21 @@ The Flower nodes are the silos, and all of them take part in every round. The pl
 users; the same users are sampled in every silo. A user's batches depend only on that user's number
 and records.
 
-Under a plan with secure sums, the silos are the members of the sum. `silo_training` has the
-trainings of a silo's users.
+Under a plan with secure sums, the silos are the members of the sum. With a `weighted_sum`, no party
+learns the weights by records. `silo_training` has the trainings of a silo's users.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any
 
-from flwr.app import ArrayRecord
-from flwr.serverapp import Grid
+import numpy as np
 
 from flower_ext.algorithms.one_phase import OnePhase, shared_model
+from flower_ext.algorithms.uldp import private_silo
 from flower_ext.algorithms.uldp.silo_training import (
     CELL,
     CLIPPING_NORM,
@@ -43,9 +42,8 @@ from flower_ext.algorithms.uldp.silo_training import (
 )
 from flower_ext.algorithms.uldp.weights import (
     USERS,
-    WEIGHTS,
     WeightSource,
-    answer,
+    answer_counts,
     ask_company,
     ask_silos,
     check_weights,
@@ -56,18 +54,25 @@ from flower_ext.algorithms.uldp.weights import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
+    Arrays,
     ClientMethod,
     ClientWork,
+    Cohort,
+    Connected,
     LocalResult,
+    Population,
+    Question,
+    Released,
+    State,
     Steps,
+    Summation,
     Training,
-    records,
 )
-from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.privacy import Guarantee, ReleasePlan
+from flower_ext.federation.population import HiddenUsers, UsersInSilos
+from flower_ext.privacy import Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.quantization import CellSum
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.silos import (
     SECURE_SUM,
     among_silos,
@@ -78,12 +83,20 @@ from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
 
+SILOS, ONE_BY_ONE, WEIGHTS = "silos", "one-by-one", "weights"
+"""A group of the state: whether a silo's users train one by one, and w_{s,u} if the server knows
+them."""
+GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
+"""One step at rate 1 on all records, whose update is the negative gradient."""
+
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
+    if private_silo.is_weighted(work):
+        return (yield from private_silo.local_update(work))
     num_users = int(work.settings[USERS])
     data, weights = owned(work.data, num_users), read_weights(work)
-    users = {user: own for user, own in data.by_user().items() if weights[user] > 0}
+    users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
     job = silo_job(work, users, dict(enumerate(weights.tolist())))
     solve = sums_over_users if job.cell is None else cells_over_users
     summed: BoundedSum | CellSum = yield Training(
@@ -92,158 +105,167 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(update=summed)
 
 
+def answer(question: Question) -> Mapping[str, object]:
+    """Answer a question before a round: take a step of a weighted sum, or count the records."""
+    if private_silo.is_step(question):
+        return private_silo.answer(question)
+    return answer_counts(question)
+
+
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:
     """Return η_g = |S| √(|U| Q), for which the paper's convergence bound matches FedAvg's."""
     return num_silos * math.sqrt(num_users * epochs)
 
 
+@dataclass(frozen=True, kw_only=True)
 class UldpAvg(OnePhase):
     """Federated averaging over silos with user-level DP.
 
     All users count alike, whatever their number of records. ``weighting`` divides a user's weight
     among the silos.
 
+    The plan is a `ReleasePlan` of users: ``unit=PrivacyUnit.USER``, noise by the clients (the
+    silos), and all users or Poisson sampling. Its ``dropout_policy`` decides what happens if a silo
+    does not answer.
+
     Parameters
     ----------
-    plan : ReleasePlan
-        A plan of users: ``unit=PrivacyUnit.USER``, noise by the clients (the silos), and all users
-        or Poisson sampling.
     num_silos : int
-        Number of silos. The server asks all of them in every round. The plan's ``dropout_policy``
-        decides what happens if one does not answer.
+        Number of silos. The server asks all of them in every round.
     weighting : {"equal", "by-records"} or WeightSource
-        w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos send the server their histograms.
+        w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos send the server their histograms, unless
+        the run's sum is a `weighted_sum`.
     local : LocalTraining
         Training of the whole model on one user's records.
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
-    plan: ReleasePlan
     units_are_clients = False
     bounds_units = True
-    secure_sum = SECURE_SUM
-    """Name of the protection that hides single uploads from the server, for guarantees."""
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
         local_model=shared_model,
         memoryless=True,
         answer=answer,
-        keeps_memory=False,
+        keeps_memory=False,  # a resumed run sets up keys of a weighted sum anew
     )
 
-    def __init__(
-        self,
-        *,
-        plan: ReleasePlan,
-        num_silos: int,
-        weighting: Weighting | WeightSource = "equal",
-        local: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        self.weights = weight_source(weighting)
-        check_user_plan(plan, num_silos, self.weights.weighting)
-        self.num_silos = num_silos
-        options.setdefault("population", UsersInSilos(plan.sampling, num_silos))
-        super().__init__(plan=plan, local=local, **options)
-        self.shown = self.weights.shown
-        self.apart: Mapping[int, bool] = {}
-        """By silo: True if users train one by one, because a batch might change their results."""
-        self._users_records: Sequence[ArrayRecord] = []
+    num_silos: int
+    weighting: Weighting | WeightSource = "equal"
 
     @property
-    def accounted(self) -> ReleasePlan:
-        """The given plan, whose units are users. Its secure sums add the silos' uploads."""
-        return among_silos(self.plan, self.num_silos)
+    def weights(self) -> WeightSource:
+        """The rule for weights."""
+        return weight_source(self.weighting)
 
     @property
-    def settings(self) -> Mapping[str, float]:
-        """|U| and C, and the width of a cell if sums are secure."""
-        plan = self.plan
-        own = {USERS: plan.sampling.population, CLIPPING_NORM: plan.clipping_norm}
-        return own if plan.secure_aggregation is None else {**own, CELL: plan.cell}
+    def traits(self) -> MethodTraits:
+        """The method's declarations, with its number of silos and its weights."""
+        rule = self.weights.weighting
+        return replace(super().traits, num_silos=self.num_silos, weighting=rule)
 
-    def prepare(self, grid: Grid) -> None:
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan that is not one of users among so many silos."""
+        check_user_plan(plan, self.num_silos, self.weights.weighting)
+
+    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
+        """Return the plan, whose secure sums add the silos' uploads."""
+        return among_silos(_of_users(plan), self.num_silos)
+
+    def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
+        """Return the users, whose parts a weighted sum hides."""
+        if not summation.brings_weights:
+            return UsersInSilos(plan.sampling, self.num_silos)
+        is_oblivious = summation.hidden_draw != ""
+        return HiddenUsers(plan.sampling, self.num_silos, oblivious=is_oblivious)
+
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return |U| and C, and the width of a cell if sums are secure, for the silos."""
+        plan = _of_users(plan)
+        numbers = {USERS: plan.sampling.population, CLIPPING_NORM: plan.clipping_norm}
+        return numbers if plan.secure_aggregation is None else {**numbers, CELL: plan.cell}
+
+    def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""
-        self.apart = ask_company(self, grid)
-        counts = ask_silos(
-            self, grid, self.plan.sampling.population, histogram=self.weights.needs_histogram
-        )
-        self.weights.prepare(counts, self.num_silos)
-        if self.plan.secure_aggregation is not None:
-            self._say_how_fine()
+        plan, clients = _of_users(connected.summation.mechanism), connected.clients
+        silos = {ONE_BY_ONE: ask_company(clients, self.training, self.num_silos)}
+        if connected.summation.brings_weights:
+            return State(server={SILOS: silos})
+        source = self.weights
+        histogram = ask_silos(clients, plan.sampling.population, histogram=source.needs_histogram)
+        if plan.secure_aggregation is not None:
+            _warn_of_rounding(plan, connected.model, self.num_silos)
+        weights = source.weights(histogram, self.num_silos)
+        return State(server={SILOS: {**silos, WEIGHTS: weights}})
 
-    def _say_how_fine(self) -> None:
-        """Warn if cells are so wide that most numbers of a user's part are rounded to zero."""
-        numbers = sum(array.size for array in self.sent.values())
-        cells = self.plan.clipping_norm / self.plan.cell / self.num_silos
-        if (usual := cells / math.sqrt(numbers)) < 1:
-            log.warning(
-                "secure sums: a number of a user's clipped update is usually %.2g cells in a silo, "
-                "so rounding to whole cells loses most of it: lower the noise multiplier, or send "
-                "fewer numbers",
-                usual,
-            )
-
-    def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
+    def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Weigh the users of the round, which line 5 of Algorithm 4 draws.
 
         The norm of a silo's sum is at most the clipping norm times the total weight of its users.
         """
-        self._users_records = self.weigh(number, cohort.units)
-        self.progress.row["users"] = len(cohort.units)
-        norms = {}
-        for silo, record in enumerate(self._users_records):
-            weights = record[WEIGHTS].numpy()
-            norms[silo] = float(weights.sum()) * (1 if weights.size > 1 else len(cohort.units))
-        return replace(cohort, norms=norms)
-
-    def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
-        """Return the record for each silo with the weights of training round ``number``."""
-        weights = self.weights.of_users(users)
+        weights = state.server[SILOS].get(WEIGHTS)
+        if weights is None:
+            return cohort  # the weighted sum brings them
+        users = cohort.units
+        is_common = weights.shape[1] == 1
+        if not is_common:
+            weights = weights[:, np.asarray(users, dtype=np.int64)]
         check_weights(weights, self.num_silos, users, self.weights.weighting)
-        return users_records(weights, users, self.plan.sampling.population)
+        totals = weights.sum(axis=1) * (len(users) if is_common else 1)
+        requests = users_records(weights, users, cohort.population)
+        return replace(
+            cohort,
+            norms=dict(enumerate(totals.tolist())),
+            requests={silo: {USERS: record} for silo, record in enumerate(requests)},
+        )
 
-    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the round's users, and their weights in this silo."""
-        return {USERS: self._users_records[partition]}
-
-    def next_model(
-        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
-    ) -> records.Arrays:
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Return x + η_g Σ_s Δ_s / (q|U||S|); the plan has already divided by q|U|."""
-        over_silos = {name: array / self.num_silos for name, array in mean.items()}
-        return super().next_model(base, over_silos, updates)
+        over_silos = {name: array / self.num_silos for name, array in released.mean.items()}
+        return super().step(model, replace(released, mean=over_silos), state)
 
-    def claims(self, run: RunFacts) -> list[Guarantee]:
+    def disclosures(self, summation: Summation) -> Sequence[str]:
+        """Return what the weights reveal, in the clear or by the protocol of a weighted sum."""
+        if summation.brings_weights:
+            return summation.disclosures
+        return self.weights.disclosures
+
+    def claims(
+        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+    ) -> list[Guarantee]:
         """Return Theorem 5, and what is provable against each adversary for this run's samples."""
+        mechanism = _of_users(summation.mechanism)
         in_sums = run.participations.in_sums
         in_uploads = float(max(run.participations.uploads.values(), default=0))
-        if self.plan.secure_aggregation is None:
+        if mechanism.secure_aggregation is None:
             # The adversary saw refused uploads too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
-        return uldp_avg_guarantees(
-            self.accounted,
+        apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
+        claims = uldp_avg_guarantees(
+            mechanism,
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
             weighting=self.weights.weighting,
             participations=in_sums,
             in_uploads=in_uploads,
             secure_noise=run.secure_noise,
-            secure_sampling=run.secure_cohorts or bool(self.hidden_draw),
-            secure_sum=self.secure_sum,
-            hidden_draw=self.hidden_draw,
+            secure_sampling=run.secure_cohorts or bool(summation.hidden_draw),
+            secure_sum=summation.secure_sum or SECURE_SUM,
+            hidden_draw=summation.hidden_draw,
             not_covered=run.not_covered,
-            company=company_assumption(self.apart),
+            company=company_assumption(dict(enumerate(apart.tolist()))),
         )
+        return [
+            replace(claim, assumptions=(*claim.assumptions, *summation.assumptions(claim.view)))
+            if claim.basis == "provable"
+            else claim
+            for claim in claims
+        ]
 
-    @property
-    def hidden_draw(self) -> str:
-        """Assumption that hides the drawn users from the server; empty if the server draws."""
-        return ""
 
-
+@dataclass(frozen=True, kw_only=True)
 class UldpSgd(UldpAvg):
     """ULDP-AVG with one gradient over all of a user's records in place of an update.
 
@@ -253,14 +275,33 @@ class UldpSgd(UldpAvg):
     Parameters
     ----------
     **options
-        Options of `UldpAvg`, without ``local``.
+        Fields of `UldpAvg`, without ``local``.
     """
 
-    def __init__(self, **options: Any) -> None:
-        if "local" in options:
+    local: LocalTraining = GRADIENT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local != GRADIENT:
             raise InvalidValue(
                 "local: expected none, as ULDP-SGD has no local training; use UldpAvg"
             )
-        # One step at rate 1 on all records yields the negative gradient as the update.
-        gradient = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
-        super().__init__(local=gradient, **options)
+
+
+def _of_users(plan: PrivacyPlan) -> ReleasePlan:
+    """Return a plan that `check_user_plan` accepted."""
+    assert isinstance(plan, ReleasePlan)
+    return plan
+
+
+def _warn_of_rounding(plan: ReleasePlan, model: Arrays, num_silos: int) -> None:
+    """Warn if cells are so wide that most numbers of a user's part are rounded to zero."""
+    numbers = sum(array.size for array in model.values())
+    cells = plan.clipping_norm / plan.cell / num_silos
+    if (usual := cells / math.sqrt(numbers)) < 1:
+        log.warning(
+            "secure sums: a number of a user's clipped update is usually %.2g cells in a silo, "
+            "so rounding to whole cells loses most of it: lower the noise multiplier, or send "
+            "fewer numbers",
+            usual,
+        )

@@ -18,32 +18,36 @@ The silos' models carry noise already, so the server averages them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
-from flwr.serverapp import Grid
 
 from flower_ext.algorithms.one_phase import shared_model
-from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
+from flower_ext.algorithms.uldp.weights import USERS, answer_counts, ask_silos, owned
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import (
+    Arrays,
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
+    Cohort,
+    Connected,
     LocalResult,
+    Method,
+    State,
+    Summation,
     records,
 )
 from flower_ext.privacy import (
     DpSgd,
     FullParticipation,
     GroupPlan,
+    PrivacyPlan,
     secure_generator,
     seeded_generator,
 )
@@ -91,10 +95,11 @@ def kept(work: ClientWork) -> Examples:
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
 
 
-class UldpGroup(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class UldpGroup(Method):
     """Record-level DP inside the silos, with group privacy for the records of a user.
 
-    All silos have the same weight in the mean.
+    All silos have the same weight in the mean. Run it under its own `plan`.
 
     To draw the limits, the server needs every silo's histogram in the clear. No guarantee covers
     that.
@@ -106,91 +111,87 @@ class UldpGroup(FederatedStrategy):
         k, or the largest or the median number of records of a user.
     local : DpSgdTraining
         Training of one round in one silo.
-    delta : float
-        δ at which the run reports ε.
     **options
-        Options of `FederatedStrategy`, without a ledger, which cannot hold the steps of DP-SGD.
+        Fields of `Method`.
     """
 
-    plan: GroupPlan
     client = ClientMethod(
         name="uldp_group",
         local_update=local_update,
         local_model=shared_model,
         memoryless=True,
-        answer=answer,
+        answer=answer_counts,
         keeps_memory=False,
     )
 
-    def __init__(
-        self,
-        *,
-        num_silos: int,
-        num_users: int,
-        group_size: int | Literal["max", "median"],
-        local: DpSgdTraining,
-        delta: float,
-        **options: Any,
-    ) -> None:
-        require_at_least_one("num_users", num_users)
-        if options.pop("secure_aggregation", None) is not None:
-            raise InvalidValue(
-                "secure_aggregation: expected None, as ULDP-GROUP adds noise in every step of a "
-                "silo's DP-SGD, so that its ε holds even against a server that sees each upload"
-            )
-        if options.get("ledger") is not None:
-            raise InvalidValue("ledger: expected None, as it cannot hold the steps of DP-SGD")
-        size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses an invalid size
-        one_round = DpSgd(
-            noise_multiplier=local.noise_multiplier,
-            sampling_rate=local.sampling_rate,
-            steps=local.steps,
+    num_silos: int
+    num_users: int
+    group_size: int | Literal["max", "median"]
+    local: DpSgdTraining
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least_one("num_users", self.num_users)
+        size_of(np.ones((1, 1), dtype=np.int64), self.group_size)  # refuses an invalid size
+
+    def plan(self, delta: float) -> GroupPlan:
+        """Return the plan of a run, with the δ at which it reports ε."""
+        return GroupPlan(
+            sampling=FullParticipation(self.num_silos),
+            one_round=self._one_round,
+            delta=delta,
+            users=self.num_users,
         )
-        plan = GroupPlan(sampling=FullParticipation(num_silos), one_round=one_round, delta=delta)
-        super().__init__(plan=plan, **options)
-        self.shown = ("how many records each user has in each silo: the silos tell the server",)
-        self.num_users = num_users
-        self.group_size = group_size
-        self.local = local
-        self._limits = np.empty((0, 0), dtype=np.int32)
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan of other trainings."""
+        if not isinstance(plan, GroupPlan) or plan != self.plan(plan.delta):
+            raise InvalidValue(
+                f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
+                "returns, because its ε is that of the method's own DP-SGD"
+            )
+
+    @property
+    def _one_round(self) -> DpSgd:
+        return DpSgd(
+            noise_multiplier=self.local.noise_multiplier,
+            sampling_rate=self.local.sampling_rate,
+            steps=self.local.steps,
+        )
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """Empty, because DP-SGD is the only training."""
         return {}
 
-    @property
-    def num_units(self) -> int:
-        """Number of users."""
-        return self.num_users
-
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """|U| and the settings of DP-SGD."""
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return |U| and the settings of DP-SGD, for the silos."""
         return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
 
-    def prepare(self, grid: Grid) -> None:
+    def disclosures(self, summation: Summation) -> Sequence[str]:
+        """Return what the histograms reveal."""
+        return ("how many records each user has in each silo: the silos tell the server",)
+
+    def connect(self, connected: Connected, state: State) -> State:
         """Ask the silos for their histograms; fix k and the limits for the whole run."""
-        counts = ask_silos(self, grid, self.num_users, histogram=True)
+        if LIMITS in state.server:
+            return state  # the limits that were drawn first hold for the whole run
+        counts = ask_silos(connected.clients, self.num_users, histogram=True)
         assert counts is not None
-        self.group_size = size_of(counts, self.group_size)
-        limits = limit_contributions(counts, self.group_size, self._generator("limits"))
-        self._limits = limits.astype(np.int32)
+        k = size_of(counts, self.group_size)
+        limits = limit_contributions(counts, k, connected.generator("limits"))
+        return State(server={LIMITS: {LIMITS: limits.astype(np.int32), "k": np.asarray(k)}})
 
-    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the number of records of each user that the silo may use."""
-        return {LIMITS: records.to_record({LIMITS: self._limits[partition]})}
+    def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
+        """Send each silo the number of records of each user that it may use."""
+        limits = state.server[LIMITS][LIMITS]
+        requests = {
+            silo: {LIMITS: records.to_record({LIMITS: limits[silo]})} for silo in cohort.asked
+        }
+        return replace(cohort, requests=requests)
 
-    def state(self) -> Mapping[str, records.Arrays]:
-        """Return each silo's limit for each user, and the group size k of these limits."""
-        return {LIMITS: {LIMITS: self._limits, "k": np.asarray(self.group_size)}}
-
-    def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Take the limits that were drawn first, which hold for the whole run."""
-        self._limits, self.group_size = state[LIMITS][LIMITS], int(state[LIMITS]["k"])
-
-    @property
-    def run_facts(self) -> RunFacts:
-        """Facts of the run, with k once it is known."""
-        k = self.group_size
-        return replace(super().run_facts, group_size=k if isinstance(k, int) else None)
+    def facts(self, run: RunFacts, state: State) -> RunFacts:
+        """Return the facts of the run with k, once it is known."""
+        limits = state.server.get(LIMITS)
+        known = self.group_size if isinstance(self.group_size, int) else None
+        return replace(run, group_size=known if limits is None else int(limits["k"]))

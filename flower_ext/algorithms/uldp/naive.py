@@ -17,42 +17,37 @@ other algorithms.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
 from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import (
-    ClientMethod,
-)
-from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
+from flower_ext.federation import ClientMethod, State, Summation
+from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.silos import among_silos
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
-from flower_ext.training import LocalTraining
 
 
+@dataclass(frozen=True, kw_only=True)
 class UldpNaive(OnePhase):
     """Clip each silo's update as a whole, and noise it for a user with records in every silo.
 
-    All silos have the same weight in the mean.
+    All silos have the same weight in the mean. The plan is one of users, as for `UldpAvg`, without
+    sampling.
 
     The provable guarantees and the ledger count 2C for the largest change that one user can make to
     a silo's clipped update. The paper counts C (see `uldp_naive_guarantees`).
 
     Parameters
     ----------
-    plan : ReleasePlan
-        A plan of users, as for `UldpAvg`, without sampling.
     num_silos : int
     local : LocalTraining
         Training of the whole model on a silo's records.
     **options
-        Options of `FederatedStrategy`.
+        Fields of `Method`.
     """
 
-    plan: ReleasePlan
     units_are_clients = False
     client = ClientMethod(
         name="uldp_naive",
@@ -62,44 +57,42 @@ class UldpNaive(OnePhase):
         keeps_memory=False,
     )
 
-    def __init__(
-        self,
-        *,
-        plan: ReleasePlan,
-        num_silos: int,
-        local: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
-        check_user_plan(plan, num_silos, "equal")
+    num_silos: int
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan that is not one of users, or that samples them."""
+        check_user_plan(plan, self.num_silos, "equal")
         if not isinstance(plan.sampling, FullParticipation):
             raise InvalidValue(
                 "sampling of the plan: expected FullParticipation, because ULDP-NAIVE does not "
                 "sample users"
             )
-        self.num_silos = num_silos
-        among_silos(plan, num_silos)  # refuses numbers of silos without a secure sum
-        super().__init__(plan=plan, local=local, **options)
 
-    @property
-    def accounted(self) -> ReleasePlan:
-        """The plan for the silos' sum.
+    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
+        """Return the plan for the silos' sum.
 
         The silos' noise adds up to σC|S|, and one user can move each silo's update by 2C.
         """
+        assert isinstance(plan, ReleasePlan)
         return replace(
-            among_silos(self.plan, self.num_silos),
+            among_silos(plan, self.num_silos),
             sampling=FullParticipation(self.num_silos),
-            noise_multiplier=self.plan.noise_multiplier * self.num_silos,
+            noise_multiplier=plan.noise_multiplier * self.num_silos,
             sensitivity=2.0 * self.num_silos,
         )
 
-    def claims(self, run: RunFacts) -> list[Guarantee]:
+    def claims(
+        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+    ) -> list[Guarantee]:
         """Return Theorem 3, and what is provable against a server that sees each upload."""
+        mechanism = summation.mechanism
+        assert isinstance(plan, ReleasePlan)
+        assert isinstance(mechanism, ReleasePlan)
         return uldp_naive_guarantees(
-            noise_multiplier=self.plan.noise_multiplier,
+            noise_multiplier=plan.noise_multiplier,
             rounds=run.participations.rounds,
-            delta=self.plan.delta,
-            plan=self.accounted,
+            delta=plan.delta,
+            plan=mechanism,
             secure_noise=run.secure_noise,
             not_covered=run.not_covered,
         )

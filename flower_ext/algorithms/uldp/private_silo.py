@@ -1,4 +1,4 @@
-"""A silo's side of `PrivateUldpAvg`: the set-up, then training, clipping and encryption.
+"""A silo's side of a weighted sum: the set-up, then training, clipping and encryption.
 
 Each protocol has its own set-up and encryption. They are the `SiloEnd` in the protocol's module in
 `weighting`, which this module calls.
@@ -29,6 +29,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     PROTOCOL,
     STEP,
     SUM,
+    WEIGHTED,
     Arrays,
     OpenSum,
     SiloEnd,
@@ -55,6 +56,16 @@ log = getLogger("flwr")
 
 _PACKAGE = "flower_ext.algorithms.uldp.weighting"
 _SILOS = {"paillier": f"{_PACKAGE}.paillier_silo", "lattice": f"{_PACKAGE}.lattice_silo"}
+
+
+def is_weighted(work: ClientWork) -> bool:
+    """Return True if the server asks for a part of a weighted sum."""
+    return WEIGHTED in work.state
+
+
+def is_step(question: Question) -> bool:
+    """Return True if the server asks for a step of a weighted sum's protocol."""
+    return STEP in question.asked
 
 
 def answer(question: Question) -> Arrays:
@@ -179,7 +190,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         error = f"{USERS}={work.settings[USERS]!r}: expected {silo.users}"
         raise tellable(ProtocolError(error))
     users = owned(work.data, silo.users).by_user()
-    sent = {name: array.numpy().tobytes() for name, array in work.state[USERS].items()}
+    sent = {name: array.numpy().tobytes() for name, array in work.state[WEIGHTED].items()}
     with _protocol():
         adding = Adding(lambda: silo.open_sum(work.round, sent), silo.counted)
     started = time.monotonic()

@@ -5,7 +5,7 @@ Source: Kato et al., Uldp-FL (PVLDB 2024), Section 4.1.
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-w_{s,u}               ``WeightSource.of_users``, one row per silo
+w_{s,u}               ``WeightSource.weights``, one row per silo
 n_{s,u}, N_u          ``histogram``, its sums over silos
 ====================  =====================================================
 
@@ -15,19 +15,18 @@ weights that it sends to the silos in every round, whatever their source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
-from flower_ext.federation import ClientWork, FederatedStrategy, Question, RefusedReply, records
+from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.privacy.theorems.uldp import Weighting
-from flower_ext.training import Params
+from flower_ext.training import LocalTraining, Params
 
 USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
@@ -43,7 +42,7 @@ _ROUNDING = 1e-13
 
 
 class WeightSource(Protocol):
-    """A source of weights. Replacing it changes nothing else.
+    """A rule for weights. Replacing it changes nothing else.
 
     Attributes
     ----------
@@ -51,20 +50,19 @@ class WeightSource(Protocol):
         Rule by which the guarantee counts single uploads.
     needs_histogram : bool
         True if silos send the server the number of records of each user.
-    shown : Sequence[str]
-        Facts that the source reveals, and to whom, outside any guarantee.
+    disclosures : Sequence[str]
+        What the weights reveal, and to whom, outside any guarantee.
     """
 
     weighting: Weighting
     needs_histogram: bool
-    shown: Sequence[str]
+    disclosures: Sequence[str]
 
-    def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
-        """Take the histogram (silos, users), if needed; called once, before the first round."""
-        ...
+    def weights(self, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
+        """Return w_{s,u}, of shape (silos, users), or (silos, 1) if all users weigh the same.
 
-    def of_users(self, users: Sequence[int]) -> np.ndarray:
-        """Return weights (silos, users), or (silos, 1) if all users have the same weight."""
+        ``histogram`` is n_{s,u}, of shape (silos, users), if the rule needs it.
+        """
         ...
 
 
@@ -73,18 +71,11 @@ class EqualWeights:
 
     weighting: Weighting = "equal"
     needs_histogram = False
-    shown: Sequence[str] = ()
+    disclosures: Sequence[str] = ()
 
-    def __init__(self) -> None:
-        self._num_silos = 0
-
-    def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
-        """Remember the number of silos."""
-        self._num_silos = num_silos
-
-    def of_users(self, users: Sequence[int]) -> np.ndarray:
+    def weights(self, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
         """Return 1/|S| for every silo, of shape (silos, 1)."""
-        return np.full((self._num_silos, 1), 1 / self._num_silos)
+        return np.full((num_silos, 1), 1 / num_silos)
 
 
 class WeightsByRecords:
@@ -92,22 +83,15 @@ class WeightsByRecords:
 
     weighting: Weighting = "by-records"
     needs_histogram = True
-    shown: Sequence[str] = (
+    disclosures: Sequence[str] = (
         "how many records each user has in each silo: the silos tell the server",
         "which share of each of its users' records a silo has: the server tells the silo",
     )
 
-    def __init__(self) -> None:
-        self._weights = np.empty((0, 0))
-
-    def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
-        """Divide by the users' numbers of records."""
-        assert histogram is not None
-        self._weights = histogram / np.maximum(histogram.sum(axis=0), 1)
-
-    def of_users(self, users: Sequence[int]) -> np.ndarray:
+    def weights(self, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
         """Return n_{s,u}/N_u, of shape (silos, users)."""
-        return self._weights[:, np.asarray(users, dtype=np.int64)]
+        assert histogram is not None
+        return np.asarray(histogram / np.maximum(histogram.sum(axis=0), 1))
 
 
 def weight_source(weighting: Weighting | WeightSource) -> WeightSource:
@@ -190,13 +174,13 @@ def read_weights(work: ClientWork) -> np.ndarray:
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
-        bits, own = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
+        bits, of_sampled = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
         if bits.shape != (-(-num_users // 8),):
             raise InvalidValue(f"sampled users: expected {num_users} bits, got {bits.size} bytes")
         users = np.flatnonzero(np.unpackbits(bits, count=num_users))
-        check_weights(own[np.newaxis], 1, users.tolist())
+        check_weights(of_sampled[np.newaxis], 1, users.tolist())
         weights = np.zeros(num_users)
-        weights[users] = own
+        weights[users] = of_sampled
         return weights
 
 
@@ -225,7 +209,7 @@ def owned(data: ClientData, num_users: int) -> SiloData:
     return data
 
 
-def answer(question: Question) -> Params:
+def answer_counts(question: Question) -> Params:
     """Answer with each user's number of records if the server asks, else with a confirmation."""
     num_users = int(question.asked[USERS])
     owners = owned(question.data, num_users).owners
@@ -234,9 +218,7 @@ def answer(question: Question) -> Params:
     return {HISTOGRAM: torch.bincount(owners.cpu().long(), minlength=num_users)}
 
 
-def ask_silos(
-    strategy: FederatedStrategy, grid: Grid, num_users: int, *, histogram: bool
-) -> np.ndarray | None:
+def ask_silos(clients: Clients, num_users: int, *, histogram: bool) -> np.ndarray | None:
     """Check that every silo can take part; if asked, return n_{s,u} as int64 (silos, users).
 
     Raises
@@ -247,40 +229,46 @@ def ask_silos(
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram})
     if not histogram:
-        strategy.exchange.ask_everyone(grid, question, records.read_answer)
+        clients.ask(question, records.read_answer)
         return None
-    told = strategy.exchange.ask_everyone(
-        grid, question, lambda reply: _read_counts(reply, num_users)
-    )
-    return np.stack([told[silo] for silo in sorted(told)])
+    counts = clients.ask(question, lambda reply: _read_counts(reply, num_users))
+    return np.stack([counts[silo] for silo in sorted(counts)])
 
 
-def ask_company(strategy: FederatedStrategy, grid: Grid) -> dict[int, bool]:
+def ask_company(
+    clients: Clients, trainings: Mapping[str, LocalTraining], num_silos: int
+) -> np.ndarray:
     """Ask each silo if its users train one by one; the answer depends on its machine only.
+
+    Returns
+    -------
+    ndarray
+        One truth value per silo.
 
     Raises
     ------
     FederationNotReady
         A silo does not answer.
     """
-    trainings = records.training_records(strategy.training)
-    content = {records.COMPANY: ConfigRecord(), **trainings}
-    everyone = dict.fromkeys(range(strategy.population.num_nodes), content)
-    return dict(sorted(strategy.exchange.query(grid, everyone, _read_company).items()))
+    content = {records.COMPANY: ConfigRecord(), **records.training_records(trainings)}
+    answers = clients.query(dict.fromkeys(range(num_silos), content), _read_company)
+    return np.array([answers[silo] for silo in range(num_silos)])
 
 
 def _read_company(reply: Message) -> bool:
-    told = records.read_answer(reply)
-    if set(told) != {records.COMPANY} or told[records.COMPANY].shape != ():
-        raise RefusedReply(f"arrays {sorted(told)}: expected only {records.COMPANY!r}, one number")
-    return bool(told[records.COMPANY])
+    arrays = records.read_answer(reply)
+    if set(arrays) != {records.COMPANY} or arrays[records.COMPANY].shape != ():
+        raise RefusedReply(
+            f"arrays {sorted(arrays)}: expected only {records.COMPANY!r}, one number"
+        )
+    return bool(arrays[records.COMPANY])
 
 
 def _read_counts(reply: Message, num_users: int) -> np.ndarray:
-    told = records.read_answer(reply)
-    if set(told) != {HISTOGRAM}:
-        raise RefusedReply(f"arrays {sorted(told)}: expected only {HISTOGRAM!r}")
-    counts = told[HISTOGRAM]
+    arrays = records.read_answer(reply)
+    if set(arrays) != {HISTOGRAM}:
+        raise RefusedReply(f"arrays {sorted(arrays)}: expected only {HISTOGRAM!r}")
+    counts = arrays[HISTOGRAM]
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
     if not 0 <= counts.min() <= counts.max() <= MOST_RECORDS:

@@ -7,11 +7,11 @@ post-processing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -21,21 +21,13 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
+from flower_ext.federation.arrays import require_finite, to_arrays, to_record
 from flower_ext.federation.uploads import payload_bytes
 
 log = getLogger("flwr")
 
-_BEFORE = "upcycled.before"
-
-
-@runtime_checkable
-class Extrapolates(Protocol):
-    """A strategy with server state to extrapolate in even rounds: SCAFFOLD's control variate."""
-
-    def extrapolate(self, coefficient: float) -> None:
-        """Set s ← s + coefficient (s − s before the last training round)."""
-        ...
+_MODEL, _STATE = "model", "state."
+"""Groups in a checkpoint: the model and the state before the last training round."""
 
 
 @dataclass
@@ -88,9 +80,9 @@ class Upcycled(Strategy):
             raise TypeError(f"base={base!r}: expected a flwr.serverapp strategy")
         if isinstance(base, Upcycled):
             raise TypeError("base=Upcycled: expected a strategy that is not upcycled already")
-        if not getattr(base, "one_model", True):
+        if isinstance(base, FederatedStrategy) and not base.method.one_model:
             raise TypeError(
-                f"base={type(base).__name__}: expected a strategy with one shared model; this one "
+                f"base={base.method.name}: expected a strategy with one shared model; this one "
                 "sends each client a model of its own, so no client would receive the shared model "
                 "that an even round extrapolates"
             )
@@ -102,11 +94,9 @@ class Upcycled(Strategy):
         )
         self.traffic: dict[int, Traffic] = {}
         self._before = self._after = ArrayRecord()
-        # Bound now, because these names lead to this wrapper while the base runs its own loop.
+        # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
-        self._base_state = getattr(base, "state", dict)  # strategies without `state` cannot resume
-        self._base_restore = getattr(base, "restore", lambda state: None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base" or name.startswith("__"):
@@ -119,12 +109,14 @@ class Upcycled(Strategy):
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         messages: list[Message] = []
         if server_round % 2 == 0:
+            self._before = self._before or self._kept_model()
             self._after = arrays
         else:
             self._before = arrays
             _follow(self.base, arrays)
             number = self._base_round(server_round)
             messages = list(self._base_configure(number, arrays, config, grid))
+            self._keep(arrays)
         self.traffic[server_round] = Traffic()
         self.traffic[server_round].count(messages)
         return messages
@@ -153,8 +145,7 @@ class Upcycled(Strategy):
             self._before, self._after
         ):  # the odd round failed: there is no step to reuse
             return None, metrics
-        if isinstance(self.base, Extrapolates):
-            self.base.extrapolate(coefficient)
+        self._extrapolate_state(coefficient)
         moved = extrapolated(self._before, self._after, coefficient)
         require_finite(
             to_arrays(moved),
@@ -163,14 +154,35 @@ class Upcycled(Strategy):
         )
         return moved, metrics
 
-    def state(self) -> Mapping[str, Arrays]:
-        """Return the base's state, and the model before its last training round."""
-        return {**self._base_state(), _BEFORE: to_arrays(self._before)}
+    def _keep(self, arrays: ArrayRecord) -> None:
+        """Keep the model and the state before a training round, in the run's checkpoints, too."""
+        if isinstance(self.base, FederatedStrategy):
+            run = self.base.run
+            sent = {_STATE + name: group for name, group in run.method_state.everyone.items()}
+            run.companions = {_MODEL: to_arrays(arrays), **sent}
 
-    def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Restore the base's state, and the model before its last training round."""
-        self._before = to_record(state[_BEFORE])
-        self._base_restore({name: group for name, group in state.items() if name != _BEFORE})
+    def _kept_model(self) -> ArrayRecord:
+        """Return the model before the last training round of the process before this one."""
+        companions = self.base.run.companions if isinstance(self.base, FederatedStrategy) else {}
+        return to_record(companions.get(_MODEL, {}))
+
+    def _extrapolate_state(self, coefficient: float) -> None:
+        """Extrapolate what the server sends beside the model, such as SCAFFOLD's c.
+
+        The authors of Upcycled-FL do so in their experiments.
+        """
+        if not isinstance(self.base, FederatedStrategy):
+            return
+        run = self.base.run
+        moved = {
+            name: to_arrays(
+                extrapolated(
+                    to_record(run.companions[_STATE + name]), to_record(group), coefficient
+                )
+            )
+            for name, group in run.method_state.everyone.items()
+        }
+        run.state = replace(run.method_state, everyone=moved)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -202,15 +214,16 @@ class Upcycled(Strategy):
         Result
             The result of the base's ``start``.
         """
-        log.info("Upcycled · coefficient %s", self.coefficient)
-        with _routed(
-            self.base,
-            configure_train=self.configure_train,
-            aggregate_train=self.aggregate_train,
-            state=self.state,
-            restore=self.restore,
-        ):
-            result = self.base.start(*arguments, **options)
+        if isinstance(self.base, FederatedStrategy):
+            result = self.base.start(*arguments, **options, player=self)
+        else:
+            log.info("Upcycled · coefficient %s", self.coefficient)
+            with _routed(
+                self.base,
+                configure_train=self.configure_train,
+                aggregate_train=self.aggregate_train,
+            ):
+                result = self.base.start(*arguments, **options)
         asked = [traffic for traffic in self.traffic.values() if traffic.messages]
         log.info(
             "Upcycled: %d rounds, %d of them without training; %d training messages, %.2f MB",

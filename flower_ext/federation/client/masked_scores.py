@@ -9,9 +9,9 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.protecting import NodePolicy
 from flower_ext.federation.client.requests import Request
+from flower_ext.federation.sums import masked
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.secure_scores import Bounds, scores_vector
 
@@ -81,8 +81,8 @@ def masked_scores(
                 InvalidValue("scores: expected a protection by noise in cells, and a secure sum")
             )
         noise = policy.noise({**request.facts, "number": request.facts["evaluation"]}, OF_SCORES)
-        told = {n: np.asarray(array) for n, array in request.state[records.SECURE_SUM].items()}
+        of_sum = {n: np.asarray(array) for n, array in request.state[records.SECURE_SUM].items()}
     # `released` clips to the norm that the noise is for, whatever bounds the server names.
     cells = protection.released({"scores": scores_vector(scores, bounds)}, noise)
     whole = {name: np.asarray(array) for name, array in cells.items()}
-    return RecordDict({records.UPDATE: sum_member.masked(whole, told, context, method)})
+    return RecordDict({records.UPDATE: masked.seal(whole, of_sum, context, method)})

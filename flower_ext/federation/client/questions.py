@@ -7,12 +7,12 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.method import Question
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.client.unmoved import data_of
 from flower_ext.federation.cohort import check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.sums import masked
 from flower_ext.training import trains_apart
 
 
@@ -26,7 +26,7 @@ def answer_question(side: ClientSide, message: Message, context: Context) -> Mes
     """
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
-        return sum_member.answer(message, context, side.method.name)
+        return masked.answer(message, context, side.method.name)
     asked = (answer for record, answer in _ANSWERS.items() if record in message.content)
     answer = next(asked, _state)
     return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)

@@ -24,7 +24,6 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
 from flower_ext.federation.client.method import (
     ClientMethod,
@@ -55,6 +54,7 @@ from flower_ext.federation.client.unmoved import (
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.sums import masked
 from flower_ext.federation.uploads import Rows, Upload, content_of
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
@@ -295,9 +295,9 @@ class ClientSide:
             own, update = bounded(LocalResult(model=work.received))
         sent = None
         if isinstance(request.protection, ClipToCells):
-            told = _plain(request.state[records.SECURE_SUM])
             cells = {name: np.asarray(array) for name, array in update.items()}
-            sent = sum_member.masked(cells, told, context, self.method.name)
+            of_sum = _plain(request.state[records.SECURE_SUM])
+            sent = masked.seal(cells, of_sum, context, self.method.name)
             cell = request.protection.cell
             update = {name: torch.as_tensor(array * cell) for name, array in cells.items()}
         metrics: dict[str, float] = {}

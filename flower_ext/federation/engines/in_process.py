@@ -23,7 +23,7 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import answer_all
 from flower_ext.federation.engines.virtual import together
 from flower_ext.federation.engines.workers import Workers
-from flower_ext.federation.uploads import Asked
+from flower_ext.federation.uploads import RequestsToSum
 from flower_ext.training import MEMORY_LIMIT
 
 _YOUNG = 10_000
@@ -108,7 +108,7 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients, and return message ids; replies wait for `pull_messages`."""
-        plan = messages.plan if isinstance(messages, Asked) else None
+        plan = messages.plan if isinstance(messages, RequestsToSum) else None
         messages, ids = list(messages), []
         for message in messages:
             ids.append(str(next(self._ids)))
@@ -146,11 +146,11 @@ class InProcessGrid(Grid):
         The first part runs at once, and each other part when the caller has taken the replies
         before it. ``timeout`` has no effect.
         """
-        plan = messages.plan if isinstance(messages, Asked) else None
+        plan = messages.plan if isinstance(messages, RequestsToSum) else None
         messages = list(messages)
         most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        asked = parts if plan is None else (Asked(part, plan) for part in parts)
+        asked = parts if plan is None else (RequestsToSum(part, plan) for part in parts)
         replies = (iter(self.pull_messages(self.push_messages(part))) for part in asked)
         return chain(next(replies, ()), chain.from_iterable(replies))
 

@@ -72,7 +72,7 @@ class RunState:
 
 
 @dataclass
-class Asked:
+class AskedUnits:
     """A training round that the server began: its units, and its numbers of requests and answers.
 
     ``answered`` is the number of usable answers, or None as long as the server used none of them.
@@ -104,12 +104,12 @@ class Checkpoints:
         self.run = run
         self.repeats = repeats
         self.run_id = (run.id if run is not None else "") or uuid4().hex
-        self.open: Asked | None = None
+        self.open: AskedUnits | None = None
         """The round that the server began, until its answers are counted."""
 
     # While the run goes on ----------------------------------------------------------------
 
-    def asked(self, asked: Asked) -> None:
+    def asked(self, asked: AskedUnits) -> None:
         """Record durably which units' data the server is about to ask for.
 
         Raises
@@ -188,7 +188,7 @@ class Checkpoints:
             raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
         return None
 
-    def abandoned(self, *, after: int) -> list[Asked]:
+    def abandoned(self, *, after: int) -> list[AskedUnits]:
         """Return unfinished training rounds with numbers above ``after``; they still count.
 
         The list is empty if rounds repeat, because a repeated round then counts once.
@@ -199,12 +199,12 @@ class Checkpoints:
         lines = whole_lines(file)
         if file.exists():  # the server asked nobody before a torn last line was durable
             write_whole(file, b"".join(line + b"\n" for line in lines))
-        found: dict[int, Asked] = {}
+        found: dict[int, AskedUnits] = {}
         for facts in map(json.loads, lines):
             if EVALUATION in facts:
                 continue
             if "asked" in facts:
-                found[facts["training"]] = Asked(**facts)
+                found[facts["training"]] = AskedUnits(**facts)
             else:
                 found[facts["training"]].answered = facts["answered"]
         return [one for number, one in sorted(found.items()) if number > after]

@@ -28,6 +28,10 @@ class MethodTraits:
         Updates do not depend on any client memory.
     upload_phase : str, optional
         The one phase of training that determines the upload.
+    num_silos : int, optional
+        Number of silos among which each unit's data are divided; None if the units are clients.
+    weighting : str
+        Rule by which a unit's weight is divided among silos; empty without silos.
     """
 
     name: str
@@ -37,6 +41,8 @@ class MethodTraits:
     keeps_memory: bool = False
     memoryless: bool = True
     upload_phase: str | None = None
+    num_silos: int | None = None
+    weighting: str = ""
 
 
 class LocalSteps(Protocol):

@@ -26,6 +26,8 @@ class GroupPlan(PlainAverage):
         The DP-SGD of every silo in one round.
     delta : float
         δ at which the run reports ε.
+    users : int, optional
+        Number of users, against which δ is judged.
     """
 
     tells_sizes = False  # the server knows sizes from the histograms
@@ -33,9 +35,14 @@ class GroupPlan(PlainAverage):
     sampling: FullParticipation
     one_round: DpSgd
     delta: float
+    users: int | None = None
 
     def __post_init__(self) -> None:
         require_delta(self.delta)
+
+    def num_units(self, run: RunFacts) -> int | None:
+        """Return the number of users."""
+        return self.users
 
     def describe(self) -> str:
         """Describe the plan in words, for the log."""

@@ -45,6 +45,7 @@ from flower_ext.privacy.accounting.residue import with_residue
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
@@ -333,7 +334,7 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
     )
 
 
-def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
+def check_user_plan(plan: PrivacyPlan, num_silos: int, weighting: str) -> None:
     """Refuse a plan whose unit is not the user, or that the Uldp-FL methods cannot carry out.
 
     Raises
@@ -341,6 +342,8 @@ def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
     ValueError
         A field of the plan does not fit; the message names it.
     """
+    if not isinstance(plan, NoisedSum):
+        raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan of users")
     if plan.sensitivity < 1:
         raise InvalidValue(
             f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, because one user "

@@ -7,11 +7,12 @@ import torch
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
-from flower_ext.federation import InProcessGrid, client_app, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, client_app, records
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.training import LocalTraining, evaluate, part
 from tests.support.reference.comparing import close, flat
 from tests.support.reference.dp_ditto import METHODS, federated
+from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
 SEED, ROUNDS, CLIENTS = 4, 4, 5
@@ -50,21 +51,24 @@ LOCAL = {"epochs": 2, "batch": 10, "rate": 0.1}
 PERSONAL = LocalTraining(epochs=1, batch_size=8, learning_rate=0.2)
 
 OURS = {
-    "ditto": lambda **o: DPDitto(global_weight=0.6, local=SGD, personal_training=PERSONAL, **o),
-    "pfedme": lambda **o: PFedMe(
+    "ditto": lambda **o: strategy_of(
+        DPDitto, global_weight=0.6, local=SGD, personal_training=PERSONAL, **o
+    ),
+    "pfedme": lambda **o: strategy_of(
+        PFedMe,
         attraction=3.0,
         local=SGD,
         personal_training=LocalTraining(steps=3, learning_rate=0.1),
         **o,
     ),
-    "fedamp": lambda **o: FedAMP(
-        attention_width=4.0, attention_step=0.9, attraction=0.7, local=SGD, **o
+    "fedamp": lambda **o: strategy_of(
+        FedAMP, attention_width=4.0, attention_step=0.9, attraction=0.7, local=SGD, **o
     ),
-    "apple": lambda **o: Apple(
-        relation_learning_rate=0.05, penalty=0.4, penalty_rounds=3, local=SGD, **o
+    "apple": lambda **o: strategy_of(
+        Apple, relation_learning_rate=0.05, penalty=0.4, penalty_rounds=3, local=SGD, **o
     ),
-    "fedala": lambda **o: FedALA(
-        weight_learning_rate=2.0, sample_share=0.5, first_passes=3, local=SGD, **o
+    "fedala": lambda **o: strategy_of(
+        FedALA, weight_learning_rate=2.0, sample_share=0.5, first_passes=3, local=SGD, **o
     ),
 }
 NUMBERS = {
@@ -187,13 +191,11 @@ def test_the_methods_differ_from_one_another_and_each_from_itself_with_noise():
 
 def ditto(weight, rate=0.2):
     training = LocalTraining(epochs=1, batch_size=8, learning_rate=rate)
-    strategy = DPDitto(
-        plan=PLANS["plain"],
+    strategy = FederatedStrategy(
+        DPDitto(global_weight=weight, local=SGD, personal_training=training),
+        PLANS["plain"],
         seed=SEED,
         evaluate_every=0,
-        global_weight=weight,
-        local=SGD,
-        personal_training=training,
     )
     return run(strategy)
 
@@ -213,14 +215,12 @@ def test_at_weight_2_all_personal_models_are_one_and_at_0_no_noise_reaches_them(
     for client in range(1, CLIENTS):
         close(flat(kept[client]), flat(kept[0]))
     _, alone = ditto(0.0)
-    noised = DPDitto(
-        plan=PLANS["noised"],
+    noised = FederatedStrategy(
+        DPDitto(global_weight=0.0, local=SGD, personal_training=PERSONAL),
+        PLANS["noised"],
         seed=SEED,
         seeded_noise=True,
         evaluate_every=0,
-        global_weight=0.0,
-        local=SGD,
-        personal_training=PERSONAL,
     )
     _, kept = run(noised)
     for client in range(CLIENTS):

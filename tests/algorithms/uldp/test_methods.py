@@ -23,7 +23,7 @@ from flower_ext.algorithms.uldp import (
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.weights import check_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,
@@ -41,12 +41,13 @@ from flower_ext.training.batched import many
 from tests.support.reference import uldp as reference
 from tests.support.reference.comparing import close
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, silo, silos, task
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import CLASSES, FEATURES
 
 
 def run(strategy, data=None, rounds=ROUNDS, **grid_options):
-    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    app = strategy.method.client_app(task(data), allow_seeded_noise=True)
     count = len(data) if data is not None else SILOS
     grid = InProcessGrid(app, num_clients=count, **grid_options)
     result = strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=rounds)
@@ -58,7 +59,7 @@ def run(strategy, data=None, rounds=ROUNDS, **grid_options):
 @pytest.mark.parametrize("method", [UldpAvg, UldpSgd])
 def test_averaging_equals_the_plain_loop(method, weighting, sampling):
     local = {"local": LOCAL} if method is UldpAvg else {}
-    strategy = method(plan=plan(sampling), weighting=weighting, **local, **COMMON)
+    strategy = strategy_of(method, plan=plan(sampling), weighting=weighting, **local, **COMMON)
     ours = run(strategy)
     assert strategy.refusals == []
     theirs = reference.averaging(
@@ -77,7 +78,7 @@ def test_averaging_equals_the_plain_loop(method, weighting, sampling):
 
 def test_naive_equals_the_plain_loop_also_with_an_empty_silo():
     data = [*silos(2), silo(2, records_=0)]
-    strategy = UldpNaive(plan=plan(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpNaive, plan=plan(), local=LOCAL, **COMMON)
     ours = run(strategy, data)
     assert strategy.refusals == []
     start = task().initial_params(SEED)
@@ -97,7 +98,7 @@ DP_SGD = DpSgdTraining(
 
 def grouped(size, **changes):
     facts = {"num_users": USERS, "local": DP_SGD, "delta": 1e-5, **COMMON, **changes}
-    return UldpGroup(group_size=size, **facts)
+    return strategy_of(UldpGroup, group_size=size, **facts)
 
 
 @pytest.mark.parametrize("size", [2, "median", "max"])
@@ -122,7 +123,7 @@ def group_uploads(strategy, **asked_instead):
     """Return all silos' answers in the first round to a server that asks for other settings."""
     grid = InProcessGrid(UldpGroup.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
     start = ArrayRecord(task().initial_params(SEED))
-    strategy.progress.begin()
+    strategy.run.progress.begin()
     questions = strategy.configure_train(1, start, ConfigRecord(), grid)
     for question in questions:
         question.content["settings"].update({f"dp-sgd.{n}": v for n, v in asked_instead.items()})
@@ -165,11 +166,10 @@ def test_group_promises_what_its_steps_cost():
 
 
 def test_the_default_without_privacy_is_fedavg_between_the_silos():
-    strategy = DPFedAvg(
-        plan=NonPrivatePlan(sampling=FullParticipation(SILOS)),
-        local=LOCAL,
+    strategy = FederatedStrategy(
+        DPFedAvg(local=LOCAL, server_learning_rate=1.5),
+        NonPrivatePlan(sampling=FullParticipation(SILOS)),
         seed=SEED,
-        server_learning_rate=1.5,
     )
     ours = run(strategy)
     world = task().initial_params(SEED)
@@ -189,17 +189,18 @@ def test_the_default_without_privacy_is_fedavg_between_the_silos():
 
 def sum_of(method, data, sampling, weighting, bound):
     """Return Σ_s Δ_s of one round before any division, with the same small noise for all data."""
-    strategy = method(
+    strategy = strategy_of(
+        method,
         plan=plan(sampling, clipping_norm=bound, noise_multiplier=1e-6),
         weighting=weighting,
-        **({"local": replace(LOCAL, learning_rate=3.0)} if method is UldpAvg else {}),
+        **{"local": replace(LOCAL, learning_rate=3.0)} if method is UldpAvg else {},
         **{**COMMON, "num_silos": len(data), "server_learning_rate": 1.0},
         evaluate_every=0,
     )
     seen = {}
 
     def keep(base, mean, updates):
-        size = strategy.plan.sampling.expected_cohort_size
+        size = strategy.run.plan.sampling.expected_cohort_size
         seen.update({n: a.astype(np.float64) * size for n, a in mean.items()})
         return base
 
@@ -208,7 +209,7 @@ def sum_of(method, data, sampling, weighting, bound):
         method.client_app(task(data), allow_seeded_noise=True), num_clients=len(data)
     )
     start = ArrayRecord(task().initial_params(SEED))
-    strategy.progress.begin()
+    strategy.run.progress.begin()
     asked = strategy.configure_train(1, start, ConfigRecord(), grid)
     strategy.aggregate_train(1, grid.send_and_receive(asked))
     assert strategy.refusals == []
@@ -323,7 +324,7 @@ class CalledEqual(WeightsByRecords):
     [(Doubled, r"numbers in \[0, 1\]|sum to 2"), (CalledEqual, "expected at most 1/3")],
 )
 def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_sent(source, said):
-    strategy = UldpAvg(plan=plan(), weighting=source(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(), weighting=source(), local=LOCAL, **COMMON)
     with pytest.raises(ValueError, match=said):
         run(strategy)
     assert strategy.participations.rounds == 0
@@ -346,7 +347,9 @@ class Forger(InProcessGrid):
 
 
 def forged(forge, **changes):
-    strategy = UldpAvg(plan=plan(**changes), weighting="by-records", local=LOCAL, **COMMON)
+    strategy = strategy_of(
+        UldpAvg, plan=plan(**changes), weighting="by-records", local=LOCAL, **COMMON
+    )
     app = UldpAvg.client_app(task(), allow_seeded_noise=True)
     grid = Forger(app, num_clients=SILOS, forge=forge)
     strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
@@ -374,7 +377,7 @@ def test_a_silo_refuses_weights_that_break_its_users_bound(weights, said):
 
 
 def recorded(strategy, data=None):
-    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    app = strategy.method.client_app(task(data), allow_seeded_noise=True)
     grid = Recorder(app, num_clients=SILOS)
     strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
     return grid
@@ -383,7 +386,7 @@ def recorded(strategy, data=None):
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 def test_every_silo_is_told_the_same_users_and_they_are_the_plans_draw(weighting):
     sampling = PoissonSampling(USERS, 0.4)
-    strategy = UldpAvg(plan=plan(sampling), weighting=weighting, local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(sampling), weighting=weighting, local=LOCAL, **COMMON)
     grid = recorded(strategy)
     by_round = {}
     for message in grid.sent:
@@ -410,7 +413,7 @@ def test_every_silo_is_told_the_same_users_and_they_are_the_plans_draw(weighting
 
 
 def test_nothing_but_the_noised_sum_leaves_a_silo_in_training():
-    grid = recorded(UldpAvg(plan=plan(), local=LOCAL, **COMMON))
+    grid = recorded(strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON))
     replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
     assert len(replies) == SILOS * ROUNDS
     assert all(set(reply.content.keys()) == {"update"} for reply in replies)
@@ -418,7 +421,9 @@ def test_nothing_but_the_noised_sum_leaves_a_silo_in_training():
 
 def test_an_empty_draw_of_users_is_a_round_of_noise_like_any_other():
     sampling = PoissonSampling(USERS, 1e-9)
-    strategy = UldpAvg(plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON)
+    strategy = strategy_of(
+        UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
+    )
     moved = run(strategy)
     start = task().initial_params(SEED)
     assert any(not torch.equal(moved[n], start[n]) for n in start)
@@ -447,7 +452,9 @@ class Absent(InProcessGrid):
 
 def with_absence(policy, tmp_path, method=UldpAvg):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = method(plan=plan(dropout_policy=policy), local=LOCAL, ledger=ledger, **COMMON)
+    strategy = strategy_of(
+        method, plan=plan(dropout_policy=policy), local=LOCAL, ledger=ledger, **COMMON
+    )
     grid = Absent(method.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
     strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
     return strategy, Ledger.read(tmp_path / "ledger.jsonl"), ledger
@@ -455,11 +462,11 @@ def with_absence(policy, tmp_path, method=UldpAvg):
 
 def test_naive_leaves_the_given_plan_as_it_is_and_accounts_by_that_of_its_silos():
     given = plan(noise_multiplier=5.0)
-    strategy = UldpNaive(plan=given, local=LOCAL, **COMMON)
-    assert strategy.plan is given
-    assert strategy.accounted.noise_multiplier == 5.0 * SILOS
-    assert strategy.accounted.sensitivity == 2.0 * SILOS
-    assert strategy.accounted.sampling.population == SILOS
+    strategy = strategy_of(UldpNaive, plan=given, local=LOCAL, **COMMON)
+    assert strategy.run.plan is given
+    assert strategy.run.mechanism.noise_multiplier == 5.0 * SILOS
+    assert strategy.run.mechanism.sensitivity == 2.0 * SILOS
+    assert strategy.run.mechanism.sampling.population == SILOS
 
 
 @pytest.mark.parametrize(("method", "scale"), [(UldpAvg, 1.0), (UldpNaive, SILOS)])
@@ -467,7 +474,7 @@ def test_a_lost_silos_noise_is_topped_up_and_the_ledger_says_so(method, scale, t
     strategy, entries, _ = with_absence("top-up", tmp_path, method)
     commits = [e for e in entries if e["kind"] == "commit"]
     assert [e["answered"] for e in commits] == [2, 3, 2]
-    missing = strategy.accounted.noise_stddev * math.sqrt(1 / 3)
+    missing = strategy.run.mechanism.noise_stddev * math.sqrt(1 / 3)
     assert missing == pytest.approx(0.4 * 0.3 * scale * math.sqrt(1 / 3))
     assert [e["topped_up_stddev"] for e in commits] == pytest.approx([missing, 0, missing])
 
@@ -497,7 +504,7 @@ def test_rounds_whose_uploads_all_came_too_late_still_count_for_who_saw_them():
             replies = super().send_and_receive(messages, timeout=timeout)
             return [r for r in replies if not r.metadata.message_type.startswith("train")]
 
-    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON)
     grid = Silent(UldpAvg.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
     strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
@@ -507,7 +514,9 @@ def test_rounds_whose_uploads_all_came_too_late_still_count_for_who_saw_them():
 
 def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
     sampling = PoissonSampling(USERS, 0.4)
-    strategy = UldpAvg(plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON)
+    strategy = strategy_of(
+        UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
+    )
     run(strategy)
     expected = uldp_avg_guarantees(
         plan(sampling),
@@ -525,22 +534,24 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
     assert spent["epsilon_published"] == ours[0].epsilon
     assert spent["epsilon_provable"] == ours[1].epsilon
     assert any("how many records each user has" in text for text in ours[1].not_covered)
-    equal = UldpAvg(plan=plan(sampling), local=LOCAL, **COMMON)
+    equal = strategy_of(UldpAvg, plan=plan(sampling), local=LOCAL, **COMMON)
     run(equal)
     assert not any("how many records" in text for text in equal.guarantees()[1].not_covered)
 
 
 def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = UldpNaive(plan=plan(noise_multiplier=5.0), local=LOCAL, ledger=ledger, **COMMON)
+    strategy = strategy_of(
+        UldpNaive, plan=plan(noise_multiplier=5.0), local=LOCAL, ledger=ledger, **COMMON
+    )
     run(strategy)
     published, provable = strategy.guarantees()
     assert published.epsilon == uldp_closed_form(noise_multiplier=5.0, rounds=3, delta=1e-5)
     assert provable.epsilon == pytest.approx(ledger.spent(1e-5).epsilon)
     assert provable.epsilon == pytest.approx(gaussian_loss(2.5, releases=3, delta=1e-5).epsilon)
-    assert privacy_loss_of({strategy.accounted.release: 3}, delta=1e-5).epsilon == pytest.approx(
-        provable.epsilon
-    )
+    assert privacy_loss_of(
+        {strategy.run.mechanism.release: 3}, delta=1e-5
+    ).epsilon == pytest.approx(provable.epsilon)
 
 
 # Memory --------------------------------------------------------------------------------------
@@ -549,7 +560,7 @@ def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_p
 def test_users_in_small_batches_are_the_same_users_in_large_ones(monkeypatch):
     def final(limit, prepared):
         monkeypatch.setattr(silo_training, "_PREPARED", prepared)
-        strategy = UldpAvg(plan=plan(), weighting="by-records", local=LOCAL, **COMMON)
+        strategy = strategy_of(UldpAvg, plan=plan(), weighting="by-records", local=LOCAL, **COMMON)
         return run(strategy, memory_limit=limit)
 
     one = final(2**30, 2048)
@@ -749,7 +760,7 @@ def test_a_silo_of_naive_that_fails_moves_nothing_and_adds_its_noise(wrong):
     nothing = torch.zeros(0, dtype=torch.long)
     empty = Examples(torch.zeros(0, FEATURES), nothing)
     without_it = [data[0], replace(data[1], train=empty, owners=nothing), data[2]]
-    strategies = [UldpNaive(plan=plan(), local=LOCAL, **COMMON) for _ in range(2)]
+    strategies = [strategy_of(UldpNaive, plan=plan(), local=LOCAL, **COMMON) for _ in range(2)]
     close(run(strategies[0], data), run(strategies[1], without_it))
     assert strategies[0].refusals == []
 
@@ -764,7 +775,7 @@ def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):
 
     averaging_groups = many.train_groups
     monkeypatch.setattr(many, "train_groups", watched)
-    run(UldpAvg(plan=plan(), local=LOCAL, **COMMON), rounds=1, memory_limit=2**14)
+    run(strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON), rounds=1, memory_limit=2**14)
     users = sum(len(torch.unique(one.owners)) for one in silos())
     assert sum(sizes) == users
     assert max(sizes) < users / 2
@@ -797,8 +808,8 @@ def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(make, bad,
 def test_a_silo_without_records_and_a_user_without_silo_take_part_with_nothing():
     data = [silo(0), silo(1), silo(2, records_=0)]
     for strategy in (
-        UldpAvg(plan=plan(), local=LOCAL, weighting="by-records", **COMMON),
-        UldpSgd(plan=plan(), **COMMON),
+        strategy_of(UldpAvg, plan=plan(), local=LOCAL, weighting="by-records", **COMMON),
+        strategy_of(UldpSgd, plan=plan(), **COMMON),
         grouped(3),
     ):
         run(strategy, data)
@@ -809,7 +820,7 @@ def test_a_silo_without_records_and_a_user_without_silo_take_part_with_nothing()
 def test_a_silo_without_test_examples_is_left_out_of_the_scores():
     one = silo(1)
     none = SiloData(train=one.train, test=one.test.subset([]), owners=one.owners)
-    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON)
     run(strategy, [silo(0), none, silo(2)])
     assert strategy.refusals == []
     assert set(strategy.client_metrics) == {0, 2}
@@ -825,7 +836,7 @@ def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_ove
     lacking = data[1].test.subset(torch.nonzero(none).flatten().numpy())
     data[1] = SiloData(train=data[1].train, test=lacking, owners=data[1].owners)
     problem = replace(task(data), metrics={"share": share_of_class_0})
-    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON)
     app = UldpAvg.client_app(problem, allow_seeded_noise=True)
     grid = InProcessGrid(app, num_clients=SILOS)
     strategy.start(grid, ArrayRecord(problem.initial_params(SEED)), num_rounds=1)
@@ -835,7 +846,7 @@ def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_ove
         ["loss", "num-examples"],
         ["loss", "num-examples", "share"],
     ]
-    row = strategy.progress.row
+    row = strategy.run.progress.row
     shares = [share_of_class_0(None, data[number].test.targets) for number in (0, 2)]
     assert row["share_mean"] == pytest.approx(np.mean(shares))
     assert row["share_clients"] == 2
@@ -867,7 +878,7 @@ class Liar(InProcessGrid):
     ],
 )
 def test_a_histogram_that_is_none_is_refused(told):
-    strategy = UldpAvg(plan=plan(), weighting="by-records", **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(), weighting="by-records", **COMMON)
     grid = Liar(UldpAvg.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
     grid.told = told
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
@@ -882,10 +893,10 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
         features[own.owners == user] = math.inf
         train = Examples(features, own.train.targets)
         spoiled.append(SiloData(train=train, test=own.test, owners=own.owners))
-    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON)
     close(
         run(strategy, spoiled),
-        run(UldpAvg(plan=plan(), local=LOCAL, **COMMON), without(user, data)),
+        run(strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON), without(user, data)),
     )
     assert strategy.refusals == []
 
@@ -893,23 +904,29 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: UldpAvg(plan=plan(unit=PrivacyUnit.CLIENT), **COMMON), "expected 'user'"),
         (
-            lambda: UldpAvg(plan=plan(noise_placement="server"), **COMMON),
+            lambda: strategy_of(UldpAvg, plan=plan(unit=PrivacyUnit.CLIENT), **COMMON),
+            "expected 'user'",
+        ),
+        (
+            lambda: strategy_of(UldpAvg, plan=plan(noise_placement="server"), **COMMON),
             "noise_placement='server' of the plan",
         ),
         (
-            lambda: UldpAvg(plan=plan(FixedSizeSampling(USERS, 3)), **COMMON),
+            lambda: strategy_of(UldpAvg, plan=plan(FixedSizeSampling(USERS, 3)), **COMMON),
             "expected FullParticipation or PoissonSampling",
         ),
-        (lambda: UldpAvg(plan=plan(), **{**COMMON, "num_silos": 0}), "num_silos=0"),
-        (lambda: UldpAvg(plan=plan(), weighting="fair", **COMMON), "weighting='fair'"),
-        (lambda: UldpSgd(plan=plan(), local=LOCAL, **COMMON), "ULDP-SGD has no local training"),
+        (lambda: strategy_of(UldpAvg, plan=plan(), **{**COMMON, "num_silos": 0}), "num_silos=0"),
+        (lambda: strategy_of(UldpAvg, plan=plan(), weighting="fair", **COMMON), "weighting='fair'"),
+        (
+            lambda: strategy_of(UldpSgd, plan=plan(), local=LOCAL, **COMMON),
+            "ULDP-SGD has no local training",
+        ),
         (lambda: plan(PoissonSampling(USERS, 0.0)), r"rate=0\.0: expected a number in \(0, 1\]"),
         (lambda: plan(PoissonSampling(USERS, 1.1)), r"rate=1\.1"),
         (lambda: plan(sensitivity=0.0), r"sensitivity=0\.0"),
         (
-            lambda: UldpNaive(plan=plan(PoissonSampling(USERS, 0.5)), **COMMON),
+            lambda: strategy_of(UldpNaive, plan=plan(PoissonSampling(USERS, 0.5)), **COMMON),
             "does not sample users",
         ),
         (lambda: grouped(0), "group_size=0: expected an integer >= 1"),

@@ -15,8 +15,6 @@ from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import (
     LatticeWeighting,
-    PrivateUldpAvg,
-    PrivateUldpSgd,
     PrivateWeighting,
     UldpAvg,
     UldpSgd,
@@ -61,6 +59,7 @@ from tests.support.silos import (
     silos,
     task,
 )
+from tests.support.strategies import private_strategy_of
 from tests.support.travelling import Recorder
 from tests.support.weighting import numbers
 
@@ -73,7 +72,7 @@ def kept(grid, number=0):
 
 
 @pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
-@pytest.mark.parametrize(("ours", "theirs"), [(PrivateUldpAvg, UldpAvg), (PrivateUldpSgd, UldpSgd)])
+@pytest.mark.parametrize(("ours", "theirs"), [(UldpAvg, UldpAvg), (UldpSgd, UldpSgd)])
 def test_the_model_is_that_of_plain_weights_over_several_rounds(
     ours, theirs, sampling, monkeypatch
 ):
@@ -141,7 +140,7 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
     _, model = start(strategy := make(protocol=allowed), data=data)
     _, expected = start(make(UldpAvg), data=data)
     assert difference(model, expected) <= ROUNDS * SMALL.precision
-    assert strategy._connected.settings.packing.slots > 1
+    assert strategy.run.summation._connected.settings.packing.slots > 1
     with pytest.raises(FederationNotReady, match=r"one of \(7,\)"):
         start(make(protocol=replace(SMALL, allowed_totals=(7,))), data=data)
 
@@ -171,7 +170,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
     grid, model = start(strategy)
     assert strategy.refusals == []
     assert all(len(taken) == 1 for taken in rounds.values())
-    order, key = kept(grid)._order, strategy._connected.party._key
+    order, key = kept(grid)._order, strategy.run.summation._connected.party._key
     users = {
         number: sorted(order[at] for at, x in enumerate(key.decrypt(*taken)) if x)
         for number, taken in rounds.items()
@@ -184,7 +183,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
     monkeypatch.setattr(UsersInSilos, "draw", told)
     _, expected = start(make(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
-    assert "users" not in strategy.progress.row
+    assert "users" not in strategy.run.progress.row
 
 
 def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
@@ -198,7 +197,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, "users", "weights")}
     assert len(sent) == ROUNDS  # all silos received the same
-    facts = strategy._connected.settings
+    facts = strategy.run.summation._connected.settings
     assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
 
 
@@ -276,7 +275,7 @@ def transcript():
 
 def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothing_else(transcript):
     strategy, grid = transcript
-    facts = strategy._connected.settings
+    facts = strategy.run.summation._connected.settings
     sizes = {
         "key": 32,
         "seeds": 60 * (SILOS - 1),
@@ -318,7 +317,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
 
 def test_every_number_that_is_sent_is_fresh(transcript):
     strategy, grid = transcript
-    facts = strategy._connected.settings
+    facts = strategy.run.summation._connected.settings
     sent = []
     for _, data in arrays(grid.received, "answer", "counts"):
         sent += numbers(data, facts.residue_bytes)
@@ -336,7 +335,10 @@ def test_every_number_that_is_sent_is_fresh(transcript):
 
 def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected.party, strategy._connected.settings
+    server, facts = (
+        strategy.run.summation._connected.party,
+        strategy.run.summation._connected.settings,
+    )
     n, held = server._key.public.n, histogram(silos(), USERS)
     blinds = kept(grid)._blinds
     secret = {mpz(int(x)) for x in np.unique([*held.ravel(), *held.sum(axis=0)])}
@@ -357,7 +359,10 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
 
 def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected.party, strategy._connected.settings
+    server, facts = (
+        strategy.run.summation._connected.party,
+        strategy.run.summation._connected.settings,
+    )
     public = server._key.public
     for number in map(str, range(1, ROUNDS + 1)):
         sums = [
@@ -381,7 +386,7 @@ def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcr
 
 def test_bytes_of_the_protocol_are_counted(transcript):
     strategy, _ = transcript
-    facts, row = strategy._connected.settings, strategy.progress.row
+    facts, row = strategy.run.summation._connected.settings, strategy.run.progress.row
     assert row["bytes_up"] >= SILOS * facts.ciphertexts * facts.ciphertext_bytes
     assert row["bytes_down"] >= SILOS * USERS * facts.ciphertext_bytes
 
@@ -670,9 +675,9 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     coarse = replace(SMALL, precision=0.05)
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := make(protocol=coarse, ledger=ledger))
-    bound = strategy._connected.settings.contribution_bound(0.3) / 0.3
-    assert strategy.accounted.sensitivity == bound > 1.05
-    assert strategy.plan.sensitivity == 1.0  # the given plan is unchanged
+    bound = strategy.run.summation._connected.settings.contribution_bound(0.3) / 0.3
+    assert strategy.run.mechanism.sensitivity == bound > 1.05
+    assert strategy.run.plan.sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
@@ -683,9 +688,9 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
 def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
     def after(before, anew):
         earlier, strategy = make(), make()
-        earlier._costs["sensitivity"], strategy._costs["sensitivity"] = before, anew
+        earlier._costs["sensitivity"], strategy.run.summation._costs["sensitivity"] = before, anew
         strategy.restore(earlier.state())
-        return strategy.accounted.sensitivity
+        return strategy.run.mechanism.sensitivity
 
     assert after(before=1.1, anew=1.2) == after(before=1.2, anew=1.1) == 1.2
 
@@ -748,7 +753,7 @@ def test_guarantees_name_the_totals_that_no_silo_can_check(changes, assumed):
 
 
 def test_small_keys_are_refused_by_clients_that_do_not_simulate():
-    app = PrivateUldpAvg.client_app(task())
+    app = UldpAvg.client_app(task())
     grid = InProcessGrid(app, num_clients=SILOS)
     with pytest.raises(FederationNotReady, match="keys of 512 bits that may be insecure"):
         make(seeded_noise=False).start(grid, ArrayRecord(task().initial_params(SEED)))
@@ -778,7 +783,9 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
             "weighting: expected none, as private weights are by records",
         ),
         (
-            lambda: PrivateUldpSgd(plan=plan(dropout_policy="discard"), local=LOCAL, **COMMON),
+            lambda: private_strategy_of(
+                UldpSgd, plan=plan(dropout_policy="discard"), local=LOCAL, **COMMON
+            ),
             "ULDP-SGD has no local training",
         ),
     ],
@@ -793,7 +800,7 @@ def test_without_the_extra_the_error_says_what_to_install():
         "import sys; sys.modules['phe'] = None\n"
         "from flower_ext.algorithms import uldp\n"
         "uldp.UldpAvg\n"
-        "uldp.PrivateUldpAvg\n"
+        "uldp.UldpAvg\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1

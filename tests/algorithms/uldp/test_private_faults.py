@@ -426,7 +426,7 @@ def run_with(strategy, change, kind="train"):
                 replies.append(received)
             return received
 
-    app = type(strategy).client_app(world, allow_seeded_noise=True)
+    app = strategy.method.client_app(world, allow_seeded_noise=True)
     grid = Failing(app, num_clients=SILOS)
     initial = ArrayRecord(task().initial_params(SEED))
     result = strategy.start(grid, initial, num_rounds=ROUNDS)

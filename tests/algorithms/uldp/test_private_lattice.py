@@ -11,9 +11,8 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_ext.algorithms.uldp import (
     LatticeWeighting,
-    PrivateUldpAvg,
-    PrivateUldpSgd,
     UldpAvg,
+    UldpSgd,
 )
 from flower_ext.algorithms.uldp.private_silo import resume
 from flower_ext.algorithms.uldp.weighting import lattice, lattice_silo
@@ -49,12 +48,12 @@ LATTICE = LatticeWeighting(silo_record_limits=(8, 8, 8))
 EVERYONE, SOME = FullParticipation(USERS), PoissonSampling(USERS, 0.4)
 
 
-def lattice_of(method=PrivateUldpAvg, **options):
+def lattice_of(method=UldpAvg, **options):
     return make(method, **{"protocol": LATTICE, **options})
 
 
 def party(strategy):
-    return strategy._connected.party
+    return strategy.run.summation._connected.party
 
 
 # The result --------------------------------------------------------------------------------------
@@ -110,9 +109,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("sampling", [EVERYONE, SOME])
-@pytest.mark.parametrize(
-    "method", grids.grid([PrivateUldpAvg, PrivateUldpSgd], lambda method: method is PrivateUldpAvg)
-)
+@pytest.mark.parametrize("method", grids.grid([UldpAvg, UldpSgd], lambda method: method is UldpAvg))
 def test_every_coordinate_of_a_sum_is_that_of_plain_weights(method, sampling, monkeypatch):
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(method, sampling=sampling))
@@ -122,7 +119,7 @@ def test_every_coordinate_of_a_sum_is_that_of_plain_weights(method, sampling, mo
         assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
     if sampling is SOME:
         assert any(len(places) < USERS for places in watch.drawn)
-        assert strategy.progress.row["users"] == len(watch.drawn[-1])
+        assert strategy.run.progress.row["users"] == len(watch.drawn[-1])
 
 
 def test_the_model_is_that_of_plain_weights_and_of_paillier():
@@ -159,7 +156,7 @@ def arrays(messages):
 
 def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcript):
     strategy, grid = transcript
-    facts = strategy._connected.settings
+    facts = strategy.run.summation._connected.settings
     sizes = {"key": 44, "sealed": 2 * 72 + 4 + 384 * USERS, "counts": 12 + 4 * USERS}
     sizes["sum"] = 28 + facts.upload_bytes
     seen = set()
@@ -235,7 +232,7 @@ def test_the_sums_are_those_of_users_whom_all_silos_took_by_oblivious_transfer(m
     watch.drawn[:] = drawn
     for number, found in enumerate(watch.sums, start=1):
         assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
-    assert "users" not in strategy.progress.row
+    assert "users" not in strategy.run.progress.row
     assert taken == [row for row in taken[::SILOS] for _ in range(SILOS)]
 
 
@@ -432,9 +429,9 @@ def test_guarantees_name_all_that_the_protocol_rests_on(sampling):
 def test_what_the_protocol_adds_to_a_sum_is_paid_for(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := lattice_of(ledger=ledger, plan={"noise_multiplier": 5.0}))
-    server = strategy._connected
-    assert strategy.accounted.sensitivity == server.sensitivity > 1
-    assert strategy.accounted.residue == server.residue > 0
+    server = strategy.run.summation._connected
+    assert strategy.run.mechanism.sensitivity == server.sensitivity > 1
+    assert strategy.run.mechanism.residue == server.residue > 0
     exact = gaussian_loss(5.0 / server.sensitivity, releases=ROUNDS, delta=1e-5).epsilon
     for view in (AdversaryView.SUM_ONLY, AdversaryView.RELEASED_MODELS):
         guarantee = provable(strategy)[view]
@@ -449,10 +446,14 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
     """A planted fault: without re-randomising's and the errors' share it would be too small."""
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=SOME))
-    residue = strategy._connected.residue * NORM
+    residue = strategy.run.summation._connected.residue * NORM
     for number, found in enumerate(watch.sums, start=1):
         off = np.linalg.norm(found - watch.expected(number))
-        encoding = (USERS + SILOS) * math.sqrt(found.size) * strategy._connected.settings.step
+        encoding = (
+            (USERS + SILOS)
+            * math.sqrt(found.size)
+            * strategy.run.summation._connected.settings.step
+        )
         assert off <= residue + encoding
 
 
@@ -461,15 +462,15 @@ def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
     earlier._costs = {"sensitivity": 1.1, "residue": 1e-7}
     strategy._costs = {"sensitivity": 1.2, "residue": 1e-8}
     strategy.restore(earlier.state())
-    assert strategy.accounted.sensitivity == 1.2
-    assert strategy.accounted.residue == 1e-7
+    assert strategy.run.mechanism.sensitivity == 1.2
+    assert strategy.run.mechanism.residue == 1e-7
 
 
 def test_a_checkpoint_of_an_older_version_goes_on():
     strategy = make(protocol=SMALL)
     strategy.restore({"sensitivity": {"sensitivity": np.asarray(1.25)}})
-    assert strategy.accounted.sensitivity == 1.25
-    assert strategy.accounted.residue == 0
+    assert strategy.run.mechanism.sensitivity == 1.25
+    assert strategy.run.mechanism.residue == 0
 
 
 @pytest.mark.parametrize(
@@ -502,7 +503,7 @@ def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, sa
 
 def test_noise_too_small_for_the_model_is_refused_with_what_to_change():
     strategy = lattice_of(plan={"noise_multiplier": 0.4})
-    huge = replace(strategy.plan, noise_multiplier=2e-3, rounds=100_000)
+    huge = replace(strategy.run.plan, noise_multiplier=2e-3, rounds=100_000)
     with pytest.raises(ValueError, match=r"noise_multiplier=0.002 of the plan.*more noise"):
         LATTICE.server(huge, silos=3, coordinates=10**6)
 
@@ -512,5 +513,5 @@ def test_a_user_that_no_silo_knows_shows_in_nothing_that_the_server_computes_wit
     start(strategy := lattice_of(), rounds=1)
     shifted = party(strategy)._shifted
     assert len(shifted) == USERS
-    assert all(0 <= x < strategy._connected.settings.choices for x in shifted)
+    assert all(0 <= x < strategy.run.summation._connected.settings.choices for x in shifted)
     assert json.dumps(shifted) != json.dumps(histogram(silos(), USERS).sum(axis=0).tolist())

@@ -9,9 +9,15 @@ import torch
 from flwr.app import ArrayRecord
 from scipy import stats
 
-from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd, averaging
+from flower_ext.algorithms.uldp import (
+    UldpAvg,
+    UldpNaive,
+    UldpSgd,
+    averaging,
+    weighted_sum,
+)
 from flower_ext.data import Examples, SiloData
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -24,6 +30,7 @@ from flower_ext.privacy import (
 from flower_ext.training import LocalTraining
 from tests.support.losing import Losing, stage_of
 from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
+from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Recorder
 
 ALL = SecureSum(colluding=0.0, dropouts=0.0)
@@ -43,8 +50,8 @@ def secure(sampling=None, sums=ALL, **changes):
 
 
 def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
-    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
-    found = grid(app, num_clients=strategy.num_silos)
+    app = strategy.method.client_app(task(data), allow_seeded_noise=True)
+    found = grid(app, num_clients=strategy.method.num_silos)
     for name, value in facts.items():
         setattr(found, name, frozenset(value))
     start = ArrayRecord(task().initial_params(SEED))
@@ -54,7 +61,7 @@ def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
 
 def noise_of(strategy, answered=range(SILOS)):
     """The noise of a first round's sum, which follows from the seed: silos' and the server's."""
-    own = strategy.accounted
+    own = strategy.run.mechanism
     share = own.cells_protection.share_stddev / own.cell
     nothing = {n: np.zeros(p.shape, np.int64) for n, p in task().initial_params(SEED).items()}
     total = dict(nothing)
@@ -93,7 +100,9 @@ def test_the_model_is_that_of_plain_sums_but_for_known_noise_and_rounding_to_cel
 
 def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     """Each silo's sum in cells, before noise; all users are asked."""
-    strategy = UldpAvg(plan=secure(clipping_norm=norm), weighting=weighting, local=local, **COMMON)
+    strategy = strategy_of(
+        UldpAvg, plan=secure(clipping_norm=norm), weighting=weighting, local=local, **COMMON
+    )
     found = []
     real = averaging.cells_over_users
 
@@ -104,7 +113,7 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(averaging, "cells_over_users", kept)
         run(strategy, data)
-    return found, norm / strategy.plan.cell
+    return found, norm / strategy.run.plan.cell
 
 
 def without(user, data):
@@ -188,8 +197,8 @@ def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same()
     still = LocalTraining(epochs=1, batch_size=4, learning_rate=1e-30)
     sums = SecureSum(colluding=0.0, dropouts=0.3, resist_equivocation=False)
     for lost in ((), (2,)):
-        strategy = UldpAvg(plan=secure(sums=sums), local=still, **COMMON)
-        assert strategy.accounted.sum_parameters.least_answers == 2
+        strategy = strategy_of(UldpAvg, plan=secure(sums=sums), local=still, **COMMON)
+        assert strategy.run.mechanism.sum_parameters.least_answers == 2
         _, found = run(strategy, grid=Losing, lost=[(number, "train") for number in lost])
         noise = noise_of(strategy, [number for number in range(SILOS) if number not in lost])
         for name, start in task().initial_params(SEED).items():
@@ -202,11 +211,11 @@ def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeyp
     """The sum's noise does not show how many users Poisson sampling drew."""
     users = range(round(drawn * USERS))
     monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng: list(users))
-    strategy = UldpAvg(plan=secure(SAMPLED), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=secure(SAMPLED), local=LOCAL, **COMMON)
     grid, _ = run(strategy, grid=Recorder)
     asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
     assert len(asked) == SILOS
-    own = strategy.accounted
+    own = strategy.run.mechanism
     assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.share_stddev}
     assert own.sum_bits == 32
     assert own.cohort_size == SILOS
@@ -251,10 +260,10 @@ def test_no_guarantee_assumes_what_the_run_does_not_provide(make):
 
 
 def test_sums_are_not_amplified_since_the_server_knows_whom_it_drew():
-    strategy = UldpAvg(plan=secure(SAMPLED), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=secure(SAMPLED), local=LOCAL, **COMMON)
     run(strategy, rounds=3)
     found = by_view(strategy)
-    amplified = privacy_loss_of({strategy.plan.release: 3}, delta=1e-5).epsilon
+    amplified = privacy_loss_of({strategy.run.plan.release: 3}, delta=1e-5).epsilon
     assert found[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(amplified)
     most = max(strategy.participations.uploads.values())
     plainly = gaussian_loss(0.4, releases=most, delta=1e-5).epsilon
@@ -265,7 +274,9 @@ def test_sums_are_not_amplified_since_the_server_knows_whom_it_drew():
 def test_colluding_silos_cost_their_noise_where_a_user_may_lie_in_the_others_alone(weighting):
     """With equal weights the others send a smaller part of the user by as much."""
     sums = SecureSum(colluding=0.33, dropouts=0.0)
-    strategy = UldpAvg(plan=secure(sums=sums), weighting=weighting, local=LOCAL, **COMMON)
+    strategy = strategy_of(
+        UldpAvg, plan=secure(sums=sums), weighting=weighting, local=LOCAL, **COMMON
+    )
     run(strategy, rounds=2)
     worth = 1.0 if weighting == "equal" else np.sqrt(2 / 3)
     expected = gaussian_loss(0.4 * worth, releases=2, delta=1e-5).epsilon
@@ -275,7 +286,7 @@ def test_colluding_silos_cost_their_noise_where_a_user_may_lie_in_the_others_alo
 
 
 def test_with_weights_by_records_histograms_stay_on_the_list_of_what_is_not_covered():
-    strategy = UldpAvg(plan=secure(), weighting="by-records", local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=secure(), weighting="by-records", local=LOCAL, **COMMON)
     run(strategy)
     shown = by_view(strategy)[AdversaryView.SUM_ONLY].not_covered
     assert any("the silos tell the server" in text for text in shown)
@@ -286,13 +297,13 @@ def test_with_weights_by_records_histograms_stay_on_the_list_of_what_is_not_cove
 
 def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
     with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
-        UldpAvg(plan=secure(), num_silos=2)
+        FederatedStrategy(UldpAvg(num_silos=2), secure())
     with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
-        UldpNaive(plan=secure(), num_silos=2)
+        FederatedStrategy(UldpNaive(num_silos=2), secure())
     with pytest.raises(ValueError, match="silos=4 of the plan: expected num_silos=3"):
-        UldpAvg(plan=secure(silos=4), num_silos=3)
+        FederatedStrategy(UldpAvg(num_silos=3), secure(silos=4))
     with pytest.raises(ValueError, match="adds noise in every step"):
-        UldpGroup(
+        group_strategy(
             num_silos=3,
             num_users=USERS,
             group_size=2,
@@ -304,17 +315,21 @@ def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
 
 def test_private_weighting_has_a_secure_sum_of_its_own():
     pytest.importorskip("gmpy2")
-    from flower_ext.algorithms.uldp import PrivateUldpAvg
+    from flower_ext.algorithms.uldp import UldpAvg
 
     with pytest.raises(ValueError, match="secure_aggregation of the plan: expected None"):
-        PrivateUldpAvg(plan=secure(dropout_policy="discard"), num_silos=3)
+        FederatedStrategy(
+            UldpAvg(num_silos=3, weighting="by-records"),
+            secure(dropout_policy="discard"),
+            sum=weighted_sum(),
+        )
 
 
 @pytest.mark.parametrize(
     "told", [{averaging.CELL: 2.0**-9}, {averaging.CLIPPING_NORM: 1.0}, {averaging.CELL: None}]
 )
 def test_a_silo_refuses_cells_or_bounds_that_the_noise_is_not_for(told, monkeypatch):
-    strategy = UldpAvg(plan=secure(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
     right = dict(strategy.settings)
     changed = {name: value for name, value in {**right, **told}.items() if value is not None}
     monkeypatch.setattr(UldpAvg, "settings", property(lambda self: changed))
@@ -324,7 +339,7 @@ def test_a_silo_refuses_cells_or_bounds_that_the_noise_is_not_for(told, monkeypa
 
 def test_a_silo_without_records_takes_part_with_nothing_but_its_noise():
     data = [*silos(2), silo(2, records_=0)]
-    strategy = UldpAvg(plan=secure(), local=LOCAL, **COMMON)
+    strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
     grid, _ = run(strategy, data, grid=Recorder)
     assert strategy.refusals == []
     assert len(uploads(grid)) == SILOS
@@ -333,7 +348,9 @@ def test_a_silo_without_records_takes_part_with_nothing_but_its_noise():
 def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
     data = silos()
     data[0].train.features[data[0].owners == 4] = 1e38
-    strategy = UldpAvg(plan=secure(), local=replace(LOCAL, learning_rate=1e3), **COMMON)
+    strategy = strategy_of(
+        UldpAvg, plan=secure(), local=replace(LOCAL, learning_rate=1e3), **COMMON
+    )
     _, found = run(strategy, data)
     assert strategy.refusals == []
     assert all(np.isfinite(array).all() for array in found.values())
@@ -341,5 +358,5 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
 
 def test_cells_that_are_too_wide_for_so_many_numbers_are_named(logged):
     wide = secure(noise_multiplier=2.0**13)
-    run(UldpAvg(plan=wide, local=LOCAL, **COMMON))
+    run(strategy_of(UldpAvg, plan=wide, local=LOCAL, **COMMON))
     assert "rounding to whole cells loses most of it" in logged.text

@@ -14,6 +14,7 @@ from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.support.reference.comparing import close, flat
 from tests.support.reference.upcycled import METHODS, federated, task
+from tests.support.strategies import strategy_of
 
 SEED, TRAINING_ROUNDS, CLIENTS, COHORT = 4, 4, 6, 4
 SAMPLING = FixedSizeSampling(CLIENTS, COHORT)
@@ -35,15 +36,16 @@ NODES = {"min_train_nodes": COHORT, "min_available_nodes": COHORT}
 YOGI = {"eta": 0.05, "beta_1": 0.8, "beta_2": 0.95, "tau": 1e-2}
 
 OURS = {
-    "fedavg": lambda: Hosted(FedAvg(**NODES), local=SGD, **COMMON),
-    "fedavgm": lambda: Hosted(
-        FedAvgM(server_learning_rate=0.8, server_momentum=0.6, **NODES), local=SGD, **COMMON
+    "fedavg": lambda: strategy_of(Hosted, FedAvg(**NODES), local=SGD, **COMMON),
+    "fedavgm": lambda: strategy_of(
+        Hosted, FedAvgM(server_learning_rate=0.8, server_momentum=0.6, **NODES), local=SGD, **COMMON
     ),
-    "fedprox": lambda: Hosted(FedProx(proximal_mu=0.7, **NODES), local=SGD, **COMMON),
-    "fedyogi": lambda: Hosted(FedYogi(**YOGI, **NODES), local=SGD, **COMMON),
-    "scaffold": lambda: Scaffold(local=SGD, server_learning_rate=0.9, **COMMON),
-    "feddyn": lambda: FedDyn(local=SGD, regularization=0.6, **COMMON),
-    "pfedme": lambda: PFedMe(
+    "fedprox": lambda: strategy_of(Hosted, FedProx(proximal_mu=0.7, **NODES), local=SGD, **COMMON),
+    "fedyogi": lambda: strategy_of(Hosted, FedYogi(**YOGI, **NODES), local=SGD, **COMMON),
+    "scaffold": lambda: strategy_of(Scaffold, local=SGD, server_learning_rate=0.9, **COMMON),
+    "feddyn": lambda: strategy_of(FedDyn, local=SGD, regularization=0.6, **COMMON),
+    "pfedme": lambda: strategy_of(
+        PFedMe,
         local=WITHOUT_MOMENTUM,
         personal_training=INNER,
         attraction=5.0,
@@ -75,7 +77,7 @@ def ours(method, upcycled):
     memory = {
         int(context.node_config["partition-id"]): flat(kept)
         for context in grid.contexts.values()
-        if (kept := ClientMemory(context, base.client.name).load()) is not None
+        if (kept := ClientMemory(context, base.method.client.name).load()) is not None
     }
     return flat(records.to_params(result.arrays)), base, memory
 

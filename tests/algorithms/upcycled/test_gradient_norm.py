@@ -21,7 +21,7 @@ from flower_ext.algorithms.upcycled import (
     gradient_norm_bound,
 )
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
 
@@ -343,10 +343,9 @@ def test_upcycled_fedprox_with_exact_minimisers_keeps_to_the_bound():
         metrics={},
         device="cpu",
     )
-    base = Hosted(
-        FedProx(proximal_mu=mu),
-        plan=NonPrivatePlan(sampling=FullParticipation(clients)),
-        local=LocalTraining(tolerance=1e-9),
+    base = FederatedStrategy(
+        Hosted(FedProx(proximal_mu=mu), local=LocalTraining(tolerance=1e-9)),
+        NonPrivatePlan(sampling=FullParticipation(clients)),
         evaluate_every=0,
         seed=1,
     )

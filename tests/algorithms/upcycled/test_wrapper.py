@@ -39,7 +39,7 @@ from flower_ext.algorithms import (
 )
 from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda
 from flower_ext.algorithms.upcycled.wrapper import Traffic, extrapolated
-from flower_ext.federation import InProcessGrid, Stragglers, client_app, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
 from flower_ext.federation.cohort import FOR_MODS
 from flower_ext.privacy import (
     Budget,
@@ -52,6 +52,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, evaluate
+from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
 # A foreign project: its clients walk towards points of their own
@@ -434,8 +435,8 @@ def test_even_rounds_of_flowers_strategies_send_nothing_and_the_count_says_so(ba
     [
         lambda run: private(DPFedAvg, run=run, evaluate_every=1),
         lambda run: private(DP2FedSAM, run=run, evaluate_every=1),
-        lambda run: Scaffold(plan=PLAIN, local=FAST, seed=1, run=run),
-        lambda run: Hosted(FedAvg(), plan=PLAIN, local=FAST, seed=1, run=run),
+        lambda run: FederatedStrategy(Scaffold(local=FAST), PLAIN, seed=1, run=run),
+        lambda run: FederatedStrategy(Hosted(FedAvg(), local=FAST), PLAIN, seed=1, run=run),
     ],
     ids=["DP-FedAvg", "DP2-FedSAM", "SCAFFOLD", "Hosted"],
 )
@@ -485,7 +486,7 @@ def test_flowers_evaluation_scores_the_extrapolated_model_in_even_rounds():
 
 
 def test_our_evaluation_scores_the_extrapolated_model_in_even_rounds():
-    strategy = Upcycled(Scaffold(plan=PLAIN, local=FAST, seed=1), 0.7)
+    strategy = Upcycled(FederatedStrategy(Scaffold(local=FAST), PLAIN, seed=1), 0.7)
     models = []
     result = strategy.start(
         recorder(),
@@ -631,7 +632,7 @@ def test_after_a_discarded_private_round_the_even_round_changes_nothing(tmp_path
 
 
 def test_after_a_lost_round_scaffolds_control_stays_where_it_was():
-    base = Scaffold(plan=PLAIN, local=FAST, seed=1)
+    base = FederatedStrategy(Scaffold(local=FAST), PLAIN, seed=1)
     controls = {}
     Upcycled(base, 0.6).start(
         recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 3),
@@ -653,9 +654,9 @@ def test_after_a_lost_round_scaffolds_control_stays_where_it_was():
 @pytest.mark.parametrize(
     "base",
     [
-        lambda **how: Scaffold(plan=PLAIN, local=LONG, **how),
-        lambda **how: FedDyn(plan=PLAIN, local=LONG, **how),
-        lambda **how: Hosted(FedYogi(), plan=PLAIN, local=LONG, **how),
+        lambda **how: strategy_of(Scaffold, plan=PLAIN, local=LONG, **how),
+        lambda **how: strategy_of(FedDyn, plan=PLAIN, local=LONG, **how),
+        lambda **how: strategy_of(Hosted, FedYogi(), plan=PLAIN, local=LONG, **how),
     ],
     ids=["SCAFFOLD", "FedDyn", "Hosted"],
 )
@@ -682,9 +683,9 @@ def test_a_training_round_asks_the_same_clients_and_the_same_stragglers_upcycled
 @pytest.mark.parametrize(
     "base",
     [
-        lambda **how: Scaffold(plan=PLAIN, local=DECAYING, **how),
-        lambda **how: FedDyn(plan=PLAIN, local=DECAYING, **how),
-        lambda **how: Hosted(FedYogi(), plan=PLAIN, local=DECAYING, **how),
+        lambda **how: strategy_of(Scaffold, plan=PLAIN, local=DECAYING, **how),
+        lambda **how: strategy_of(FedDyn, plan=PLAIN, local=DECAYING, **how),
+        lambda **how: strategy_of(Hosted, FedYogi(), plan=PLAIN, local=DECAYING, **how),
         lambda **how: private(DPFedAvg, local=DECAYING, **how),
         lambda **how: private(DPFedAvg, plan=release_plan(noise_placement="server"), **how),
         lambda **how: private(DP2FedSAM, extractor=DECAYING, **how),
@@ -787,7 +788,7 @@ def test_a_run_may_end_with_an_odd_round():
 def test_what_the_base_offers_is_found_at_the_wrapper_and_nothing_else():
     base = private(DPFedAvg)
     strategy = Upcycled(base, HalfLambda(penalty=1.0))
-    assert strategy.plan is base.plan
+    assert strategy.run.plan is base.run.plan
     assert strategy.stopped is None
     assert strategy.guarantees() == []
     with pytest.raises(AttributeError, match="no_such_thing"):
@@ -859,7 +860,7 @@ EVERYONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 @pytest.mark.parametrize("name", BASES)
 def test_a_hosted_server_makes_the_models_that_it_makes_alone(name, upcycle):
     base, _ = BASES[name]
-    hosted = Hosted(base(), plan=EVERYONE, evaluate_every=0)
+    hosted = FederatedStrategy(Hosted(base()), EVERYONE, evaluate_every=0)
     ours = models_of(upcycle(hosted), rounds=6)
     assert hosted.refusals == []
     same(ours, models_of(upcycle(base()), rounds=6))
@@ -868,7 +869,9 @@ def test_a_hosted_server_makes_the_models_that_it_makes_alone(name, upcycle):
 def test_a_hosted_fedadam_corrects_its_moments_by_its_steps_whatever_rounds_are_lost():
     grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 2)
     models = models_of(
-        Hosted(FedAdam(**ADAPTIVE), plan=EVERYONE, evaluate_every=0), rounds=4, grid=grid
+        FederatedStrategy(Hosted(FedAdam(**ADAPTIVE)), EVERYONE, evaluate_every=0),
+        rounds=4,
+        grid=grid,
     )
     np.testing.assert_array_equal(models[2], models[1])
     alone = models_of(FedAdam(**ADAPTIVE), rounds=3)
@@ -877,7 +880,7 @@ def test_a_hosted_fedadam_corrects_its_moments_by_its_steps_whatever_rounds_are_
 
 def test_a_hosted_server_that_goes_on_in_a_new_process_counts_its_steps_on():
     def hosted():
-        return Hosted(FedAdam(**ADAPTIVE), plan=EVERYONE, evaluate_every=0)
+        return FederatedStrategy(Hosted(FedAdam(**ADAPTIVE)), EVERYONE, evaluate_every=0)
 
     whole = models_of(hosted(), rounds=4)
     first, second = hosted(), hosted()
@@ -890,7 +893,9 @@ def test_a_hosted_server_that_goes_on_in_a_new_process_counts_its_steps_on():
 def test_a_hosted_fedprox_tells_clients_its_proximal_weight_and_the_users_configuration(grid):
     ours, grid = grid is recorder, grid()
     sampling = FixedSizeSampling(len(grid.contexts), 4)
-    strategy = Hosted(FedProx(proximal_mu=0.7), plan=NonPrivatePlan(sampling=sampling), local=FAST)
+    strategy = FederatedStrategy(
+        Hosted(FedProx(proximal_mu=0.7), local=FAST), NonPrivatePlan(sampling=sampling)
+    )
     arrays = initial() if len(grid.contexts) == NODES else packed(START)
     strategy.start(grid, arrays, num_rounds=1, train_config=ConfigRecord({"mine": 5}))
     asked = [seen for seen in grid.seen if (seen["kind"], seen["way"]) == ("train", "down")]
@@ -909,7 +914,7 @@ def test_a_hosted_fedprox_tells_clients_its_proximal_weight_and_the_users_config
 def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
     def final(server, weight):
         local = replace(LONG, proximal_weight=weight)
-        strategy = Hosted(server, plan=PLAIN, local=local, seed=2, evaluate_every=0)
+        strategy = FederatedStrategy(Hosted(server, local=local), PLAIN, seed=2, evaluate_every=0)
         return models_of_ours(strategy, rounds=2)[-1]
 
     prox = final(FedProx(proximal_mu=0.7), 0.0)
@@ -932,11 +937,13 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
 )
 def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, said):
     with pytest.raises(ValueError, match=said):
-        Hosted(server(), plan=EVERYONE, **options)
+        strategy_of(Hosted, server(), plan=EVERYONE, **options)
 
 
 def test_a_hosted_server_weighs_clients_by_their_examples():
-    (model,) = models_of(Hosted(FedAvg(), plan=EVERYONE, evaluate_every=0), rounds=1)[1:]
+    (model,) = models_of(FederatedStrategy(Hosted(FedAvg()), EVERYONE, evaluate_every=0), rounds=1)[
+        1:
+    ]
     local = [towards_own_point(START, client) for client in range(CLIENTS)]
     same(model, np.average(local, axis=0, weights=SIZES))
     assert np.abs(model - np.mean(local, axis=0)).max() > 0.01
@@ -952,7 +959,7 @@ def test_a_client_that_does_not_tell_its_weight_is_refused_by_a_hosted_server():
         content = {"arrays": packed(w), "metrics": MetricRecord(metrics)}
         return Message(RecordDict(content), reply_to=message)
 
-    strategy = Hosted(FedAvg(), plan=EVERYONE, evaluate_every=0)
+    strategy = FederatedStrategy(Hosted(FedAvg()), EVERYONE, evaluate_every=0)
     grid = InProcessGrid(app, num_clients=CLIENTS)
     (model,) = models_of(strategy, rounds=1, grid=grid)[1:]
     (refusal,) = strategy.refusals
@@ -962,7 +969,7 @@ def test_a_client_that_does_not_tell_its_weight_is_refused_by_a_hosted_server():
 
 @pytest.mark.parametrize("method", [FedAMP, Apple])
 def test_a_base_whose_clients_each_get_a_model_of_their_own_is_refused(method):
-    base = method(plan=NonPrivatePlan(sampling=FullParticipation(3)))
+    base = strategy_of(method, plan=NonPrivatePlan(sampling=FullParticipation(3)))
     with pytest.raises(
         TypeError, match=f"base={method.__name__}: expected .* with one shared model"
     ):
@@ -971,5 +978,5 @@ def test_a_base_whose_clients_each_get_a_model_of_their_own_is_refused(method):
 
 @pytest.mark.parametrize("method", [DPDitto, FedALA])
 def test_a_personalised_base_with_one_shared_model_is_not(method):
-    strategy = Upcycled(method(plan=NonPrivatePlan(sampling=FullParticipation(3))))
+    strategy = Upcycled(strategy_of(method, plan=NonPrivatePlan(sampling=FullParticipation(3))))
     assert isinstance(strategy.base, method)

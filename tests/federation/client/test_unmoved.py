@@ -9,7 +9,7 @@ import torch
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, FedDyn
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.federation import LocalResult, records
+from flower_ext.federation import FederatedStrategy, LocalResult, records
 from flower_ext.federation.client.unmoved import NO_DATA
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.privacy import (
@@ -26,6 +26,7 @@ from flower_ext.training import LocalTraining
 from tests.support.failing import FAILING, KINDS, failing_task
 from tests.support.grids import grid as grid_of
 from tests.support.silos import USERS, silos
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial
 
@@ -52,11 +53,11 @@ def of_records(**changes):
 
 
 def fedavg(plan):
-    return DPFedAvg(plan=plan, local=FAST, **OPTIONS)
+    return strategy_of(DPFedAvg, plan=plan, local=FAST, **OPTIONS)
 
 
 def ditto(plan):
-    return DPDitto(plan=plan, local=FAST, personal_training=FAST, **OPTIONS)
+    return strategy_of(DPDitto, plan=plan, local=FAST, personal_training=FAST, **OPTIONS)
 
 
 SUMS = SecureSum(colluding=0.0, dropouts=0.3)
@@ -65,15 +66,15 @@ SETUPS = {
     "top-up": lambda: fedavg(released()),
     "server": lambda: fedavg(released(noise_placement="server")),
     "secure sum": lambda: fedavg(released(noise_multiplier=1.0, secure_aggregation=SUMS)),
-    "head": lambda: DP2FedSAM(plan=released(), head=FAST, extractor=FAST, **OPTIONS),
+    "head": lambda: strategy_of(DP2FedSAM, plan=released(), head=FAST, extractor=FAST, **OPTIONS),
     "ditto": lambda: ditto(released()),
-    "feddyn": lambda: FedDyn(plan=released(), local=FAST, **OPTIONS),
+    "feddyn": lambda: strategy_of(FedDyn, plan=released(), local=FAST, **OPTIONS),
     "records": lambda: ditto(of_records()),
 }
 
 
 def run(strategy, task, rounds=1, clients=CLIENTS):
-    found = Recorder(type(strategy).client_app(task), num_clients=clients)
+    found = Recorder(strategy.method.client_app(task), num_clients=clients)
     found.result = strategy.start(found, initial(), num_rounds=rounds)
     return found
 
@@ -144,12 +145,12 @@ def test_a_client_whose_later_data_fail_keeps_its_memory_as_that_of_the_round(se
     class Looking(Recorder):
         def send_and_receive(self, messages, *, timeout=None):
             replies = super().send_and_receive(messages, timeout=timeout)
-            memory = ClientMemory(self.contexts[1_000 + FAILING], strategy.client.name)
+            memory = ClientMemory(self.contexts[1_000 + FAILING], strategy.method.client.name)
             kept.append((memory.newest(), memory.load()))
             return replies
 
     task = failing_task("data that raise", beginning=1)
-    strategy.start(Looking(type(strategy).client_app(task), num_clients=CLIENTS), initial(), 2)
+    strategy.start(Looking(strategy.method.client_app(task), num_clients=CLIENTS), initial(), 2)
     versions = [version for version, _ in kept if version]
     assert versions == [1, 2]
     if setup != "ditto":  # whose personal model goes on towards the shared one
@@ -170,7 +171,9 @@ class Overflowing(DPFedAvg):
 
 
 def test_a_difference_that_overflows_is_no_error_either():
-    strategy = Overflowing(plan=released(dropout_policy="discard"), local=FAST, **OPTIONS)
+    strategy = strategy_of(
+        Overflowing, plan=released(dropout_policy="discard"), local=FAST, **OPTIONS
+    )
     task = failing_task("a label out of range")
     grid = Recorder(Overflowing.client_app(task), num_clients=CLIENTS)
     large = {n: np.full_like(a, 3e38) for n, a in records.to_arrays(initial()).items()}
@@ -192,19 +195,19 @@ class Raising(DP2FedSAM):
 
 
 def test_a_method_that_fails_without_examples_too_sends_the_received_model():
-    strategy = Raising(plan=released(), head=FAST, extractor=FAST, **OPTIONS)
+    strategy = strategy_of(Raising, plan=released(), head=FAST, extractor=FAST, **OPTIONS)
     mine, _ = trained(grid := run(strategy, failing_task(None), rounds=2))
     assert strategy.refusals == []
     assert moved(mine[0]) > 1e-2
     assert moved(mine[1]) < 1e-3
-    assert ClientMemory(grid.contexts[1_000 + FAILING], strategy.client.name).newest() == 2
+    assert ClientMemory(grid.contexts[1_000 + FAILING], strategy.method.client.name).newest() == 2
 
 
 @pytest.mark.parametrize("kind", ["data that raise", "tensors of an unusual kind"])
 def test_scores_that_are_summed_do_not_tell_that_data_could_not_be_used(kind):
     scores = SecureScores(noise_multiplier=1.0, evaluations=3, bounds=(("loss", 0.0, 3.0),))
     plan = released(noise_multiplier=1.0, secure_aggregation=SUMS, scores=scores)
-    strategy = DPFedAvg(plan=plan, local=FAST, seed=1, evaluate_every=1, timeout=5.0)
+    strategy = FederatedStrategy(DPFedAvg(local=FAST), plan, seed=1, evaluate_every=1, timeout=5.0)
     grid = run(strategy, failing_task(kind))
     assert strategy.refusals == []
     scored = [m for m in grid.received if m.metadata.message_type.startswith("evaluate")]
@@ -226,7 +229,7 @@ def test_without_protection_a_client_says_what_is_wrong_with_its_data():
 def test_noise_in_steps_cannot_stand_in_for_data_that_are_missing(kind):
     steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=1.0, num_examples=EXAMPLES)
     plan = of_records(steps=steps)
-    strategy = DPDitto(plan=plan, local=FULL, personal_training=FAST, **OPTIONS)
+    strategy = strategy_of(DPDitto, plan=plan, local=FULL, personal_training=FAST, **OPTIONS)
     run(strategy, failing_task(kind))
     assert len(strategy.refusals) == (kind == "data that raise")
     texts = [text for one in strategy.guarantees() for text in one.assumptions]
@@ -245,7 +248,7 @@ def test_a_silo_that_cannot_load_its_data_counts_as_one_without_users(method):
             raise OSError
         return whole[partition]
 
-    strategy = method(plan=plan, num_silos=3, local=FAST, **OPTIONS)
+    strategy = strategy_of(method, plan=plan, num_silos=3, local=FAST, **OPTIONS)
     grid = run(strategy, replace(failing_task(None), data=data), clients=3)
     assert strategy.refusals == []
     assert moved(trained(grid)[0][0]) < 1e-3

@@ -15,7 +15,13 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
-from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
+from flower_ext.federation import (
+    FederatedStrategy,
+    InProcessGrid,
+    Stragglers,
+    records,
+    run_in_process,
+)
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.engines.in_process import modules_uncollected
@@ -23,6 +29,7 @@ from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from flower_ext.training.batched import descent, many
+from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
@@ -156,11 +163,13 @@ class Alone(InProcessGrid):
 @pytest.mark.parametrize(
     "strategy",
     [
-        lambda **how: DPFedAvg(local=SGD, fine_tuning=SGD, **how),
-        lambda **how: DP2FedSAM(head=SGD, extractor=replace(SGD, sam_radius=0.1), **how),
-        lambda **how: Scaffold(local=SGD, **how),
-        lambda **how: FedDyn(local=SGD, **how),
-        lambda **how: PFedMe(local=SGD, **how),
+        lambda **how: strategy_of(DPFedAvg, local=SGD, fine_tuning=SGD, **how),
+        lambda **how: strategy_of(
+            DP2FedSAM, head=SGD, extractor=replace(SGD, sam_radius=0.1), **how
+        ),
+        lambda **how: strategy_of(Scaffold, local=SGD, **how),
+        lambda **how: strategy_of(FedDyn, local=SGD, **how),
+        lambda **how: strategy_of(PFedMe, local=SGD, **how),
     ],
     ids=["DP-FedAvg-FT", "DP2-FedSAM", "SCAFFOLD", "FedDyn", "pFedMe"],
 )
@@ -168,7 +177,7 @@ def test_a_cohort_at_once_is_its_clients_one_by_one(strategy):
     finals, scores, memories = [], [], []
     for engine in (InProcessGrid, Alone):
         plan = NonPrivatePlan(sampling=FixedSizeSampling(9, 7))
-        run = strategy(plan=plan, seed=1, stragglers=Stragglers(ratio=0.3))
+        run = strategy_of(strategy, plan=plan, seed=1, stragglers=Stragglers(ratio=0.3))
         grid = engine(type(run).client_app(task()), num_clients=9)
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         assert run.refusals == []
@@ -194,14 +203,14 @@ def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_wi
             raise RuntimeError("the disk of client 3 is gone")
         return client_data(client)
 
-    strategy = DPFedAvg(
-        plan=NonPrivatePlan(sampling=FullParticipation(7)), local=SGD, evaluate_every=0
+    strategy = FederatedStrategy(
+        DPFedAvg(local=SGD), NonPrivatePlan(sampling=FullParticipation(7)), evaluate_every=0
     )
     app = DPFedAvg.client_app(replace(task(), data=data))
     strategy.start(InProcessGrid(app, 7), ArrayRecord(task().initial_params(0)), num_rounds=1)
     (refusal,) = strategy.refusals
     assert refusal == f"round 1, node 1003: {STAYS_THERE}"
-    assert sorted(strategy.num_examples) == [0, 1, 2, 4, 5, 6]
+    assert sorted(strategy.run.num_examples) == [0, 1, 2, 4, 5, 6]
 
 
 def test_a_cohort_trains_in_batches(monkeypatch):
@@ -216,8 +225,8 @@ def test_a_cohort_trains_in_batches(monkeypatch):
             build(self, task, jobs, trained),
         )[1],
     )
-    strategy = DPFedAvg(
-        plan=NonPrivatePlan(sampling=FullParticipation(7)), local=SGD, evaluate_every=0
+    strategy = FederatedStrategy(
+        DPFedAvg(local=SGD), NonPrivatePlan(sampling=FullParticipation(7)), evaluate_every=0
     )
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=7)
     strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
@@ -232,7 +241,7 @@ def test_a_task_that_is_built_for_one_client_is_refused_by_name():
     grid = InProcessGrid(DPFedAvg.client_app(own), num_clients=3)
     plan = NonPrivatePlan(sampling=FullParticipation(3))
     with pytest.raises(FederationNotReady, match="the task reads the node's 'partition-id'"):
-        DPFedAvg(plan=plan, local=SGD).start(
+        FederatedStrategy(DPFedAvg(local=SGD), plan).start(
             grid, ArrayRecord(task().initial_params(0)), num_rounds=1
         )
 

@@ -5,11 +5,12 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
-from flower_ext.federation import InProcessGrid, VirtualGrid, client_app, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, client_app, records
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
@@ -19,14 +20,23 @@ PRIVATE = ReleasePlan(
     sampling=SAMPLING, clipping_norm=0.5, noise_multiplier=0.3, rounds=3, delta=1e-3
 )
 STRATEGIES = {
-    "client noise": lambda **how: DPFedAvg(plan=PRIVATE, seeded_noise=True, local=SGD, **how),
-    "personal head": lambda **how: DP2FedSAM(
-        plan=NonPrivatePlan(sampling=SAMPLING), head=SGD, extractor=SGD, personal=["head"], **how
+    "client noise": lambda **how: strategy_of(
+        DPFedAvg, plan=PRIVATE, seeded_noise=True, local=SGD, **how
     ),
-    "control variates": lambda **how: Scaffold(
-        plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, **how
+    "personal head": lambda **how: strategy_of(
+        DP2FedSAM,
+        plan=NonPrivatePlan(sampling=SAMPLING),
+        head=SGD,
+        extractor=SGD,
+        personal=["head"],
+        **how,
     ),
-    "a model each": lambda **how: FedAMP(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, **how),
+    "control variates": lambda **how: strategy_of(
+        Scaffold, plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, **how
+    ),
+    "a model each": lambda **how: strategy_of(
+        FedAMP, plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, **how
+    ),
 }
 
 
@@ -171,8 +181,10 @@ class Counting(InProcessGrid):
 
 
 def test_a_node_gets_one_message_and_shared_records_once():
-    strategy = DPFedAvg(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, evaluate_every=0, seed=2)
-    nodes = Counting(strategy.client_app(task()), num_clients=3)
+    strategy = FederatedStrategy(
+        DPFedAvg(local=SGD), NonPrivatePlan(sampling=SAMPLING), evaluate_every=0, seed=2
+    )
+    nodes = Counting(strategy.method.client_app(task()), num_clients=3)
     strategy.start(
         VirtualGrid(nodes, PER_NODE), ArrayRecord(task().initial_params(1)), num_rounds=2
     )

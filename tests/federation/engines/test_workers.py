@@ -13,12 +13,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Scaffold
-from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records, run_in_process
 from flower_ext.federation.engines import workers
 from flower_ext.federation.engines.workers import WorkerLost, Workers
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
@@ -129,15 +130,15 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
 @pytest.mark.parametrize(
     "strategy",
     [
-        lambda **how: DP2FedSAM(head=SGD, extractor=SGD, **how),
-        lambda **how: Scaffold(local=SGD, **how),
+        lambda **how: strategy_of(DP2FedSAM, head=SGD, extractor=SGD, **how),
+        lambda **how: strategy_of(Scaffold, local=SGD, **how),
     ],
     ids=["DP2-FedSAM", "SCAFFOLD"],
 )
 def test_a_run_in_several_processes_is_that_in_one(strategy):
     finals = []
     for count in (1, 2):
-        run = strategy(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1)
+        run = strategy_of(strategy, plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1)
         grid = InProcessGrid(type(run).client_app(task()), num_clients=9, workers=count)
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         grid.workers.gather()
@@ -162,7 +163,9 @@ def test_updates_that_are_only_added_up_are_not_fetched_from_their_process(monke
         return usual(self, number)
 
     monkeypatch.setattr(Workers, "_fetched", counting)
-    run = DPFedAvg(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), local=SGD, seed=1)
+    run = FederatedStrategy(
+        DPFedAvg(local=SGD), NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1
+    )
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=9, workers=2)
     run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
     grid.workers.gather()
@@ -173,7 +176,9 @@ def test_updates_that_are_only_added_up_are_not_fetched_from_their_process(monke
 def test_processes_that_cannot_train_end_the_run_before_its_first_round(monkeypatch):
     """As where a process that sees a GPU has trained before it forks."""
     monkeypatch.setattr(workers, "_has_gradients", lambda: False)
-    run = DPFedAvg(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), local=SGD, seed=1)
+    run = FederatedStrategy(
+        DPFedAvg(local=SGD), NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1
+    )
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=9, workers=2)
     with pytest.raises(RuntimeError, match="workers=2: expected 1.*start the run in a new process"):
         run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=1)

@@ -1,6 +1,6 @@
 """Interface of private weighting: settings, the server's end of a run, and a silo's end.
 
-`PrivateUldpAvg` and its silos' side use these classes only, so a new protocol adds one module for
+`WeightedSum` and its silos' side use these classes only, so a new protocol adds one module for
 each end and changes neither. Secret and encrypted numbers are sent as arrays of bytes.
 """
 
@@ -17,15 +17,14 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import (
+    Clients,
     ClientVault,
-    FederatedStrategy,
     FederationNotReady,
     Question,
     records,
@@ -38,6 +37,8 @@ STEP, BEGIN = "step", "begin"
 """Key of a question's step, and name of every protocol's first step."""
 PROTOCOL = "protocol"
 """Key of the protocol's name in its first question. Version 0.1.0 sent none and meant Paillier."""
+WEIGHTED = "weighted-sum"
+"""Record of a round's encrypted weights in the server's message."""
 SUM, NUMBER, LOST = "sum", "round", "lost"
 """Arrays of an upload: a silo's masked sum and its round, or a notice of lost keys."""
 DRAW, OFFER, ANSWER = "draw", "offer", "answer"
@@ -63,8 +64,7 @@ Arrays = Mapping[str, np.ndarray]
 class Silos:
     """The silos of a run, to which the server's end of a protocol sends questions."""
 
-    strategy: FederatedStrategy
-    grid: Grid
+    clients: Clients
 
     def ask(
         self,
@@ -99,8 +99,8 @@ class Silos:
         FederationNotReady
             A silo does not answer, or its answer holds no such array.
         """
-        exchange = self.strategy.exchange
-        speakers = {exchange.nodes[silo] for silo in only or exchange.nodes}
+        nodes = self.clients.exchange.nodes
+        speakers = {nodes[silo] for silo in only or nodes}
 
         def read(reply: Message) -> bytes:
             arrays = records.read_answer(reply)
@@ -109,7 +109,7 @@ class Silos:
             return records.read_bytes(arrays, name, length)
 
         question = ConfigRecord({STEP: step, **(facts or {})})  # type: ignore[dict-item]
-        return exchange.ask_everyone(self.grid, question, read, own, partitions=asked)
+        return self.clients.ask(question, read, own, partitions=asked)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.algorithms import DPFedAvg
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_projects.task import Net
 
@@ -32,7 +33,7 @@ def start(grid: Grid, strategy: Strategy, rounds: int = 2) -> Result:
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    strategy = DPFedAvg(plan=plan())
+    strategy = FederatedStrategy(DPFedAvg(), plan())
     start(grid, strategy, int(context.run_config["num-server-rounds"]))
     assert strategy.refusals == []
     print(*(guarantee.statement() for guarantee in strategy.guarantees()), sep="\n")

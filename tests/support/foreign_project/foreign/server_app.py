@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvgM
 
 from flower_ext.algorithms import DPFedAvg, Upcycled
-from flower_ext.federation import recorded
+from flower_ext.federation import FederatedStrategy, recorded
 from flower_ext.privacy import PoissonSampling, ReleasePlan
 
 app = ServerApp()
@@ -38,7 +38,7 @@ def strategy_of() -> DPFedAvg:
         clipping_norm=2.0,
         noise_placement="server",
     )
-    return DPFedAvg(plan=plan)
+    return FederatedStrategy(DPFedAvg(), plan)
 
 
 def dp_fedavg(grid: Grid, initial: ArrayRecord) -> dict:

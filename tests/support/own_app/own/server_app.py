@@ -4,7 +4,7 @@ from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import configured
+from flower_ext.federation import FederatedStrategy, configured
 from flower_ext.runs import RunDirectory
 from own.task import task
 
@@ -16,6 +16,6 @@ def main(grid: Grid, context: Context) -> None:
     configured.start(grid, context, task, strategy_of)
 
 
-def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
+def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     plan, local = configured.release_plan(config), configured.training(config)
-    return DPFedAvg(local=local, **configured.options(config, run, plan))
+    return FederatedStrategy(DPFedAvg(local=local), **configured.options(config, run, plan))

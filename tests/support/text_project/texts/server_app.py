@@ -18,5 +18,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     plan, local = configured.release_plan(config), configured.training(config)
     options = configured.options(config, run, plan)
     if config["personal-head"]:
-        return DP2FedSAM(head=local, extractor=local, personal=("*.classifier",), **options)
-    return DPFedAvg(local=local, **options)
+        return strategy_of(
+            DP2FedSAM, head=local, extractor=local, personal=("*.classifier",), **options
+        )
+    return FederatedStrategy(DPFedAvg(local=local), **options)

@@ -1,0 +1,198 @@
+"""The server step of a Flower strategy, with this package's cohorts, checks and records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    FedAvg,
+    FedAvgM,
+    FedProx,
+    FedXgbBagging,
+    FedXgbCyclic,
+    QFedAvg,
+)
+
+from flower_ext.algorithms.dp_fedavg import DPFedAvg
+from flower_ext.algorithms.one_phase import require_unit_rate
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import RefusedReply, Released, State, records
+from flower_ext.privacy import PoissonSampling, PrivacyPlan
+
+_STEPS = "steps"
+_BEYOND_MODELS: Mapping[type[FedAvg], str] = {
+    QFedAvg: "each client's training loss, which no plan protects",
+    FedXgbBagging: "trees",
+    FedXgbCyclic: "trees",
+}
+"""Flower's strategies that need more than models, with what they need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted(DPFedAvg):
+    """Federated averaging with the server step of a Flower strategy.
+
+    The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
+    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
+    package never reach it. The Flower strategy receives round numbers that count its own steps from
+    1, because FedAdam's bias correction needs that. A round that is discarded, or abandoned and
+    repeated, has no number.
+
+    Any plan but a `ReleasePlan` fits, without Poisson sampling, because Flower's strategies wait
+    for a cohort of a fixed size.
+
+    Parameters
+    ----------
+    server : FedAvg
+        Strategy that turns the accepted models, weighted by their numbers of examples, into the
+        next model. The plan chooses the cohort, and all clients evaluate: the strategy's
+        ``fraction_train``, ``fraction_evaluate`` and functions that aggregate metrics have no
+        effect.
+    **options
+        Fields of `DPFedAvg`, except ``server_learning_rate``, because the server has its own.
+        FedProx's ``proximal_mu`` becomes ``local.proximal_weight``.
+
+    Raises
+    ------
+    InvalidValue
+        The server needs more than models and numbers of examples, as QFedAvg does; the cohorts are
+        smaller than its ``min_train_nodes`` or ``min_available_nodes``; or an option would have no
+        effect beside the server's own.
+    """
+
+    needs_each_update = True
+
+    server: FedAvg = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind, missing in _BEYOND_MODELS.items():
+            if isinstance(self.server, kind):
+                raise InvalidValue(
+                    f"server={type(self.server).__name__}: expected a strategy that needs no more "
+                    "than models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
+                    f"{kind.__name__} needs {missing}, so run it in an app of its own"
+                )
+        require_unit_rate(self, f"{self.label} takes the server's step")
+        if isinstance(self.server, FedProx):
+            weight = self.server.proximal_mu
+            if self.local.proximal_weight not in (0.0, weight):
+                raise InvalidValue(
+                    f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
+                    f"proximal_mu={weight!r}, or 0.0 to take it over"
+                )
+            object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse cohorts that the Flower strategy would not wait for."""
+        if isinstance(plan.sampling, PoissonSampling):
+            raise InvalidValue(
+                "sampling of the plan: expected cohorts of a fixed size, for which Flower's "
+                "strategies wait"
+            )
+        needed = max(self.server.min_train_nodes, self.server.min_available_nodes)
+        if plan.sampling.expected_cohort_size < needed:
+            raise InvalidValue(
+                f"cohorts of {plan.sampling.expected_cohort_size:g} are smaller than the "
+                f"{needed} nodes that {self.label} waits for: lower its "
+                "min_train_nodes and min_available_nodes"
+            )
+
+    @property
+    def label(self) -> str:
+        """Name of the Flower strategy."""
+        return type(self.server).__name__
+
+    @property
+    def server_step(self) -> str:
+        """Name of the Flower strategy's step."""
+        return f"the server's step of {self.label}"
+
+    def init(self, model: records.Arrays, population: int) -> State:
+        """Return no steps, and the moments with which the Flower strategy begins."""
+        return self._state(steps=0)
+
+    def configure(
+        self, config: ConfigRecord, model: records.Arrays, state: State, plan: PrivacyPlan
+    ) -> ConfigRecord:
+        """Return the configuration with what the Flower strategy adds to it."""
+        if isinstance(self.server, FedAvgM):  # reads the model in its first round only
+            self.server.current_arrays = None
+        cohort = _Cohort(range(int(plan.sampling.expected_cohort_size)))
+        config = ConfigRecord({**config})
+        arrays, grid = records.to_record(model), cast(Grid, cohort)
+        self.server.configure_train(_steps(state) + 1, arrays, config, grid)
+        return config
+
+    def check_update(self, update: records.Update) -> None:
+        """Refuse an update without the metric by which the Flower strategy weights it."""
+        if not update.metrics.get(self.server.weighted_by_key, 0) > 0:
+            raise RefusedReply(f"metric {self.server.weighted_by_key!r} is missing or not above 0")
+
+    def step(
+        self, model: records.Arrays, released: Released, state: State
+    ) -> tuple[records.Arrays, State]:
+        """Return the model that the Flower strategy computes from the accepted models."""
+        self._restore(state)
+        replies = [self._reply(model, *each) for each in released.updates.items()]
+        arrays, _ = self.server.aggregate_train(_steps(state) + 1, replies)
+        if arrays is None:
+            return model, state
+        return records.to_arrays(arrays), self._state(steps=_steps(state) + 1)
+
+    def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
+        """Return an accepted update as the reply of a ClientApp that Flower's strategy reads."""
+        model = {name: base[name] + update.arrays[name] for name in base}
+        weight = {self.server.weighted_by_key: update.metrics[self.server.weighted_by_key]}
+        content = RecordDict(
+            {
+                self.server.arrayrecord_key: records.to_record(model),
+                "metrics": records.metrics_record(weight),
+            }
+        )
+        return Message(content, dst_node_id=partition, message_type="train")
+
+    def _state(self, *, steps: int) -> State:
+        """Return the number of steps, and the Flower strategy's moments and momenta.
+
+        Any attribute of the strategy that is a dict or a list of arrays counts as such state.
+        """
+        groups: dict[str, records.Arrays] = {_STEPS: {"taken": np.array([steps])}}
+        for name, value in vars(self.server).items():
+            members: Any = dict(enumerate(value)) if isinstance(value, list) else value
+            if not isinstance(members, dict) or not members:
+                continue
+            if all(isinstance(array, np.ndarray) for array in members.values()):
+                kind = type(value).__name__
+                groups[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
+        return State(server=groups)
+
+    def _restore(self, state: State) -> None:
+        """Give the Flower strategy its moments and momenta."""
+        for group, members in state.server.items():
+            if group != _STEPS:
+                kind, _, name = group.partition(".")
+                value = list(members.values()) if kind == "list" else dict(members)
+                setattr(self.server, name, value)
+
+
+def _steps(state: State) -> int:
+    return int(state.server[_STEPS]["taken"][0])
+
+
+@dataclass(frozen=True)
+class _Cohort:
+    """The part of a Grid that a Flower strategy uses before it configures a round.
+
+    The nodes stand for a cohort that is not drawn yet: the strategy's own messages are not sent.
+    """
+
+    nodes: Sequence[int]
+
+    def get_node_ids(self) -> Sequence[int]:
+        return self.nodes

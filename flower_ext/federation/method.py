@@ -1,0 +1,332 @@
+"""A federated method as a value: what its clients train, and the step of its server.
+
+A `Method` is frozen and knows nothing of rounds, messages or files. A run calls its members in this
+order:
+
+=======================================  =========================================================
+member                                   purpose
+=======================================  =========================================================
+`check`, `mechanism`, `population`       fit the method and the user's plan together
+`training`, `evaluation_training`,       describe the clients' work
+`settings`, `configure`
+`init`                                   returns the server's state before the first round
+`connect`                                asks clients what the run must know, once a process
+`begin_round`                            prepares a training round
+`check_update`                           refuses an upload that the server's step cannot use
+`step`                                   returns the next model and the next state
+`claims`                                 returns the guarantees
+=======================================  =========================================================
+
+What changes between rounds is the `State`, which goes into `step` and comes out of it. Checkpoints,
+resumed runs and `Upcycled` therefore treat every method alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from flwr.app import ConfigRecord, Context
+from flwr.clientapp import ClientApp
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.client import ClientMethod, client_app
+from flower_ext.federation.exchange import Clients
+from flower_ext.federation.population import Cohort, Population
+from flower_ext.federation.records import Update
+from flower_ext.federation.sums.summation import Summation
+from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.training import LocalTraining, Task
+
+_EVERYONE, _SERVER = "everyone.", "server."
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a method keeps on the server between two rounds: arrays by name, in named groups.
+
+    Parameters
+    ----------
+    everyone : Mapping[str, Mapping[str, ndarray]]
+        Groups that the server sends to all clients beside the model, each as a record of its name.
+        `Upcycled` extrapolates them together with the model.
+    server : Mapping[str, Mapping[str, ndarray]]
+        Groups that never leave the server.
+    """
+
+    everyone: Mapping[str, Arrays] = field(default_factory=dict)
+    server: Mapping[str, Arrays] = field(default_factory=dict)
+
+    def groups(self) -> dict[str, Arrays]:
+        """Return all groups, for a checkpoint."""
+        sent = {_EVERYONE + name: group for name, group in self.everyone.items()}
+        return sent | {_SERVER + name: group for name, group in self.server.items()}
+
+    def named(self) -> dict[str, Arrays]:
+        """Return all groups by their names alone, for messages."""
+        return {**self.everyone, **self.server}
+
+    @classmethod
+    def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
+        """Return the state whose `groups` are these; groups of other kinds are left out."""
+        return cls(
+            everyone={
+                name.removeprefix(_EVERYONE): dict(group)
+                for name, group in groups.items()
+                if name.startswith(_EVERYONE)
+            },
+            server={
+                name.removeprefix(_SERVER): dict(group)
+                for name, group in groups.items()
+                if name.startswith(_SERVER)
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connected:
+    """What a method can use once all clients are connected.
+
+    Parameters
+    ----------
+    clients : Clients
+        The clients, to ask them questions that the client side's ``answer`` answers.
+    summation : Summation
+        The run's sums.
+    model : Mapping[str, ndarray]
+        The shared model.
+    generator : Callable[..., numpy.random.Generator]
+        Returns the run's generator for a path of names and numbers.
+    """
+
+    clients: Clients
+    summation: Summation
+    model: Arrays
+    generator: Callable[..., np.random.Generator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """What the server may use of a training round.
+
+    Parameters
+    ----------
+    mean : Mapping[str, ndarray]
+        Mean of the updates, with the bound and the noise of the plan.
+    updates : Mapping[int, Update]
+        Single updates by partition; empty under a `ReleasePlan`, which releases only the mean. The
+        updates' arrays are kept only for a method with ``needs_each_update``.
+    round : int
+        Number of the training round, from 1.
+    population : int
+        Number of clients (or of users) from which cohorts are drawn.
+    fraction : float
+        Fraction of the population in the mean. It is the expected one where a plan hides who
+        answered.
+    """
+
+    mean: Arrays
+    updates: Mapping[int, Update]
+    round: int
+    population: int
+    fraction: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of methods: subclass it as a frozen dataclass, and name the client side and phases.
+
+    Parameters
+    ----------
+    personal : Sequence[str]
+        Names of modules that never leave the client; the server drops them from the initial
+        arrays. ``*`` matches any part of a name, as in ``"*.classifier"``.
+    server_learning_rate : float
+        Factor on the averaged update.
+
+    Raises
+    ------
+    InvalidValue
+        A field is out of range.
+    """
+
+    client: ClassVar[ClientMethod]
+    """The client side."""
+    any_client_app: ClassVar[bool] = False
+    """True if a ClientApp that does not use this package can take part."""
+    one_model: ClassVar[bool] = True
+    """True if the server sends all clients the same shared model; see `begin_round`."""
+    units_are_clients: ClassVar[bool] = True
+    """True if a `ReleasePlan` protects clients, each of which has one upload per round."""
+    bounds_units: ClassVar[bool] = False
+    """True if an upload is a sum over units, and the client side bounds each unit's part."""
+    needs_each_update: ClassVar[bool] = False
+    """True if `step` needs every single update, which a `ReleasePlan` hides. If False, the server
+    adds each update to a sum when it arrives, and drops it."""
+
+    personal: Sequence[str] = ()
+    server_learning_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.personal, str):
+            raise InvalidValue(
+                f"personal={self.personal!r}: expected a sequence of names, for example "
+                f"({self.personal!r},)"
+            )
+        if not 0 < self.server_learning_rate < float("inf"):
+            raise InvalidValue(f"server_learning_rate={self.server_learning_rate!r}: expected > 0")
+        object.__setattr__(self, "personal", tuple(self.personal))
+
+    # The clients' work ------------------------------------------------------------------------
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The phases of local training, by the names that the client side uses."""
+        raise NotImplementedError
+
+    @property
+    def evaluation_training(self) -> Mapping[str, LocalTraining]:
+        """Phases of training on a client before it evaluates; none by default."""
+        return {}
+
+    @property
+    def added_proximal_weight(self) -> float:
+        """μ of a proximal term around the received model, in addition to that of `training`."""
+        return 0.0
+
+    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
+        """Return numbers that the client side needs; none by default."""
+        return {}
+
+    def configure(
+        self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan
+    ) -> ConfigRecord:
+        """Return the user's configuration of a round with what the method adds to it."""
+        return config
+
+    # The plan ---------------------------------------------------------------------------------
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan that does not fit the method; by default none.
+
+        Raises
+        ------
+        ValueError
+            The message gives the reason.
+        """
+
+    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
+        """Return the plan as it bounds and accounts for this method's sums.
+
+        A method overrides this member if its units, or the numbers that it sends, differ from those
+        that the given plan covers.
+        """
+        return plan
+
+    def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
+        """Return the clients to ask and the units to count."""
+        return Population(summation.mechanism.sampling)
+
+    @property
+    def traits(self) -> MethodTraits:
+        """The method's declarations, by which a plan decides if it can protect the method."""
+        return MethodTraits(
+            name=self.name,
+            units_are_clients=self.units_are_clients,
+            bounds_units=self.bounds_units,
+            needs_each_update=self.needs_each_update,
+            keeps_memory=self.client.keeps_memory,
+            memoryless=self.client.memoryless,
+            upload_phase=self.client.upload_phase,
+        )
+
+    # The server -------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name for logs, errors and accounts."""
+        return type(self).__name__
+
+    @property
+    def label(self) -> str:
+        """Name of what runs, for the first line of the log."""
+        return self.name
+
+    @property
+    def server_step(self) -> str:
+        """Name of the server's step, for errors."""
+        return f"the server's step of {self.name}"
+
+    def check_model(self, model: Arrays) -> None:
+        """Refuse a shared model that the method cannot train; by default none."""
+
+    def init(self, model: Arrays, population: int) -> State:
+        """Return the server's state before the first round; empty by default.
+
+        Parameters
+        ----------
+        model : Mapping[str, ndarray]
+            The initial shared model.
+        population : int
+            As in `Released`.
+        """
+        return State()
+
+    def connect(self, connected: Connected, state: State) -> State:
+        """Ask the connected clients what the run must know, and return the state with it.
+
+        Every process of a run calls this once, before its first round. ``state`` is that of the
+        checkpoint in a resumed run.
+        """
+        return state
+
+    def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
+        """Return a training round's cohort with the records for single clients.
+
+        A record ``records.MODEL`` for one client replaces the shared model that it would receive.
+        """
+        return cohort
+
+    def check_update(self, update: Update) -> None:
+        """Refuse an update that `step` cannot use; by default none.
+
+        Raises
+        ------
+        RefusedReply
+            The message gives the reason.
+        """
+
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
+        """Return the next model and state; by default the model moved along the mean update."""
+        rate = self.server_learning_rate
+        return {name: model[name] + rate * released.mean[name] for name in model}, state
+
+    # The guarantees ---------------------------------------------------------------------------
+
+    def disclosures(self, summation: Summation) -> Sequence[str]:
+        """Return what the method reveals about clients' data without a guarantee, a line each."""
+        return summation.disclosures
+
+    def facts(self, run: RunFacts, state: State) -> RunFacts:
+        """Return the facts of a run with those that the method adds; by default as they are."""
+        return run
+
+    def claims(
+        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+    ) -> list[Guarantee]:
+        """Return the paper's guarantee after the rounds so far, and the provable guarantees.
+
+        ``plan`` is the one that the user gave; ``summation.mechanism`` is the one that ran.
+        """
+        return summation.mechanism.guarantees(run)
+
+    @classmethod
+    def client_app(
+        cls, task: Task | Callable[[Context], Task], *, allow_seeded_noise: bool = False
+    ) -> ClientApp:
+        """Return a ClientApp that answers this method's messages (see `federation.client_app`)."""
+        return client_app(cls.client, task=task, allow_seeded_noise=allow_seeded_noise)

@@ -1,0 +1,342 @@
+"""A run: its method, its plan, its sums, and everything that changes between two rounds."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord
+from flwr.serverapp import Grid
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
+from flower_ext.federation.exchange import Clients, Exchange
+from flower_ext.federation.method import Method, State
+from flower_ext.federation.population import Cohort, Population
+from flower_ext.federation.progress import Progress
+from flower_ext.federation.spending import Spending
+from flower_ext.federation.state.checkpoint import Checkpoints, RunState
+from flower_ext.federation.stragglers import Stragglers
+from flower_ext.federation.sums.summation import Summation
+from flower_ext.privacy import (
+    Budget,
+    Guarantee,
+    Ledger,
+    NoiseSource,
+    PrivacyPlan,
+    SecureNoise,
+    SeededNoise,
+    secure_generator,
+    seeded_generator,
+)
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.runs import RunDirectory
+
+_WRAPPER = "wrapper."
+"""Prefix of the groups of a wrapper in a checkpoint."""
+_ROUNDS_ALONE = "noised scores of evaluations: what is published speaks of training rounds alone"
+
+
+class Run:
+    """One run of a method.
+
+    Parameters
+    ----------
+    method : Method
+    plan : PrivacyPlan
+        The plan that the user gave.
+    summation : Summation
+        Adds up the clients' contributions; its mechanism is the plan as it covers the method.
+    stragglers, seed, seeded_noise, evaluate_every, training_loss, diagnostics, timeout, ledger, \
+    budget, directory, population, exposed, frozen
+        As in `FederatedStrategy`; ``directory`` is its ``run``.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        plan: PrivacyPlan,
+        summation: Summation,
+        *,
+        stragglers: Stragglers | None,
+        seed: int | None,
+        seeded_noise: bool,
+        evaluate_every: int,
+        training_loss: bool,
+        diagnostics: bool,
+        timeout: float,
+        ledger: Ledger | None,
+        budget: Budget | None,
+        directory: RunDirectory | None,
+        population: Population | None,
+        exposed: tuple[str, ...],
+        frozen: str,
+    ) -> None:
+        self.method, self.plan, self.summation = method, plan, summation
+        self.stragglers = stragglers
+        self.seed, self.seeded_noise = seed, seeded_noise
+        self.evaluate_every, self.training_loss = evaluate_every, training_loss
+        self.diagnostics, self.exposed, self.frozen = diagnostics, exposed, frozen
+        self.spending = Spending(ledger=ledger, budget=budget, exposed=exposed)
+        self.spending.check_plan(self.mechanism)
+        self.population = population or method.population(plan, summation)
+        self.progress = Progress(directory)
+        self.exchange = Exchange(method.client.name, self.progress, timeout=timeout)
+        self.checkpoints = Checkpoints(directory, repeats=self.repeats)
+        # What changes between two rounds, beside the model and the participations.
+        self.state: State | None = None
+        """The method's state; None before the first round."""
+        self.model: records.Arrays = {}
+        """The shared model that the server sent last; empty before the first round."""
+        self.num_examples: dict[int, int] = {}
+        """Numbers of training examples by partition, as far as clients reported them."""
+        self.client_metrics: dict[int, dict[str, float]] = {}
+        """Newest scores by partition."""
+        self.remembered: dict[int, int] = {}
+        """By partition, the last training round that the client answered, and so remembers."""
+        self.ever_answered = False
+        """True once a client sent a usable update."""
+        self.last_round: int | None = None
+        """Number of the round that is evaluated in any case; None outside `RunLoop.start`."""
+        self.stopped: str | None = None
+        """The reason why a budget ended the run; None if none did."""
+        self.companions: dict[str, records.Arrays] = {}
+        """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
+
+    @property
+    def mechanism(self) -> PrivacyPlan:
+        """The plan that bounds each round and accounts for it."""
+        return self.summation.mechanism
+
+    @property
+    def participations(self) -> Participations:
+        """Counts of the units whose data the rounds so far used."""
+        return self.population.participations
+
+    @property
+    def next_training(self) -> int:
+        """Number of the next training round, from 1; rounds without training do not count."""
+        return self.participations.rounds + 1
+
+    @property
+    def method_state(self) -> State:
+        """The method's state, which is the initial one before the first round."""
+        if self.state is None:
+            self.state = self.method.init(self.model, self.plan.sampling.population)
+        return self.state
+
+    @property
+    def repeats(self) -> bool:
+        """True if a repeated round equals the first attempt, because a seed determines it."""
+        noiseless = self.mechanism.delta is None
+        seeded = self.seed is not None and (self.seeded_noise or noiseless)
+        return seeded and self.summation.repeats
+
+    def generator(self, *path: str | int) -> np.random.Generator:
+        """Return the generator for a purpose: seeded if the run has a seed, else secure."""
+        return secure_generator() if self.seed is None else seeded_generator(self.seed, *path)
+
+    def noise(self, *path: str | int) -> NoiseSource:
+        """Return the server's source of noise for a purpose."""
+        if self.seeded_noise and self.seed is not None:
+            return SeededNoise(self.seed, *path)
+        return SecureNoise()
+
+    def clients(self, grid: Grid) -> Clients:
+        """Return the connected clients."""
+        return Clients(self.exchange, grid)
+
+    def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
+        """Return the record by which clients know the run and the round, with more of its facts."""
+        return ConfigRecord(
+            {
+                "run": self.checkpoints.run_id,
+                "number": training_round,
+                "seed": self.seed or 0,
+                "diagnostics": self.diagnostics,
+                **more,
+            }
+        )
+
+    # Guarantees ---------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> RunFacts:
+        """The facts about the run so far that a plan may use."""
+        method = self.method
+        weights = [training.proximal_weight for training in method.training.values()]
+        roster = self.exchange.roster
+        traits = method.traits
+        if roster is not None and roster.foreign:  # such clients may remember anything
+            traits = replace(traits, keeps_memory=True)
+        facts = RunFacts(
+            method=traits,
+            participations=self.participations,
+            num_examples=self.num_examples,
+            training=method.training,
+            proximal_weight=min(weights, default=0.0) + method.added_proximal_weight,
+            sent=self.model,
+            secure_noise=not self.seeded_noise,
+            secure_cohorts=not self.repeats,
+            not_covered=self.not_covered(),
+        )
+        return method.facts(facts, self.state or State())
+
+    def claims(self, facts: RunFacts) -> list[Guarantee]:
+        """Return the guarantees that the method claims after these facts."""
+        return self.method.claims(self.plan, facts, self.state or State(), self.summation)
+
+    def guarantees(self) -> list[Guarantee]:
+        """Return the guarantees after the rounds so far, published and provable."""
+        if not self.participations.rounds:
+            return []
+        units = self.plan.num_units(self.facts)
+        claims = [replace(claim, units=units) for claim in self.claims(self.facts)]
+        if not self.participations.evaluations:
+            return claims
+        return [
+            replace(claim, not_covered=(*claim.not_covered, _ROUNDS_ALONE))
+            if claim.basis == "published"
+            else claim
+            for claim in claims
+        ]
+
+    def spent(self) -> dict[str, float]:
+        """Return the ε spent so far and its δ, for the log and the report's figures."""
+        facts, mechanism = self.facts, self.mechanism
+        spent = mechanism.spent(facts)
+        if spent and mechanism.delta is not None:
+            spent["delta"] = mechanism.delta
+            if units := self.plan.num_units(facts):
+                spent["privacy_units"] = units
+        if mechanism.release is not None:  # other plans know their published ε
+            for claim in self.claims(facts):
+                if claim.basis == "published":
+                    spent["epsilon_published"] = claim.epsilon
+        return spent
+
+    def not_covered(self) -> list[str]:
+        """Return what leaves the clients in this run without the guarantee, a line each."""
+        exposed = ["that a client answered or not, and when"]
+        noised = self.mechanism.evaluation_release is not None
+        if self.evaluate_every and not noised:
+            exposed.append(
+                "scores and test-set sizes that clients report un-noised at evaluation "
+                "(evaluate_every=0 turns this off)"
+            )
+        if self.evaluate_every and self.training_loss:
+            exposed.append(
+                "losses on training records that clients report un-noised at evaluation "
+                "(training_loss=False turns this off)"
+            )
+        if self.diagnostics:
+            exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
+        return [*exposed, *self.exposed, *self.method.disclosures(self.summation)]
+
+    def check_training(self) -> None:
+        """Refuse local training that the plan does not cover; every round calls this check.
+
+        Raises
+        ------
+        InvalidValue
+            A setting does not fit; the message names it, and the value that the plan expects.
+        """
+        self.mechanism.check_training(self.facts)
+
+    def check_budget(self, server_round: int, cohort: Cohort) -> None:
+        """Refuse a round with which the provable ε would exceed the budget.
+
+        Raises
+        ------
+        BudgetExhausted
+            The message says by how much.
+        """
+        if self.spending.budget is not None:
+            ahead = deepcopy(self.population)
+            ahead.count(cohort, len(cohort.asked))
+            self.check_spending(server_round, ahead.participations)
+
+    def check_spending(
+        self, server_round: int, ahead: Participations, *, scores: bool = False
+    ) -> None:
+        """Refuse a release after which the participations would be ``ahead``, as `check_budget`."""
+        directory = self.checkpoints.run
+        self.spending.check(
+            self.mechanism,
+            server_round,
+            replace(self.facts, participations=ahead),
+            self.claims,
+            repeatable=self.repeats,
+            run_id=self.checkpoints.run_id,
+            method=self.method.name,
+            name="" if directory is None else directory.path.name,
+            scores=scores,
+        )
+
+    # Files --------------------------------------------------------------------------------------
+
+    def attach(self, directory: RunDirectory) -> None:
+        """Write to a directory, with a ledger if the plan has releases; the run has not begun.
+
+        Raises
+        ------
+        InvalidValue
+            The run writes to another directory already, or has begun.
+        """
+        if (other := self.checkpoints.run) is not None:
+            raise InvalidValue(
+                f"run={str(other.path)!r}: the strategy writes to this directory already; leave "
+                "out its option run="
+            )
+        if self.participations.rounds:
+            raise InvalidValue(
+                f"strategy={self.method.name}: expected a strategy that has not run yet; create a "
+                "new one for a new run"
+            )
+        self.progress.run = directory
+        self.checkpoints = Checkpoints(directory, repeats=self.repeats)
+        if self.mechanism.release is not None and self.spending.ledger is None:
+            self.spending.ledger = directory.open_ledger()
+
+    def save(self, server_round: int, model: records.Arrays) -> None:
+        """Write a checkpoint after a round."""
+        self.checkpoints.save(
+            RunState(
+                round=server_round,
+                model=model,
+                participations=self.participations,
+                num_examples=self.num_examples,
+                client_metrics=self.client_metrics,
+                remembered=self.remembered,
+                refusals=self.exchange.refusals,
+                method=self._kept_groups(),
+            )
+        )
+
+    def _kept_groups(self) -> dict[str, records.Arrays]:
+        """Return the state of method, sums and wrappers, in named groups."""
+        wrapped = {_WRAPPER + name: group for name, group in self.companions.items()}
+        return {**(self.state or State()).groups(), **self.summation.state(), **wrapped}
+
+    def restore(self, kept: RunState) -> None:
+        """Take over a checkpoint, but for what the sums keep."""
+        self.population.participations = kept.participations
+        self.num_examples = dict(kept.num_examples)
+        self.client_metrics = dict(kept.client_metrics)
+        self.remembered = dict(kept.remembered)
+        self.exchange.refusals.extend(kept.refusals)
+        self.state = State.of_groups(kept.method)
+        self.companions = {
+            name.removeprefix(_WRAPPER): dict(group)
+            for name, group in kept.method.items()
+            if name.startswith(_WRAPPER)
+        }
+
+    def save_guarantees(self) -> None:
+        """Write the guarantees after the rounds so far to ``guarantee.json``."""
+        directory = self.checkpoints.run
+        if directory is not None and (guarantees := self.guarantees()):
+            directory.save_guarantees(guarantees)

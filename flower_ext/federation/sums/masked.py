@@ -1,0 +1,395 @@
+"""Masked sums: the server sees the sum of the clients' contributions, and no single one.
+
+This module has both ends of a sum, and the names of all that passes between them. The protocol's
+arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).
+
+=========  =======================================  ===============================================
+stage      message of the server                    answer of a client
+=========  =======================================  ===============================================
+``begin``  round, index and neighbours              public keys
+``keys``   the neighbours' keys                     secret shares, sealed for each neighbour
+delivery   sealed shares, beside the round's query  contribution and masks (`seal`)
+question   who was lost                             secret shares that unmask the sum
+=========  =======================================  ===============================================
+
+A client that fails or is silent in one of these stages drops out of the round.
+
+A client stores its secrets in its `ClientVault` before a reply leaves, and the vault refuses to
+store if another process did so meanwhile. A client therefore never answers twice, whether its
+process is killed and started again or runs a second time beside the first.
+
+The first message of a round has its `RoundContext` and this client's neighbours. Every later one
+begins with the digest of the context.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from logging import getLogger
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
+from flower_ext.federation import records
+from flower_ext.federation._flower_private import replies
+from flower_ext.federation.failures import printable
+from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.randomness import secure_generator
+from flower_ext.secure.aggregation import (
+    Advert,
+    Delivery,
+    Keys,
+    MaskedInput,
+    Member,
+    Question,
+    Revealed,
+    RoundContext,
+    SealedShares,
+    SumServer,
+    degree,
+    draw_order,
+    graph_digest,
+    graph_of,
+)
+
+log = getLogger("flwr")
+
+INDEX, NEIGHBOURS = "index", "neighbours"
+BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
+SENT = "message"
+"""Names of the arrays in the record `records.SECURE_SUM`, and of the one in an answer."""
+
+T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
+
+
+# The server's end ------------------------------------------------------------------------------
+
+
+class MaskedSum(Summation):
+    """Sums of masked contributions.
+
+    Parameters
+    ----------
+    mechanism : NoisedSum
+        A plan with ``secure_aggregation``.
+    """
+
+    mechanism: NoisedSum
+
+    def open(self, opening: Opening) -> OpenMaskedSum:
+        """Let the cohort agree on masks; clients that do not are no longer in the cohort."""
+        return OpenMaskedSum(self.mechanism, opening)
+
+
+@dataclass(frozen=True)
+class MaskedUpdate(records.Update):
+    """A masked contribution and the metrics that came with it."""
+
+    message: MaskedInput
+
+
+class OpenMaskedSum(OpenSum):
+    """The masked sum of one round, whose members have agreed on masks.
+
+    Raises
+    ------
+    RoundDiscarded
+        Too few clients are left.
+    """
+
+    def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
+        self._mechanism, self._opening = mechanism, opening
+        self._exchange, self._grid = opening.clients.exchange, opening.clients.grid
+        self._partitions = list(opening.cohort.asked)
+        self.parameters = parameters = mechanism.sum_parameters
+        self._members = {partition: member for member, partition in enumerate(self._partitions)}
+        size = len(self._partitions)
+        neighbours = degree(size, parameters.neighbors)
+        graph = graph_of(draw_order(size, secure_generator()), neighbours)
+        self._context = RoundContext(
+            run=secrets.token_bytes(16),  # a repeated round is a new one
+            round_number=opening.number,
+            members=size,
+            graph=graph_digest(graph),
+            bits=mechanism.sum_bits,
+            length=sum(array.size for array in opening.like.values()),
+            neighbours=neighbours,
+            threshold=parameters.threshold,
+            least_answers=parameters.least_answers,
+        )
+        self._server = SumServer(self._context, graph)
+        self._unmasking = False
+        try:
+            self._deliveries = self._agree()
+        except IncompleteRound as error:
+            raise RoundDiscarded(str(error)) from error
+        ready = sorted(self._partitions[member] for member in self._deliveries)
+        self.cohort = replace(opening.cohort, asked=ready)
+
+    def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
+        """Return the least number of answers, and the least number of honest ones among them.
+
+        After the training no honest share counts before unmasking, when no sum is visible.
+        """
+        least, honest = self.parameters.least_answers, self.parameters.honest_answers
+        return least, honest if answered is None or self._unmasking else 0
+
+    def request(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """Return the record of the sum for one client's request."""
+        delivery = self._deliveries[self._members[partition]]
+        return {records.SECURE_SUM: records.to_record(delivery)}
+
+    def read(self, reply: Message) -> MaskedUpdate:
+        """Read a masked contribution; raise `RefusedReply` for anything else."""
+        metrics = records.read_metrics(reply)
+        message = self._read(reply, MaskedInput, records.UPDATE)
+        return MaskedUpdate({}, metrics, message)
+
+    def aggregate(self, contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
+        """Add masked contributions up as they arrive, unmask their sum, and release its mean.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few clients answered in one of the stages, so nobody learns any part of a sum; or
+            the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
+        """
+        self._take(map(_message_of, contributions), self._server.add_masked)
+        try:
+            questions = self._server.questions()
+            self._unmasking = True
+            self._take(
+                self._ask(_as_arrays(QUESTION, questions), Revealed), self._server.add_revealed
+            )
+            total = self._server.total()
+        except IncompleteRound as error:
+            raise RoundDiscarded(str(error)) from error
+        finally:
+            self._report_bad_shares()
+        return self._mechanism.aggregate_sum(
+            self._shaped(total),
+            answered=len(self._server.answered),
+            noise=self._opening.noise,
+            like=self._opening.like,
+        )
+
+    def _agree(self) -> Mapping[int, records.Arrays]:
+        """Let the members agree on masks; return the deliveries of those that can contribute."""
+        begin = {
+            member: {
+                BEGIN: records.to_bytes_array(self._context.to_bytes()),
+                INDEX: np.array(member, dtype=np.int64),
+                NEIGHBOURS: np.array(neighbours, dtype=np.int64),
+            }
+            for member, neighbours in enumerate(self._server.graph)
+        }
+        self._take(self._ask(begin, Advert), self._server.add_advert)
+        keys = self._server.keys()
+        self._take(self._ask(_as_arrays(KEYS, keys), SealedShares), self._server.add_shares)
+        return _as_arrays(DELIVERY, self._server.deliveries())
+
+    def _shaped(self, total: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the sum, modulo a power of two, as signed whole numbers by array name."""
+        signed = total.view(np.int32 if self._context.bits == 32 else np.int64).astype(np.int64)
+        cells, start = {}, 0
+        for name in sorted(self._opening.like):
+            array = self._opening.like[name]
+            cells[name] = signed[start : start + array.size].reshape(array.shape)
+            start += array.size
+        return cells
+
+    def _ask(self, requests: Mapping[int, records.Arrays], kind: type[T]) -> list[T]:
+        """Ask members a stage's question, and return the accepted answers."""
+        contents = {
+            self._partitions[member]: {records.SECURE_SUM: records.to_record(arrays)}
+            for member, arrays in requests.items()
+        }
+        number = self._opening.server_round
+        messages = self._exchange.ask("query", contents, number)
+        answers = self._exchange.accepted(
+            "query",
+            number,
+            replies(self._grid, messages, timeout=self._exchange.timeout),
+            sorted(contents),
+            lambda reply: self._read(reply, kind, records.ANSWER),
+        )
+        return list(answers.values())
+
+    def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
+        for message in messages:
+            try:
+                add(message)
+            except (ProtocolError, InvalidValue) as error:
+                self._refuse(f"client {self._partitions[message.member]}: {error}")
+
+    def _read(self, reply: Message, kind: type[T], record: str) -> T:
+        arrays = records.read_answer(reply, record)
+        if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
+            raise records.RefusedReply(
+                f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
+            )
+        message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
+        partition = self._exchange.partition_of(reply)
+        if message.member != self._members[partition]:
+            raise records.RefusedReply(
+                f"member={message.member}: expected {self._members[partition]}, the number of the "
+                "client that sent the message"
+            )
+        return message
+
+    def _report_bad_shares(self) -> None:
+        """Name the clients whose shares could not be opened, or did not fit the others."""
+        for owner, holders in sorted(self._server.unopened.items()):
+            self._refuse(
+                f"client {self._partitions[owner]}: its sealed shares could not be opened by "
+                f"{self._named(holders)}"
+            )
+        for sender, owners in sorted(self._server.wrong.items()):
+            self._refuse(
+                f"client {self._partitions[sender]}: it revealed wrong shares of the secrets of "
+                f"{self._named(owners)}, unless these dealt them wrongly"
+            )
+
+        for owner in self._server.unfit:
+            self._refuse(
+                f"client {self._partitions[owner]}: no secret fits both its shares and what it "
+                "published, so the round is discarded"
+            )
+
+    def _named(self, members: Iterable[int]) -> str:
+        return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
+
+    def _refuse(self, reason: str) -> None:
+        number = self._opening.server_round
+        refusal = printable(f"round {number}: {reason}"[: records.LONGEST_REASON])
+        log.warning("%s", refusal)
+        self._exchange.refusals.append(refusal)
+
+
+def _as_arrays(
+    name: str, messages: Mapping[int, Keys | Delivery | Question]
+) -> dict[int, records.Arrays]:
+    """Return each member's message as an array of that name."""
+    return {
+        member: {name: records.to_bytes_array(message.to_bytes())}
+        for member, message in messages.items()
+    }
+
+
+def _message_of(update: tuple[int, records.Update]) -> MaskedInput:
+    assert isinstance(update[1], MaskedUpdate)
+    return update[1].message
+
+
+# The client's end ------------------------------------------------------------------------------
+
+
+def answer(message: Message, context: Context, method: str) -> Message:
+    """Answer a stage other than the training: advertise keys, share secrets, or help to unmask.
+
+    Raises
+    ------
+    ProtocolError, InvalidValue
+        The server's message is malformed or out of order.
+    """
+    with knowing_no_data():
+        arrays = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+        vault = _vault(context, method)
+        if BEGIN in arrays:
+            member = _new(vault, arrays)
+            reply = member.advertise().to_bytes()
+        else:
+            member = _stored(vault)
+            if KEYS in arrays:
+                keys = Keys.from_bytes(_bytes(arrays, KEYS), member.context)
+                reply = member.share(keys).to_bytes()
+            elif QUESTION in arrays:
+                question = Question.from_bytes(_bytes(arrays, QUESTION), member.context)
+                reply = member.unmask(question).to_bytes()
+            else:
+                raise ProtocolError(
+                    f"stage {sorted(arrays)}: expected {BEGIN}, {KEYS} or {QUESTION}"
+                )
+        vault.store(member.to_bytes())
+    return Message(RecordDict({records.ANSWER: _sent(reply)}), reply_to=message)
+
+
+def seal(
+    cells: Mapping[str, np.ndarray], request: Mapping[str, Any], context: Context, method: str
+) -> Any:
+    """Return the record of a masked contribution.
+
+    Parameters
+    ----------
+    cells : Mapping[str, ndarray]
+        The noised update as int64. It is sent modulo a power of two, in the order of its names.
+    request : Mapping[str, array]
+        The record of the secure sum in the server's training message.
+
+    Raises
+    ------
+    ProtocolError, InvalidValue
+        The server's message is malformed or out of order, or this contribution was masked before.
+    """
+    with knowing_no_data():
+        vault = _vault(context, method)
+        member = _stored(vault)
+        vector = np.concatenate([cells[name].reshape(-1) for name in sorted(cells)])
+        delivery = Delivery.from_bytes(_bytes(request, DELIVERY), member.context)
+        upload = member.mask(delivery, vector.astype(member.context.dtype)).to_bytes()
+        vault.store(member.to_bytes())
+    return _sent(upload)
+
+
+def _vault(context: Context, method: str) -> ClientVault:
+    return ClientVault(context, f"{method}-sum")
+
+
+def _bytes(arrays: Mapping[str, Any], name: str) -> bytes:
+    array = np.asarray(_array(arrays, name))
+    if array.dtype != np.uint8:
+        raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
+    return array.tobytes()
+
+
+def _array(arrays: Mapping[str, Any], name: str) -> Any:
+    if name not in arrays:
+        raise InvalidValue(f"the server's message has no {name!r}: expected one")
+    return arrays[name]
+
+
+def _new(vault: ClientVault, arrays: Mapping[str, Any]) -> Member:
+    begun = RoundContext.from_bytes(_bytes(arrays, BEGIN))
+    if (stored := vault.load()) is not None and _is_of(stored, begun):
+        raise ProtocolError(
+            f"round {begun.round_number}: this client has begun it before; expected a new round"
+        )
+    neighbours = np.asarray(_array(arrays, NEIGHBOURS))
+    return Member(begun, int(_array(arrays, INDEX)), [int(other) for other in neighbours])
+
+
+def _is_of(stored: bytes, begun: RoundContext) -> bool:
+    try:
+        return Member.from_bytes(stored).context == begun
+    except InvalidValue:
+        return False
+
+
+def _stored(vault: ClientVault) -> Member:
+    if (stored := vault.load()) is None:
+        raise ProtocolError(
+            "this client has begun no round; if the SuperNode was restarted, name a state-folder "
+            "in its node config"
+        )
+    return Member.from_bytes(stored)
+
+
+def _sent(data: bytes) -> Any:
+    return records.to_record({SENT: records.to_bytes_array(data)})

@@ -1,0 +1,150 @@
+"""The interface of all sums: many contributions become one, which the mechanism releases."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, Message
+
+from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.exchange import Clients
+from flower_ext.federation.population import Cohort, Population
+from flower_ext.federation.records import Update
+from flower_ext.privacy import AdversaryView, NoiseSource, PrivacyPlan
+from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a sum needs to know about its round.
+
+    Parameters
+    ----------
+    clients : Clients
+    population : Population
+        Counts the units; a sum tells it when their order is new.
+    cohort : Cohort
+        The clients to ask.
+    number, server_round : int
+        Number of the training round (or of the evaluation), and round number of its messages.
+    noise : NoiseSource
+        The server's source.
+    like : Mapping[str, ndarray]
+        Names, shapes and types of a contribution, and of the result.
+    read : Callable[[Message], Update]
+        Reads and checks a contribution that arrives in the clear.
+    """
+
+    clients: Clients
+    population: Population
+    cohort: Cohort
+    number: int
+    server_round: int
+    noise: NoiseSource
+    like: Arrays
+    read: Callable[[Message], Update]
+
+
+class OpenSum(ABC):
+    """The sum of one round.
+
+    Attributes
+    ----------
+    cohort : Cohort
+        The clients that contribute: those of the opening, without any that dropped out since.
+    measures : Mapping[str, float]
+        Numbers for the row of the round, such as seconds.
+    """
+
+    cohort: Cohort
+    measures: Mapping[str, float] = {}
+
+    def request(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """Return the records that one client's request carries for this sum; none by default."""
+        return {}
+
+    @abstractmethod
+    def read(self, reply: Message) -> Update:
+        """Read a client's contribution; raise `RefusedReply` for anything else."""
+
+    @abstractmethod
+    def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
+        """Return the released mean of the contributions, which are read once, as they arrive.
+
+        Raises
+        ------
+        RoundDiscarded
+            Nothing is released; the message gives the reason.
+        """
+
+    def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
+        """Return how many noise shares a sum needs, and how many of them honest clients add.
+
+        ``answered`` is the number of contributions that arrived; None before the server asks.
+        """
+        return len(self.cohort.asked), answered
+
+
+class Summation(ABC):
+    """The sums of a run.
+
+    Parameters
+    ----------
+    mechanism : PrivacyPlan
+        Bounds each contribution, and releases each sum.
+    """
+
+    secure_sum: str = ""
+    """Assumption under which the server sees no single contribution; empty if it sees them."""
+    hidden_draw: str = ""
+    """Assumption under which no party knows the drawn units; empty if the server draws."""
+    repeats: bool = True
+    """False if a repeated round differs from the first attempt, whatever the seed."""
+    brings_weights: bool = False
+    """True if contributions are weighted by what only the sum knows."""
+    disclosures: Sequence[str] = ()
+    """What the sums reveal about clients' data without a guarantee, a line each."""
+
+    def __init__(self, mechanism: PrivacyPlan) -> None:
+        self.mechanism = mechanism
+
+    def check(self, method: MethodTraits, *, diagnostics: bool) -> None:  # noqa: B027 - by default any
+        """Refuse a method or an option that does not fit these sums.
+
+        Raises
+        ------
+        ValueError
+            The message gives the reason.
+        """
+
+    def describe(self) -> str:
+        """Return a line for the log; empty by default."""
+        return ""
+
+    def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
+        """Set up keys between the clients, once a process; return seconds and sizes to record."""
+        return {}
+
+    @abstractmethod
+    def open(self, opening: Opening) -> OpenSum:
+        """Begin the sum of one round.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few clients are left, so that nobody shall train.
+        """
+
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return further assumptions of the provable guarantee against that adversary's view."""
+        return ()
+
+    def state(self) -> Mapping[str, Arrays]:
+        """Return what a resumed run must know of this one's sums; nothing by default."""
+        return {}
+
+    def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
+        """Take over the `state` of the process before, after `connect`."""

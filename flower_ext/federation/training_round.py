@@ -1,0 +1,209 @@
+"""A training round: the query by which a cohort trains, and what becomes of its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from logging import getLogger
+from typing import Any
+
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from flower_ext.federation import records
+from flower_ext.federation.connection import rehearse
+from flower_ext.federation.exchange import Content
+from flower_ext.federation.method import Released
+from flower_ext.federation.population import Cohort, UsersInSilos
+from flower_ext.federation.protection import to_facts
+from flower_ext.federation.round import (
+    Round,
+    Updates,
+    in_round,
+    norm_columns,
+    read_update,
+    training_contents,
+    with_remembered,
+)
+from flower_ext.federation.run import Run
+from flower_ext.federation.state.checkpoint import AskedUnits
+from flower_ext.federation.sums.plain import adds_only
+from flower_ext.federation.sums.summation import Opening
+from flower_ext.federation.uploads import RequestsToSum
+from flower_ext.privacy import secure_generator
+from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.randomness import derived_seed
+
+log = getLogger("flwr")
+
+
+class TrainingRound:
+    """One training round of a run, whose clients are connected.
+
+    Cohorts, stragglers, batches and learning rates are numbered by training rounds. A strategy that
+    trains in some rounds only, as in `Upcycled`, thus trains as it would without the other rounds.
+
+    Parameters
+    ----------
+    run : Run
+    server_round : int
+    """
+
+    def __init__(self, run: Run, server_round: int) -> None:
+        self.run, self.number = run, run.next_training
+        self._round = Round("train", server_round, exchange=run.exchange, spending=run.spending)
+
+    @property
+    def cohort(self) -> Cohort:
+        """The clients that train, and the units whose data they use."""
+        return self._round.cohort
+
+    def ask(self, grid: Grid, config: ConfigRecord) -> Iterable[Message]:
+        """Draw the cohort, record the spend durably, and return the messages to the cohort.
+
+        Raises
+        ------
+        BudgetExhausted
+            This round would exceed the budget; nothing was sent.
+        """
+        run, number, server_round = self.run, self.number, self._round.server_round
+        if number == 1:
+            rehearse(run, grid, config)
+        drawn = self._draw()
+        run.check_budget(server_round, drawn)
+        self._warn_beyond_plan()
+        run.check_training()
+        release = run.mechanism.release
+        same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
+        opening = Opening(
+            clients=run.clients(grid),
+            population=run.population,
+            cohort=run.method.begin_round(drawn, run.model, run.method_state),
+            number=number,
+            server_round=server_round,
+            noise=run.noise("server-noise", number),
+            like=run.model,
+            read=self._read,
+        )
+        cohort = self._round.open(run.summation, opening)
+        contents = self._contents(config)
+        # The spend, then the units that may be exposed, are on disk before any data are used.
+        run.spending.reserve(release, server_round, same if run.repeats else None)
+        run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
+        run.progress.row["cohort"] = len(cohort.asked)
+        if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:
+            run.progress.row["users"] = len(drawn.units)
+        messages = self._round.ask(contents)
+        if run.method.needs_each_update or not adds_only(run.summation):
+            return messages
+        return RequestsToSum(messages, run.mechanism)
+
+    def close(self, replies: Iterable[Message]) -> records.Arrays | None:
+        """Add up the replies, and take the server's step; None if the round is discarded."""
+        run = self.run
+        mean, updates = self._round.close(replies, kept=run.method.needs_each_update)
+        self._record(updates)
+        if mean is None:
+            spent = "" if run.mechanism.delta is None else "; its privacy is spent nevertheless"
+            reason = self._round.discard_reason
+            log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
+            run.progress.row["discarded"] = 1
+        if run.method.client.keeps_memory and not (run.method.client.mirrored and mean is None):
+            run.remembered |= dict.fromkeys(updates.metrics, run.participations.rounds)
+        return None if mean is None else self._step(mean, updates)
+
+    def _draw(self) -> Cohort:
+        run = self.run
+        # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
+        secret = run.mechanism.release is not None and not run.repeats
+        rng = secure_generator() if secret else run.generator("cohort", self.number)
+        return run.population.draw(rng)
+
+    def _warn_beyond_plan(self) -> None:
+        run, done = self.run, self.number - 1
+        if done == run.mechanism.planned_rounds and not run.spending.limited:
+            log.warning(
+                "training round %d is beyond the %d of the plan: ε now exceeds the value for which "
+                "its noise was chosen, and no budget ends the run",
+                self.number,
+                done,
+            )
+
+    def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
+        """Return the content of the message to each client of the cohort."""
+        run, method, number = self.run, self.run.method, self.number
+        protection = self._protection()
+        shared: Content = {
+            records.MODEL: records.to_record(run.model),
+            records.ROUND: run.round_record(number, **protection),
+            records.SETTINGS: ConfigRecord(dict(method.settings(run.plan))),
+            records.CONFIG: config,
+            **{name: records.to_record(group) for name, group in run.method_state.everyone.items()},
+        }
+        contents = training_contents(
+            self.cohort,
+            shared,
+            in_round(method.training, number),
+            slow=self._stragglers(),
+            request=self._round.request,
+        )
+        if not method.client.mirrored:
+            return contents
+        return with_remembered(
+            contents,
+            run.remembered,
+            lambda last: run.round_record(number, **protection, remembered=last),
+        )
+
+    def _protection(self) -> dict[str, Any]:
+        """Return the facts by which the message asks clients to protect their uploads."""
+        run = self.run
+        protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
+        facts = to_facts(protection, seeded_noise=run.seeded_noise)
+        return {"report-size": True, **facts} if run.mechanism.tells_sizes else facts
+
+    def _stragglers(self) -> Mapping[int, float]:
+        """Return, for each straggler of the cohort, the fraction of its work that it completes."""
+        run = self.run
+        if run.stragglers is None:
+            return {}
+        run.stragglers.check(run.method.training.values())
+        rng = run.generator("stragglers", self.number)
+        return run.stragglers.draw(self.cohort.asked, run.population.num_nodes, rng)
+
+    def _read(self, reply: Message) -> records.Update:
+        run = self.run
+        update = read_update(reply, run.mechanism, self.cohort, run.model, run.exchange)
+        run.method.check_update(update)
+        return update
+
+    def _record(self, updates: Updates) -> None:
+        """Count the participations, and note the metrics that came with the updates."""
+        run, answered = self.run, len(updates.metrics)
+        needed, honest = self._round.exposure(answered)
+        assert honest is not None
+        run.checkpoints.answered(honest)
+        run.population.count(replace(self.cohort, asked=range(needed)), honest)
+        run.progress.row |= {"answered": answered, **self._round.measures}
+        run.ever_answered |= answered > 0
+        run.progress.row |= norm_columns(updates.metrics.values())
+        for partition, metrics in updates.metrics.items():
+            if "num-examples" in metrics:  # keep the smallest: no report makes ε smaller
+                size = int(metrics["num-examples"])
+                run.num_examples[partition] = min(size, run.num_examples.get(partition, size))
+
+    def _step(self, mean: Aggregate, updates: Updates) -> records.Arrays:
+        """Return the next model, and store the method's next state."""
+        run = self.run
+        run.progress.row["topped_up_stddev"] = mean.topped_up_stddev
+        sampling, hidden = run.plan.sampling, run.mechanism.release is not None
+        population = sampling.population
+        released = Released(
+            mean=dict(mean.value),
+            updates={} if hidden else updates.each,  # the model must use only the released mean
+            round=self.number,
+            population=population,
+            fraction=sampling.sampling_rate if hidden else len(updates.metrics) / population,
+        )
+        model, run.state = run.method.step(run.model, released, run.method_state)
+        return {name: model[name].astype(sent.dtype) for name, sent in run.model.items()}
