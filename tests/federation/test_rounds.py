@@ -99,7 +99,7 @@ def test_each_client_gets_the_shared_records_its_own_and_as_many_epochs_as_it_co
         shared,
         {"local": LocalTraining(epochs=5)},
         slow={3: 0.5},
-        own=lambda partition: {"mine": mine} if partition == 1 else {},
+        request=lambda partition: {"mine": mine} if partition == 1 else {},
     )
     assert contents[0] is contents[2]
     assert all(content["shared"] is shared["shared"] for content in contents.values())
@@ -131,9 +131,9 @@ ARRIVED = [(3, records.Update({}, {"loss": 1.0})), (1, records.Update({}, {"loss
 
 def test_updates_that_are_kept_can_be_read_again():
     updates = Updates(iter(ARRIVED), kept=True)
-    updates.hear_out()
+    updates.exhaust()
     assert updates.each == dict(ARRIVED)
-    assert updates.told == {3: {"loss": 1.0}, 1: {"loss": 2.0}}
+    assert updates.metrics == {3: {"loss": 1.0}, 1: {"loss": 2.0}}
 
 
 def test_of_updates_that_are_not_kept_only_the_partitions_and_metrics_stay():
@@ -141,7 +141,7 @@ def test_of_updates_that_are_not_kept_only_the_partitions_and_metrics_stay():
     assert [*updates] == ARRIVED
     assert [*updates.each] == [3, 1]
     assert len(updates.each) == 2
-    assert updates.told == {3: {"loss": 1.0}, 1: {"loss": 2.0}}
+    assert updates.metrics == {3: {"loss": 1.0}, 1: {"loss": 2.0}}
     with pytest.raises(InvalidValue, match="needs_each_update = True"):
         updates.each[3]
 

@@ -7,7 +7,7 @@ import pytest
 from flwr.serverapp.strategy import FedAdam
 
 from flower_ext.algorithms import DPFedAvg, Hosted, Upcycled
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import InProcessGrid, State, records
 from flower_ext.privacy import FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
@@ -23,19 +23,20 @@ OPTIONS = {"local": FAST, "evaluate_every": 0, "seed": 1, "timeout": 5.0}
 class Overshooting(DPFedAvg):
     """A server's step that overflows in the second round."""
 
-    def next_model(self, base, mean, updates):
-        moved = super().next_model(base, mean, updates)
-        if self.participations.rounds == 2:
+    def step(self, model, released, state):
+        moved, state = super().step(model, released, state)
+        if released.round == 2:
             moved["head.bias"] = moved["head.bias"] + np.float32(np.inf)
-        return moved
+        return moved, state
 
 
 class Forgetful(DPFedAvg):
     """A server whose state is NaN from the second round on."""
 
-    def state(self):
-        value = np.nan if self.participations.rounds >= 2 else 1.0
-        return {"momentum": {"head.bias": np.array([0.0, value])}}
+    def step(self, model, released, state):
+        moved, _ = super().step(model, released, state)
+        momentum = np.array([0.0, np.nan if released.round >= 2 else 1.0])
+        return moved, State(server={"momentum": {"head.bias": momentum}})
 
 
 def released(rounds=5):

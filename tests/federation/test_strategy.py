@@ -11,11 +11,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from tests.support.strategies import strategy_of
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy
 from flower_ext.federation import (
+    FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     VirtualGrid,
@@ -40,6 +39,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.calibration import calibrate_rounds
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 from tests.support.worlds import FEATURES, Net, client_data, initial, task
 
@@ -849,14 +849,15 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
     seen = []
 
     class Curious(DPFedAvg):
-        def next_model(self, base, mean, updates):
-            seen.append(len(updates))
-            return super().next_model(base, mean, updates)
+        def step(self, model, released, state):
+            seen.append(len(released.updates))
+            return super().step(model, released, state)
 
     app = DPFedAvg.client_app(task())
-    Curious(plan=plan(), local=FAST).start(grid_of(app), initial(), num_rounds=1)
     free = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 4))
-    Curious(plan=free, local=FAST).start(grid_of(app), initial(), num_rounds=1)
+    for given in (plan(), free):
+        strategy = FederatedStrategy(Curious(local=FAST), given)
+        strategy.start(grid_of(app), initial(), num_rounds=1)
     assert seen == [0, 4]
 
 
@@ -890,9 +891,3 @@ def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, sai
     errors = [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
     errors = [r for r in errors if r.getMessage().startswith("client ")]
     assert len(errors) == 1
-
-
-@pytest.mark.parametrize("name", ["draw_cohort", "published_claim", "upload_norms", "_read_update"])
-def test_a_hook_that_would_never_be_called_is_refused_and_its_successor_named(name):
-    with pytest.raises(TypeError, match=rf"Mine\.{name}: this hook was replaced by \w+"):
-        type("Mine", (DPFedAvg,), {name: lambda self, *given: None})

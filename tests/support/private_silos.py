@@ -8,7 +8,7 @@ from flower_ext.algorithms.uldp.weighting import keeping, lattice_silo
 from flower_ext.federation import ClientVault, InProcessGrid, records
 from flower_ext.privacy import FullParticipation
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
-from tests.support.strategies import strategy_of
+from tests.support.strategies import private_strategy_of, strategy_of
 
 METHOD = UldpAvg.client.name
 SMALL = PrivateWeighting(
@@ -20,14 +20,20 @@ SMALL = PrivateWeighting(
 
 
 def make(method=UldpAvg, protocol=SMALL, **changes):
+    """Return a run whose weights no party learns."""
+    return private_strategy_of(method, protocol=protocol, **_options(method, changes))
+
+
+def make_openly(method=UldpAvg, **changes):
+    """Return the equal run in which the server knows the weights."""
+    return strategy_of(method, weighting="by-records", **_options(method, changes))
+
+
+def _options(method, changes):
     rest = {"sampling": FullParticipation(USERS), "ledger": None, "plan": {}, **changes}
     facts = {"dropout_policy": "discard", **rest.pop("plan")}
-    local = {"local": LOCAL} if not issubclass(method, UldpSgd) else {}
-    weighting = {"protocol": protocol} if issubclass(method, UldpAvg) else {}
-    if not weighting:
-        weighting = {"weighting": "by-records"}
-    sampled = plan(rest.pop("sampling"), **facts)
-    return strategy_of(method, plan=sampled, **weighting, **local, **{**COMMON, **rest})
+    local = {} if issubclass(method, UldpSgd) else {"local": LOCAL}
+    return {"plan": plan(rest.pop("sampling"), **facts), **local, **COMMON, **rest}
 
 
 def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):

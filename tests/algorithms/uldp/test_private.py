@@ -45,6 +45,7 @@ from tests.support.private_silos import (
     Owned,
     difference,
     make,
+    make_openly,
     start,
     vault,
 )
@@ -103,7 +104,7 @@ def test_the_model_is_that_of_plain_weights_over_several_rounds(
 def test_every_coordinate_of_the_sum_errs_by_the_precision_at_most_and_by_a_dither():
     coarse = replace(SMALL, precision=1e-3)
     sums = {}
-    for name, strategy in (("ours", make(protocol=coarse)), ("theirs", make(UldpAvg))):
+    for name, strategy in (("ours", make(protocol=coarse)), ("theirs", make_openly(UldpAvg))):
         seen = strategy.next_model
 
         def keep(base, mean, updates, seen=seen, name=name):
@@ -119,7 +120,7 @@ def test_a_silo_without_records_and_users_without_any_take_part():
     data = silos()
     data[2] = SiloData(train=data[2].train.subset([]), test=data[2].test, owners=data[2].owners[:0])
     _, model = start(strategy := make(), data=data)
-    _, expected = start(make(UldpAvg), data=data)
+    _, expected = start(make_openly(UldpAvg), data=data)
     assert strategy.refusals == []
     assert difference(model, expected) <= ROUNDS * SMALL.precision
 
@@ -138,7 +139,7 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
     data = [of(number) for number in range(SILOS)]
     allowed = replace(SMALL, allowed_totals=(10,))
     _, model = start(strategy := make(protocol=allowed), data=data)
-    _, expected = start(make(UldpAvg), data=data)
+    _, expected = start(make_openly(UldpAvg), data=data)
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert strategy.run.summation._connected.settings.packing.slots > 1
     with pytest.raises(FederationNotReady, match=r"one of \(7,\)"):
@@ -181,7 +182,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         return Cohort(asked=range(self.num_silos), units=users[next(places)])
 
     monkeypatch.setattr(UsersInSilos, "draw", told)
-    _, expected = start(make(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
+    _, expected = start(make_openly(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert "users" not in strategy.run.progress.row
 
@@ -471,7 +472,7 @@ def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
         return [*replies, replies[1]]
 
     _, model = start(strategy := make(), Meddler, meddle=twice)
-    _, expected = start(make(UldpAvg))
+    _, expected = start(make_openly(UldpAvg))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert "answered already" in strategy.refusals[0]
 
@@ -633,13 +634,13 @@ def test_every_message_may_reach_a_fresh_process(sampling):
     _, model = start(strategy := make(sampling=sampling), FreshProcesses)
     assert strategy.refusals == []
     if isinstance(sampling, FullParticipation):
-        _, expected = start(make(UldpAvg))
+        _, expected = start(make_openly(UldpAvg))
         assert difference(model, expected) <= ROUNDS * SMALL.precision
 
 
 def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
     _, model = start(strategy := make(), Owned, folder=tmp_path)
-    _, expected = start(make(UldpAvg))
+    _, expected = start(make_openly(UldpAvg))
     assert strategy.refusals == []
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     for number in range(SILOS):

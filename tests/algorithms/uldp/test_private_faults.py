@@ -19,7 +19,15 @@ from flower_ext.privacy import Ledger, PoissonSampling
 from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES, PRIME
 from flower_ext.training import Task
 from tests.support.grids import grid as grid_of
-from tests.support.private_silos import METHOD, SMALL, Forgetful, difference, make, start
+from tests.support.private_silos import (
+    METHOD,
+    SMALL,
+    Forgetful,
+    difference,
+    make,
+    make_openly,
+    start,
+)
 from tests.support.silos import ROUNDS, SEED, SILOS, USERS, silos, task
 from tests.support.worlds import Net
 
@@ -352,7 +360,7 @@ def test_where_a_silo_loses_its_keys_all_silos_set_up_anew(
     assert f"silos [{lost}] have lost their keys" in logged.text
     assert strategy.participations.rounds == 4
     if not changes:
-        plain = make(UldpAvg, plan={"rounds": 4})
+        plain = make_openly(UldpAvg, plan={"rounds": 4})
 
         def forgetting(base, mean, updates, step=plain.next_model):
             return base if plain.participations.rounds == 2 else step(base, mean, updates)
@@ -450,7 +458,7 @@ def test_a_silo_whose_data_fail_sends_a_sum_like_any_other(protocol, change):
     assert len(replies) == ROUNDS
     assert len(shapes) == 1
     assert len({tuple(reply.content) for received in replies for reply in received}) == 1
-    expected, _ = run_with(make(UldpAvg, evaluate_every=0), change)
+    expected, _ = run_with(make_openly(UldpAvg, evaluate_every=0), change)
     assert difference(model, expected) <= ROUNDS * SMALL.precision
 
 
@@ -460,7 +468,7 @@ def test_users_who_come_or_leave_after_the_set_up_count_as_zero(protocol, change
     strategy = make(protocol=protocol, evaluate_every=0)
     model, _ = run_with(strategy, change)
     assert strategy.refusals == []
-    plain = make(UldpAvg, evaluate_every=0)
+    plain = make_openly(UldpAvg, evaluate_every=0)
     if change is other_users:  # plain weights of the set-up give the newcomer none as well
         expected, _ = run_with(plain, change)
         assert difference(model, expected) <= ROUNDS * SMALL.precision
@@ -502,7 +510,7 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, monkeyp
             weights[1] = 0
             return weights
 
-    expected = make(UldpAvg, evaluate_every=0)
+    expected = make_openly(UldpAvg, evaluate_every=0)
     expected.weights = WithoutSilo1()
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
@@ -526,7 +534,7 @@ def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_i
         def prepare(self, histogram, num_silos):
             super().prepare(np.minimum(histogram, np.array(limits)[:, None]), num_silos)
 
-    expected = make(UldpAvg, evaluate_every=0)
+    expected = make_openly(UldpAvg, evaluate_every=0)
     expected.weights = Limited()
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 

@@ -37,6 +37,7 @@ from tests.support.private_silos import (
     Owned,
     difference,
     make,
+    make_openly,
     start,
     vault,
 )
@@ -123,7 +124,7 @@ def test_every_coordinate_of_a_sum_is_that_of_plain_weights(method, sampling, mo
 
 
 def test_the_model_is_that_of_plain_weights_and_of_paillier():
-    models = [start(make(UldpAvg))[1]]
+    models = [start(make_openly(UldpAvg))[1]]
     models += [start(make(protocol=protocol))[1] for protocol in (SMALL, LATTICE)]
     assert difference(models[2], models[0]) <= 1e-6
     assert difference(models[2], models[1]) <= 1e-5
@@ -325,7 +326,7 @@ def test_every_message_may_reach_a_fresh_process(sampling, monkeypatch):
 def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
     _, model = start(strategy := lattice_of(), Owned, folder=tmp_path)
     assert strategy.refusals == []
-    assert difference(model, start(make(UldpAvg))[1]) <= 1e-6
+    assert difference(model, start(make_openly(UldpAvg))[1]) <= 1e-6
 
 
 def test_a_round_and_its_epoch_are_on_record_before_a_sum_leaves():
