@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from dp_ditto_app.task import task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.algorithms.ditto import PILOT, pilot_of, planned_rounds
-from flower_ext.federation import FederatedStrategy, configured, first_config
+from flower_ext.federation import FederatedStrategy, Method, configured, first_config
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, integer, number
@@ -64,40 +64,42 @@ def local_training(config: UserConfig) -> LocalTraining:
 def strategy_of(
     plan: RecordLevelPlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
-    """Return the strategy of a method; all methods share the settings that they have."""
+    """Return the strategy of a run."""
+    exposed = [PILOT] if config["planner"] == "pilot" else []
+    options = configured.options(config, run, plan)
+    return FederatedStrategy(method_of(config), exposed=exposed, **options)
+
+
+def method_of(config: UserConfig) -> Method:
+    """Return the method; all methods share the settings that they have."""
     local, rate = local_training(config), number(config, "personal-learning-rate")
-    options = {
-        **configured.options(config, run, plan),
-        "local": local,
-        "exposed": [PILOT] if config["planner"] == "pilot" else [],
-    }
     match str(config["method"]).removeprefix("dp-"):
         case "ditto":
             epochs, weight = integer(config, "personal-epochs"), number(config, "global-weight")
             personal = configured.training(
                 config, epochs=epochs, batch_size=local.batch_size, learning_rate=rate
             )
-            return DPDitto(global_weight=weight, personal_training=personal, **options)
+            return DPDitto(global_weight=weight, personal_training=personal, local=local)
         case "pfedme":
             personal = LocalTraining(steps=integer(config, "personal-steps"), learning_rate=rate)
             attraction = number(config, "attraction")
-            return PFedMe(attraction=attraction, personal_training=personal, **options)
+            return PFedMe(attraction=attraction, personal_training=personal, local=local)
         case "fedamp":
             return FedAMP(
                 attention_width=number(config, "attention-width"),
                 attraction=number(config, "cloud-attraction"),
-                **options,
+                local=local,
             )
         case "apple":
             return Apple(
                 relation_learning_rate=number(config, "relation-learning-rate"),
                 penalty=number(config, "penalty"),
                 penalty_rounds=integer(config, "rounds"),
-                **options,
+                local=local,
             )
         case _:
             return FedALA(
                 weight_learning_rate=number(config, "weight-learning-rate"),
                 sample_share=number(config, "sample-share"),
-                **options,
+                local=local,
             )

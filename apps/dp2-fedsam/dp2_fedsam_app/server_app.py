@@ -53,16 +53,21 @@ def strategy_of(
             "(centaur, dp-fedavg and fedavg do without it)"
         )
     sgd, sam = configured.training(config), configured.training(config, sam_radius=radius)
-    options = {
-        **configured.options(config, run, plan),
-        "server_learning_rate": number(config, "server-learning-rate"),
-    }
+    options, rate = configured.options(config, run, plan), number(config, "server-learning-rate")
     if method in SHARED_MODEL:
-        return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
+        shared = SHARED_MODEL[method](
+            local=sam if "sam" in method else sgd, server_learning_rate=rate
+        )
+        return FederatedStrategy(shared, **options)
     head = configured.training(
         config,
         epochs=integer(config, "head-epochs"),
         learning_rate=number(config, "head-learning-rate"),
     )
-    adapt = flag(config, "adapt-before-evaluation")
-    return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **options)
+    partial_sharing = PERSONAL_HEAD[method](
+        head=head,
+        extractor=sam,
+        adapt_before_evaluation=flag(config, "adapt-before-evaluation"),
+        server_learning_rate=rate,
+    )
+    return FederatedStrategy(partial_sharing, **options)

@@ -15,7 +15,7 @@ from flower_ext.algorithms import (
     UldpAvg,
     Upcycled,
 )
-from flower_ext.federation import FederatedStrategy, configured, first_config
+from flower_ext.federation import FederatedStrategy, Method, configured, first_config
 from flower_ext.privacy import NonPrivatePlan, PoissonSampling, PrivacyUnit, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
@@ -75,16 +75,14 @@ def strategy_of(
     plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy | Upcycled:
     """Return the strategy of a method, upcycled if the settings ask for it."""
-    strategy = method_of(plan, config, run)
+    strategy = FederatedStrategy(method_of(config), **configured.options(config, run, plan))
     if not flag(config, "upcycled"):
         return strategy
     return Upcycled(strategy, number(config, "upcycling-coefficient"))
 
 
-def method_of(
-    plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
-) -> FederatedStrategy:
-    """Return the strategy of a method; all methods share the settings that they have."""
+def method_of(config: UserConfig) -> Method:
+    """Return the method; all methods share the settings that they have."""
     method, radius = str(config["method"]), number(config, "sam-radius")
     if "sam" in method and radius == 0:
         raise UnfitSetting(
@@ -92,15 +90,12 @@ def method_of(
             "(centaur, dp-fedavg and fedavg do without it)"
         )
     sgd, sam = configured.training(config), configured.training(config, sam_radius=radius)
-    options = {
-        **configured.options(config, run, plan),
-        "server_learning_rate": number(config, "server-learning-rate"),
-    }
+    rate = {"server_learning_rate": number(config, "server-learning-rate")}
     if method == USERS:
         silos = integer(config, "clients")
-        return UldpAvg(weighting="by-records", num_silos=silos, local=sgd, **options)
+        return UldpAvg(weighting="by-records", num_silos=silos, local=sgd, **rate)
     if method in SHARED_MODEL:
-        return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
+        return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **rate)
     head = configured.training(
         config,
         epochs=integer(config, "head-epochs"),
@@ -109,4 +104,4 @@ def method_of(
     if method == OWN_HEAD:
         sam = configured.training(config, epochs=0)
     adapt = flag(config, "adapt-before-evaluation")
-    return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **options)
+    return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **rate)

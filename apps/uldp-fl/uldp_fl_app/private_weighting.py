@@ -1,24 +1,25 @@
-"""Settings of private weighting, and the strategies that use it."""
+"""Settings of private weighting."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flwr.app import UserConfig
 
-from flower_ext.federation import FederatedStrategy
+from flower_ext.federation import Summation
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
 
 if TYPE_CHECKING:
     from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
 
 
-def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> FederatedStrategy:
-    """Return a method with private weighting, which needs the extra ``weighting``."""
-    from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd
+def private_sum_of(config: UserConfig) -> Callable[[PrivacyPlan], Summation]:
+    """Return the sum whose weights no party learns, which needs the extra ``weighting``."""
+    from flower_ext.algorithms.uldp import weighted_sum
 
-    strategy = PrivateUldpAvg if config["method"] == "uldp-avg-private" else PrivateUldpSgd
-    return strategy(protocol=protocol_of(config), **options)
+    return weighted_sum(protocol_of(config))
 
 
 def protocol_of(config: UserConfig) -> WeightingProtocol:

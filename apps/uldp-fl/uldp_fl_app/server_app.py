@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.data import histogram
-from flower_ext.federation import FederatedStrategy, configured, first_config
+from flower_ext.federation import FederatedStrategy, Method, configured, first_config
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
@@ -18,7 +18,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
-from uldp_fl_app.private_weighting import private_strategy_of
+from uldp_fl_app.private_weighting import private_sum_of
 from uldp_fl_app.task import SURVIVAL, group_size_of, num_users_of, silos_of, task_of
 
 OPENLY = {
@@ -28,7 +28,11 @@ OPENLY = {
     "uldp-sgd-w": partial(UldpSgd, weighting="by-records"),
     "uldp-naive": UldpNaive,
 }
-PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
+PRIVATE = {
+    "uldp-avg-private": partial(UldpAvg, weighting="by-records"),
+    "uldp-sgd-private": partial(UldpSgd, weighting="by-records"),
+}
+SHARED = {**OPENLY, **PRIVATE}
 WHY_PLAIN = {
     **dict.fromkeys(PRIVATE, "private weighting has a secure sum of its own"),
     "uldp-group": "its noise is in every step of a silo's DP-SGD, and no sum of uploads adds to it",
@@ -78,30 +82,40 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan | None:
 
 
 def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
-    """The strategy of a method; every method gets the same settings where it has them."""
-    method, local = str(config["method"]), configured.training(config)
+    """Return the strategy of a run."""
+    method = str(config["method"])
     options = {**configured.options(config, run, plan_of(config)), "exposed": []}
     # Under private weighting the server knows no numbers of records.
     if flag(config, "records-figure") and method not in PRIVATE:
         run.save_user_records(histogram(silos_of(config), num_users_of(config)))
         options["exposed"] = [RECORDS_FIGURE]
-    options["server_learning_rate"] = server_learning_rate(config)
-    if method == "default":
-        return DPFedAvg(local=local, **options)
-    options["num_silos"] = integer(config, "num-silos")
-    if method == "uldp-group":
-        return UldpGroup(
-            num_users=num_users_of(config),
-            group_size=group_size_of(config),
-            local=configured.dp_sgd(config),
-            delta=number(config, "delta"),
-            **options,
-        )
-    if not method.startswith("uldp-sgd"):
-        options["local"] = local
     if method in PRIVATE:
-        return private_strategy_of(config, options)
-    return OPENLY[method](**options)
+        options["sum"] = private_sum_of(config)
+    if method == "uldp-group":
+        group = group_of(config)
+        return FederatedStrategy(group, group.plan(number(config, "delta")), **options)
+    return FederatedStrategy(method_of(config), **options)
+
+
+def group_of(config: UserConfig) -> UldpGroup:
+    """Return ULDP-GROUP-k, which has a plan of its own."""
+    return UldpGroup(
+        num_silos=integer(config, "num-silos"),
+        num_users=num_users_of(config),
+        group_size=group_size_of(config),
+        local=configured.dp_sgd(config),
+        server_learning_rate=server_learning_rate(config),
+    )
+
+
+def method_of(config: UserConfig) -> Method:
+    """Return any other method; every method gets the same settings where it has them."""
+    method, fields = str(config["method"]), {"server_learning_rate": server_learning_rate(config)}
+    if not method.startswith("uldp-sgd"):
+        fields["local"] = configured.training(config)
+    if method == "default":
+        return DPFedAvg(**fields)
+    return SHARED[method](num_silos=integer(config, "num-silos"), **fields)
 
 
 def server_learning_rate(config: UserConfig) -> float:

@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import coefficient_of
-from flower_ext.federation import FederatedStrategy, Stragglers, configured, first_config
+from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured, first_config
 from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
@@ -76,29 +76,38 @@ def strategy_of(
             "its server takes no step of its own"
         )
     ratio = number(config, "straggler-ratio")
-    options = {
+    return FederatedStrategy(
+        method_of(plan, config, local, rate),
+        stragglers=Stragglers(ratio=ratio) if ratio else None,
         **configured.options(config, run, plan),
-        "local": local,
-        "stragglers": Stragglers(ratio=ratio) if ratio else None,
-    }
+    )
+
+
+def method_of(
+    plan: NonPrivatePlan | PerturbationPlan,
+    config: UserConfig,
+    local: LocalTraining,
+    rate: float,
+) -> Method:
+    """Return the method; a server learning rate of 0 stands for the method's usual one."""
     size = round(plan.sampling.expected_cohort_size)
     nodes = {"min_train_nodes": size, "min_available_nodes": size}
-    match method:
+    match config["method"]:
         case "fedavg":
-            return Hosted(FedAvg(**nodes), **options)
+            return Hosted(FedAvg(**nodes), local=local)
         case "fedavgm":
             momentum = number(config, "server-momentum")
             server = FedAvgM(server_learning_rate=rate or 1.0, server_momentum=momentum, **nodes)
-            return Hosted(server, **options)
+            return Hosted(server, local=local)
         case "fedprox":
-            return Hosted(FedProx(proximal_mu=local.proximal_weight, **nodes), **options)
+            return Hosted(FedProx(proximal_mu=local.proximal_weight, **nodes), local=local)
         case "fedyogi":
             tau = number(config, "adaptivity")
-            return Hosted(FedYogi(eta=rate or 0.01, tau=tau, **nodes), **options)
+            return Hosted(FedYogi(eta=rate or 0.01, tau=tau, **nodes), local=local)
         case "scaffold":
-            return Scaffold(server_learning_rate=rate or 1.0, **options)
+            return Scaffold(server_learning_rate=rate or 1.0, local=local)
         case "feddyn":
-            return FedDyn(regularization=number(config, "regularization"), **options)
+            return FedDyn(regularization=number(config, "regularization"), local=local)
         case _:
             personal = configured.training(
                 config,
@@ -110,5 +119,5 @@ def strategy_of(
                 attraction=number(config, "attraction"),
                 personal_training=personal,
                 server_learning_rate=rate or 1.0,
-                **options,
+                local=local,
             )
