@@ -53,8 +53,18 @@ _OF_ROUNDS = (
 _OF_MASKS = (
     "auditing/test_secure_rounds.py",
     "federation/test_masked_scores.py",
-    "federation/test_secure_sum.py",
+    "federation/sums/test_masked.py",
     "federation/test_secure_scores.py",
+)
+_OF_RUNS = (
+    "federation/test_frozen.py",
+    "federation/test_strategy.py",
+    "federation/test_client_level_mod.py",
+    "federation/test_record_level_plan.py",
+    "federation/test_odd_parameters.py",
+    "federation/sums/test_masked.py",
+    "federation/test_secure_scores.py",
+    *_OF_ROUNDS,
 )
 TESTS = {
     "privacy/accounting/events.py": (
@@ -98,30 +108,25 @@ TESTS = {
     "training/state.py": ("training/test_state.py", "training/test_apart.py"),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
-    "federation/client/sum_member.py": _OF_MASKS,
     "federation/client/masked_scores.py": _OF_MASKS,
     "federation/client/unmoved.py": (
         "federation/client/test_failed_trainings.py",
         "federation/client/test_unmoved.py",
     ),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
-    "federation/rounds.py": (
-        "federation/test_rounds.py",
+    "federation/connection.py": _OF_RUNS,
+    "federation/round.py": (
+        "federation/test_round.py",
         "federation/test_hostile.py",
         *_OF_ROUNDS,
     ),
-    "federation/secure_sum.py": _OF_MASKS,
+    "federation/run.py": _OF_RUNS,
+    "federation/score_round.py": _OF_MASKS,
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
-    "federation/strategy.py": (
-        "federation/test_frozen.py",
-        "federation/test_strategy.py",
-        "federation/test_client_level_mod.py",
-        "federation/test_record_level_plan.py",
-        "federation/test_odd_parameters.py",
-        "federation/test_secure_sum.py",
-        "federation/test_secure_scores.py",
-        *_OF_ROUNDS,
-    ),
+    "federation/strategy.py": _OF_RUNS,
+    "federation/sums/masked.py": _OF_MASKS,
+    "federation/sums/plain.py": ("federation/test_uploads.py", *_OF_ROUNDS),
+    "federation/training_round.py": _OF_RUNS,
     "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
     "secure/masks.py": ("secure/test_masks.py",),
     "secure/fixed_point.py": ("secure/test_fixed_point.py",),

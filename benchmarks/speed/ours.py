@@ -9,12 +9,12 @@ or four nodes hold them all (ray-nodes).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Result
 
 from benchmarks.speed.workload import (
     BATCH,
@@ -34,19 +34,6 @@ from flower_ext.training import LocalTraining, Task
 
 ENGINES = ("vectorised", "loop", "ray", "ray-nodes")
 NODES = 4
-
-
-class Timed(DPFedAvg):
-    """Says when a round is over."""
-
-    clock: Clock
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        done = super().aggregate_train(server_round, replies)
-        self.clock.tick()
-        return done
 
 
 class OneByOne(ClientApp):
@@ -96,19 +83,23 @@ def main() -> None:
     task, server = task_of(workload), ServerApp()
     clock = Clock()
 
+    def after_round(server_round: int, result: Result) -> bool:
+        clock.tick()
+        return False
+
     @server.main()
     def _(grid: Grid, context: Context) -> None:
         strategy = FederatedStrategy(
-            Timed(local=LocalTraining(epochs=1, batch_size=BATCH, learning_rate=LEARNING_RATE)),
+            DPFedAvg(local=LocalTraining(epochs=1, batch_size=BATCH, learning_rate=LEARNING_RATE)),
             plan_of(workload),
             evaluate_every=0,
             timeout=3600,
         )
-        strategy.clock = clock
         nodes = VirtualGrid(grid, workload.clients // NODES) if engine == "ray-nodes" else grid
-        strategy.start(nodes, ArrayRecord(task.initial_params(0)), num_rounds=workload.rounds)
+        model = ArrayRecord(task.initial_params(0))
+        strategy.start(nodes, model, num_rounds=workload.rounds, should_stop=after_round)
 
-    app: ClientApp = Timed.client_app(task)
+    app: ClientApp = DPFedAvg.client_app(task)
     if engine.startswith("ray"):
         from flwr.simulation import run_simulation  # Ray: 55 MB
 

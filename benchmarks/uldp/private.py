@@ -30,7 +30,9 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     private_silo,
     theory_learning_rate,
+    weighted_sum,
 )
+from flower_ext.algorithms.uldp.weighted_sum import WeightedSum
 from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.algorithms.uldp.weighting.lattice import LatticeServer
 from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd, LatticeOpenSum
@@ -38,13 +40,12 @@ from flower_ext.algorithms.uldp.weighting.paillier import PaillierServer
 from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
 from flower_ext.data import describe_silos, load_silos
 from flower_ext.evaluation import concordance_index
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import FullParticipation, PoissonSampling, PrivacyUnit, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
 from flower_ext.training.models import build
-from tests.support.strategies import private_strategy_of, strategy_of
 
 PARTS = ("set-up", "training", "encryptions", "silos", "decryption", "rest")
 LOCAL = LocalTraining(epochs=2, batch_size=32, learning_rate=0.2)
@@ -61,7 +62,8 @@ class Clock:
     def watching(self) -> Iterator[None]:
         """Time the parts of the runs in the ``with`` block."""
         spots: tuple[tuple[Any, str, str], ...] = (
-            (UldpAvg, "prepare", "set-up"),
+            (UldpAvg, "connect", "set-up"),
+            (WeightedSum, "connect", "set-up"),
             (WeightingServer, "open_round", "encryptions"),
             (WeightingServer, "open_drawn_round", "encryptions"),
             (WeightingSilo, "answer_draw", "silos"),
@@ -145,19 +147,19 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
         rounds=arguments.rounds,
         delta=1e-5,
     )
-    options: dict[str, Any] = {
-        "plan": plan,
-        "num_silos": info.num_silos,
-        "local": LOCAL,
-        "seed": 1,
-        "seeded_noise": True,
-        "evaluate_every": 0,
-        "server_learning_rate": theory_learning_rate(
+    method = UldpAvg(
+        num_silos=info.num_silos,
+        weighting="by-records",
+        local=LOCAL,
+        server_learning_rate=theory_learning_rate(
             num_silos=info.num_silos, num_users=users, epochs=LOCAL.epochs
         ),
-    }
-    strategy = private_strategy_of(UldpAvg, protocol=protocol, **options)
-    rounds, found = timed_rounds(strategy, task, arguments.rounds, cpu=arguments.cpu)
+    )
+    options: dict[str, Any] = {"seed": 1, "seeded_noise": True, "evaluate_every": 0}
+    strategy = FederatedStrategy(method, plan, sum=weighted_sum(protocol), **options)
+    summation = strategy.run.summation
+    assert isinstance(summation, WeightedSum)
+    rounds, found = timed_rounds(method, strategy, task, arguments.rounds, cpu=arguments.cpu)
     parameters = sum(array.size for array in found.values())
     print(
         f"\n{dataset}: {info.num_silos} silos, {users} users, {parameters} parameters, "
@@ -166,7 +168,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))
-    connected = strategy.run.summation._connected
+    connected = summation._connected
     if isinstance(connected, PaillierServer):
         pays = keeping.pool_pays(connected.settings)
         guess = estimate_round(connected.settings, prepared=pays)
@@ -175,14 +177,14 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
             f"(+ {guess.prepare:.1f} s once), the server {guess.server:.1f} s"
         )
     if rate == 1:
-        plain = strategy_of(UldpAvg, weighting="by-records", **options)
-        _, expected = timed_rounds(plain, task, arguments.rounds, cpu=arguments.cpu)
+        plain = FederatedStrategy(method, plan, **options)
+        _, expected = timed_rounds(method, plain, task, arguments.rounds, cpu=arguments.cpu)
         error = max(float(np.abs(found[n] - expected[n]).max()) for n in expected)
         print(f"Largest difference to the model of plain weights (float32): {error:.1e}")
 
 
 def timed_rounds(
-    strategy: UldpAvg, task: Task, rounds: int, *, cpu: bool
+    method: UldpAvg, strategy: FederatedStrategy, task: Task, rounds: int, *, cpu: bool
 ) -> tuple[list[Sequence[object]], records.Arrays]:
     """Return a row of seconds and megabytes for each round, and the final model."""
     clock = Clock(time.process_time if cpu else time.perf_counter)
@@ -205,8 +207,8 @@ def timed_rounds(
         started = clock.now()
         return None
 
-    app = strategy.method.client_app(task, allow_seeded_noise=True)
-    grid = InProcessGrid(app, num_clients=strategy.method.num_silos)
+    app = method.client_app(task, allow_seeded_noise=True)
+    grid = InProcessGrid(app, num_clients=method.num_silos)
     initial = ArrayRecord(task.initial_params(1))
     with clock.watching():
         result = strategy.start(grid, initial, num_rounds=rounds, evaluate_fn=after)

@@ -47,7 +47,7 @@ _EVERYONE, _SERVER = "everyone.", "server."
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a method keeps on the server between two rounds: arrays by name, in named groups.
+    """State of a method on the server between two rounds: arrays by name, in named groups.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Connected:
-    """What a method can use once all clients are connected.
+    """Parts of a run that a method can use once all clients are connected.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class Connected:
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """What the server may use of a training round.
+    """Result of a training round that the server may use.
 
     Parameters
     ----------

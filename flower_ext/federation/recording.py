@@ -188,7 +188,7 @@ def base_of(strategy: Strategy) -> FederatedStrategy:
     base = getattr(strategy, "base", strategy)
     if not isinstance(base, FederatedStrategy):
         raise InvalidValue(
-            f"strategy={type(base).__name__}: expected a strategy of flower_ext.algorithms, which "
+            f"strategy={type(base).__name__}: expected a FederatedStrategy, which "
             "records its run; wrap Flower's strategies in Hosted, or call the strategy's own start"
         )
     return base

@@ -54,20 +54,20 @@ def run(strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "training"),
+    ("method", "training"),
     [(DPFedAvg, SGD), (DPFedAvgFT, SGD), (DPFedSAM, SAM), (DPFedSAMFT, SAM)],
 )
-def test_whole_model_methods_equal_the_plain_loop(strategy, training):
-    ours, _ = run(strategy(local=training, **COMMON))
+def test_whole_model_methods_equal_the_plain_loop(method, training):
+    ours, _ = run(strategy_of(method, local=training, **COMMON))
     theirs, _ = federated(
         PLAN, seed=SEED, rounds=ROUNDS, phases=[("", training)], shared="", server_rate=0.8
     )
     close(ours, theirs)
 
 
-@pytest.mark.parametrize(("strategy", "radius"), [(DP2FedSAM, 0.2), (Centaur, 0.0)])
-def test_personal_head_methods_equal_the_plain_loop_and_so_do_their_heads(strategy, radius):
-    ours, grid = run(strategy(head=HEAD, extractor=SAM, **COMMON))
+@pytest.mark.parametrize(("method", "radius"), [(DP2FedSAM, 0.2), (Centaur, 0.0)])
+def test_personal_head_methods_equal_the_plain_loop_and_so_do_their_heads(method, radius):
+    ours, grid = run(strategy_of(method, head=HEAD, extractor=SAM, **COMMON))
     extractor = SAM if radius else SGD
     theirs, heads = federated(
         PLAN,

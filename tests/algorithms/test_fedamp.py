@@ -4,34 +4,54 @@ import numpy as np
 import pytest
 
 from flower_ext.algorithms import FedAMP
-from flower_ext.federation import FederatedStrategy
-from flower_ext.privacy import FullParticipation, NonPrivatePlan
-from tests.support.strategies import strategy_of
+from flower_ext.federation import Released, Update
 
 CLIENTS = 4
 
 
+def mix(models, method):
+    """Return the state after a step from models, each of which is one client's upload."""
+    shape = models[0]["w"].shape
+    received = {"w": np.zeros(shape)}
+    released = Released(
+        mean={},
+        updates={client: Update(model, {}) for client, model in models.items()},
+        round=1,
+        population=len(models),
+        fraction=1.0,
+    )
+    return method.step(received, released, method.init(received, len(models)))[1]
+
+
 def mixed(distance, caplog, **options):
-    """Mix models that lie ``distance`` apart; return the strategy and its warnings."""
-    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    strategy = strategy_of(FedAMP, plan=plan, **options)
-    strategy.models = {i: {"w": distance / 2**0.5 * np.eye(CLIENTS)[i]} for i in range(CLIENTS)}
-    strategy._mix()
-    strategy._mix()
-    return strategy, [r.getMessage() for r in caplog.records if "attention_width" in r.message]
+    """Mix models that lie ``distance`` apart, twice; return the state and the warnings."""
+    method = FedAMP(**options)
+    models = {i: {"w": distance / 2**0.5 * np.eye(CLIENTS)[i]} for i in range(CLIENTS)}
+    state = mix(models, method)
+    clouds = {i: state.server[f"cloud.{i}"]["w"] for i in models}
+    again = Released(
+        # Each client uploads its difference to the cloud model that it received.
+        mean={},
+        updates={i: Update({"w": models[i]["w"] - clouds[i]}, {}) for i in models},
+        round=2,
+        population=CLIENTS,
+        fraction=1.0,
+    )
+    _, state = method.step({"w": np.zeros(CLIENTS)}, again, state)
+    return state, [r.getMessage() for r in caplog.records if "attention_width" in r.message]
 
 
 def test_a_faded_attention_is_told_once_with_a_width_that_mends_it(caplog):
-    strategy, said = mixed(3.0, caplog, attention_width=1.0)
+    faded, said = mixed(3.0, caplog, attention_width=1.0)
     assert len(said) == 1
     assert "at most 9.3e-05 of any client's cloud model" in said[0]  # 3/4 exp(−9)
     assert "now 9," in said[0]
     caplog.clear()
     mended, said = mixed(3.0, caplog, attention_width=9.0)
     assert not said
-    share = mended.clouds[0]["w"][1] / mended.models[1]["w"][1]
+    share = mended.server["cloud.0"]["w"][1] / mended.server["uploaded.1"]["w"][1]
     assert share == pytest.approx(np.exp(-1) / 4)
-    assert strategy.clouds[0]["w"][1] < 1e-4
+    assert faded.server["cloud.0"]["w"][1] < 1e-4
 
 
 @pytest.mark.parametrize("distance", [0.0, 1.0, 2.0])
@@ -40,8 +60,5 @@ def test_clients_that_share_their_models_are_not_warned_of(distance, caplog):
 
 
 def test_one_pair_of_similar_clients_is_enough(caplog):
-    plan = NonPrivatePlan(sampling=FullParticipation(3))
-    strategy = FederatedStrategy(FedAMP(), plan)
-    strategy.models = {i: {"w": np.array([v])} for i, v in enumerate([0.0, 0.1, 9.0])}
-    strategy._mix()
+    mix({i: {"w": np.array([v])} for i, v in enumerate([0.0, 0.1, 9.0])}, FedAMP())
     assert not caplog.records

@@ -8,6 +8,8 @@ import pytest
 from flower_ext.algorithms import FedDyn
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.records import Update
+from flower_ext.federation.round import Updates
+from flower_ext.federation.training_round import TrainingRound
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -17,6 +19,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     ReleasePlan,
 )
+from flower_ext.privacy.mechanisms.plan import Aggregate
 from tests.support.dying_runs import Died
 from tests.support.grids import grid
 from tests.support.least_squares import CLIENTS, LOCAL, LOST, optimum, play, start
@@ -28,9 +31,12 @@ BASE, MEAN = {"w": np.zeros(3)}, {"w": np.ones(3)}
 
 
 def moved(plan, answered):
-    return FederatedStrategy(FedDyn(), plan).next_model(
-        BASE, MEAN, dict.fromkeys(range(answered), Update({}, {}))
-    )
+    """Return the model after a round of that mean which so many clients answered."""
+    run = FederatedStrategy(FedDyn(), plan).run
+    run.model = BASE
+    updates = Updates(((client, Update({}, {})) for client in range(answered)), kept=False)
+    updates.exhaust()
+    return TrainingRound(run, 1)._step(Aggregate(MEAN, answered), updates)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_lost_replies_leave_h_the_mean_of_what_clients_remember(tmp_path, lost, 
     strategy = feddyn()
     folder = tmp_path if kept_in == "folder" else ""
     weights, mean = play(strategy, 60, lost=LOST[lost], folder=folder)
-    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
@@ -77,7 +83,7 @@ def test_a_discarded_round_leaves_nothing_on_either_side():
     )
     strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
     _, mean = play(strategy, 10, lost={3: {1}, 4: {1}, 6: {0}})
-    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
     assert set(strategy.run.remembered.values()) == {10}
 
 
@@ -87,7 +93,7 @@ def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
         with pytest.raises(Died):
             start(feddyn, 60, tmp_path, dies_in)
     strategy, weights, mean = start(feddyn, 60, tmp_path)
-    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
@@ -97,7 +103,7 @@ def test_perturbed_models_leave_h_the_mean_of_what_clients_remember(rounds):
     plan = PerturbationPlan(sampling=EVERYONE, perturbation=perturbation, delta=1e-4)
     strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
     weights, mean = play(strategy, rounds)
-    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-4)
+    np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-4)
     assert np.linalg.norm(weights - optimum()) < 0.05
 
 
@@ -107,7 +113,7 @@ def test_clipped_and_noised_updates_leave_h_the_mean_of_what_clients_remember():
     )
     strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
     _, mean = play(strategy, 20)
-    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
 
 
 def feddyn(**options):

@@ -70,7 +70,7 @@ def test_a_control_variate_is_the_clients_gradient_also_with_momentum(momentum):
         kept = ClientMemory(context, "scaffold").load()
         torch.testing.assert_close(kept["weight"], own_gradient(client))
     mean = torch.stack([own_gradient(client) for client in range(CLIENTS)]).mean(0)
-    torch.testing.assert_close(torch.from_numpy(strategy.control["weight"]), mean)
+    torch.testing.assert_close(torch.from_numpy(strategy.run.state.everyone["control"]["weight"]), mean)
 
 
 @pytest.mark.parametrize("kept_in", grid(["state", "folder"], lambda place: place == "folder"))
@@ -79,7 +79,7 @@ def test_lost_replies_leave_the_control_the_mean_of_the_clients(tmp_path, lost, 
     strategy = scaffold()
     folder = tmp_path if kept_in == "folder" else ""
     weights, mean = play(strategy, 40, lost=LOST[lost], folder=folder)
-    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.everyone["control"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
@@ -123,7 +123,7 @@ def test_replies_lost_by_clients_that_are_asked_again_much_later_change_nothing_
     plan = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 2))
     strategy = scaffold(plan=plan, seed=1)
     _, mean = play(strategy, 40, lost=dict.fromkeys(range(2, 12, 3), range(CLIENTS)))
-    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.everyone["control"]["weight"], mean, atol=1e-5)
 
 
 @pytest.mark.parametrize("dies_in", [1, 3])
@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
         with pytest.raises(Died):
             start(scaffold, 40, tmp_path, dies_in)
     strategy, weights, mean = start(scaffold, 40, tmp_path)
-    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(strategy.run.state.everyone["control"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
@@ -148,7 +148,7 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
     )
     strategy = scaffold(plan=plan, seed=1, seeded_noise=True)
     weights, mean = play(strategy, rounds)
-    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-4)
+    np.testing.assert_allclose(strategy.run.state.everyone["control"]["weight"], mean, atol=1e-4)
     assert np.linalg.norm(weights - optimum()) < farthest
 
 

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,7 +41,9 @@ def test_the_blocks_of_a_page_run_in_their_order_and_print_what_it_says(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    namespace: dict[str, object] = {"__name__": "page"}
+    module = ModuleType("page")  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "page", module)
+    namespace = vars(module)
     printed = io.StringIO()
     for block in blocks(page):
         if block.kind == "output":

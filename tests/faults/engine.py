@@ -15,7 +15,7 @@ from dp_accounting import pld
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation import FederatedStrategy, Opening, OpenSum, records
 from flower_ext.privacy import (
     AdversaryView,
     Ledger,
@@ -24,6 +24,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     seeded_generator,
 )
+from flower_ext.privacy.mechanisms.plan import Aggregate
 from flower_ext.runs import RunDirectory
 from tests.faults.grid import Delivered, FaultyGrid
 from tests.faults.worlds import SEED, SILOS, Case, initial
@@ -63,12 +64,20 @@ class Referee:
         self.weights: defaultdict[int, float] = defaultdict(float)
         """By client: the number of rounds that an adversary who sees each sum learns from."""
         self._used: Mapping[int, records.Update] = {}
-        combine, aggregate = strategy.combine, strategy.aggregate_train
+        summation = strategy.run.summation
+        open_sum, aggregate = summation.open, strategy.aggregate_train
         evaluate = strategy.aggregate_evaluate
 
-        def watched_combine(updates: Iterable[tuple[int, records.Update]]) -> Any:
-            self._used = dict(updates)
-            return combine(self._used.items())
+        def watched_open(opening: Opening) -> OpenSum:
+            opened = open_sum(opening)
+            add_up = opened.aggregate
+
+            def watched_sum(contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
+                self._used = dict(contributions)
+                return add_up(self._used.items())
+
+            vars(opened).update(aggregate=watched_sum)
+            return opened
 
         def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:
             base = {name: array.copy() for name, array in strategy.run.model.items()}
@@ -81,10 +90,9 @@ class Referee:
             self._check_scores(server_round, summary is not None)
             return summary
 
+        vars(summation).update(open=watched_open)
         vars(strategy).update(
-            combine=watched_combine,
-            aggregate_train=watched_aggregate,
-            aggregate_evaluate=watched_evaluate,
+            aggregate_train=watched_aggregate, aggregate_evaluate=watched_evaluate
         )
 
     def _check_scores(self, number: int, summarised: bool) -> None:
@@ -113,9 +121,10 @@ class Referee:
         )
         if not same:
             outcome.accepted.append(f"round {number}: {sorted(used)}, not {sorted(counted)}")
+        assert self.strategy.training_round is not None
         for partition in self.strategy.training_round.cohort.asked if counted else ():
             self.weights[partition] += came.asked / len(counted)
-        if self.strategy.method.client.name == "uldp_avg_private":
+        if self.strategy.run.summation.brings_weights:
             if (moved is not None) != (len(counted) == SILOS):
                 outcome.wrong_aggregates.append(f"round {number}: released without all silos")
             return
@@ -153,7 +162,7 @@ def expected_model(
         stddev *= np.sqrt(1 - len(uploads) / asked) if asked else 1.0
     rng = seeded_generator(SEED, "server-noise", number)
     divisor = plan.sampling.expected_cohort_size
-    if isinstance(strategy, UldpAvg):
+    if isinstance(strategy.method, UldpAvg):
         divisor *= SILOS
     moved = {}
     for name, array in base.items():
@@ -222,7 +231,7 @@ def epsilons(
         "the ledger": (ledger.spent(plan.delta).epsilon, own),
     }
     sums = reported.get(AdversaryView.SUM_ONLY, np.inf)
-    if np.isfinite(sums) and not isinstance(strategy, UldpAvg):
+    if np.isfinite(sums) and not isinstance(strategy.method, UldpAvg):
         worst = multiplier / np.sqrt(max(referee.weights.values()))
         found["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
     return found

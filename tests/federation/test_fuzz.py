@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
-from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive
+from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
 from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
 from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import (
@@ -60,7 +60,7 @@ from tests.faults.worlds import (
     user_plan,
 )
 from tests.support.replies import reply
-from tests.support.strategies import strategy_of
+from tests.support.strategies import group_strategy, strategy_of
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
@@ -89,8 +89,8 @@ OTHERS = {
         local=FAST,
         **o,
     ),
-    "ULDP-GROUP": lambda **o: strategy_of(
-        UldpGroup, num_silos=CLIENTS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
+    "ULDP-GROUP": lambda **o: group_strategy(
+        num_silos=CLIENTS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
     ),
 }
 ALL = METHODS | {
@@ -244,7 +244,7 @@ def held_against(name, kind, what, seed, mutations):
     """Deliver a malformed reply before and after its node's valid one; it must have no effect."""
     strategy, number, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
-    read = strategy.read_update if kind == "train" else records.read_scores
+    read = strategy.training_round._round._sum.read if kind == "train" else records.read_scores
     partitions = (
         strategy.training_round.cohort.asked
         if kind == "train"
@@ -290,7 +290,7 @@ def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, s
                 ANSWER[what](replies[1], rng)
             return replies
 
-    plan = METHODS["ULDP-AVG, silos noise, top-up"].build().plan
+    plan = METHODS["ULDP-AVG, silos noise, top-up"].build().run.plan
     strategy = FederatedStrategy(UldpAvg(num_silos=SILOS, weighting="by-records"), plan)
     grid = Tampered(UldpAvg.client_app(task()), SILOS)
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):

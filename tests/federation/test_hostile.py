@@ -8,7 +8,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg, private, private_silo
+from flower_ext.algorithms.uldp import UldpAvg, private_silo
+from flower_ext.algorithms.uldp.weighted_sum import OpenWeightedSum
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
 from flower_ext.federation import (
     FederatedStrategy,
@@ -465,6 +466,6 @@ def test_silos_make_no_room_for_more_users_than_there_can_be():
 @pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
 def test_lost_keys_are_told_in_one_form_only(data):
     content = RecordDict({"update": records.to_record({private_silo.LOST: data})})
-    strategy = object.__new__(private.UldpAvg)
+    opened = object.__new__(OpenWeightedSum)
     with pytest.raises(RefusedReply, match="lost"):
-        strategy.read_update(reply(content))
+        opened.read(reply(content))

@@ -102,11 +102,12 @@ def test_who_needs_each_update_gets_them_whatever_the_parts(strategy):
 
 def test_a_method_that_reads_updates_without_asking_for_them_is_told_what_to_say():
     class Careless(DPFedAvg):
-        def next_model(self, base, mean, updates):
-            assert sorted(updates) == list(range(CLIENTS))
-            return {name: base[name] + updates[0].arrays[name] for name in base}
+        def step(self, model, released, state):
+            assert sorted(released.updates) == list(range(CLIENTS))
+            first = released.updates[0].arrays
+            return {name: model[name] + first[name] for name in model}, state
 
-    strategy = Careless(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD)
+    strategy = FederatedStrategy(Careless(local=SGD), NonPrivatePlan(sampling=SAMPLING))
     with pytest.raises(ValueError, match="needs_each_update = True"):
         played(strategy, 2**30)
 

@@ -26,8 +26,6 @@ from flower_ext.algorithms import (
     Hosted,
     PFedMe,
     Scaffold,
-    UldpAvg,
-    UldpGroup,
     UldpNaive,
     UldpSgd,
     Upcycled,
@@ -55,7 +53,7 @@ from tests.faults.worlds import (
     release_plan,
     user_plan,
 )
-from tests.support.strategies import private_strategy_of, strategy_of
+from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
 
 EVERYONE = FullParticipation(CLIENTS)
 DP_SGD = DpSgdTraining(
@@ -144,8 +142,8 @@ OVER_SILOS = {
         local=FAST,
         **o,
     ),
-    "ULDP-GROUP": lambda **o: strategy_of(
-        UldpGroup, num_silos=SILOS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
+    "ULDP-GROUP": lambda **o: group_strategy(
+        num_silos=SILOS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
     ),
     "ULDP-AVG-w": lambda **o: private_strategy_of(
         UldpAvg,
@@ -176,7 +174,7 @@ class Counting(InProcessGrid):
 
 def run(strategy, problem, nodes, arrays=None):
     """Run two rounds; return the initial and the final model, and the grid."""
-    method = type(getattr(strategy, "base", strategy))
+    method = getattr(strategy, "base", strategy).method
     grid = Counting(method.client_app(problem, allow_seeded_noise=True), nodes)
     initial = problem.initial_params(0)
     result = strategy.start(grid, ArrayRecord(arrays or initial), num_rounds=2)

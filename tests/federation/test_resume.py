@@ -145,7 +145,7 @@ def test_without_its_memory_a_run_that_needs_it_does_not_go_on(tmp_path):
 
 
 def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
-    options = {"strategy": DPFedAvg, "memory": False, "local": SGD}
+    options = {"method": DPFedAvg, "memory": False, "local": SGD}
     whole, _ = play(tmp_path / "whole", **options)
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=4, **options)
@@ -198,7 +198,7 @@ def test_another_model_is_refused(tmp_path):
     play(
         tmp_path,
         rounds=1,
-        strategy=FedDyn,
+        method=FedDyn,
         plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
         ledger=False,
     )
@@ -298,8 +298,8 @@ PLANS = {
 def test_a_budget_ends_a_run_before_the_round_that_would_exceed_it_also_when_resumed(
     tmp_path, name
 ):
-    strategy, own, more = PLANS[name]
-    options = {"strategy": strategy, "plan": own, "ledger": False, "local": SGD, **more}
+    method, own, more = PLANS[name]
+    options = {"method": method, "plan": own, "ledger": False, "local": SGD, **more}
     free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
     spent = [row["epsilon_provable"] for row in free.metrics()]
     assert spent == sorted(spent)
@@ -318,7 +318,7 @@ def test_a_budget_ends_a_run_before_the_round_that_would_exceed_it_also_when_res
 
 
 def test_a_round_that_turns_out_to_be_the_last_is_evaluated_once(tmp_path):
-    options = {"ledger": False, "strategy": DPFedAvg, "evaluate_every": 2, "rounds": 5}
+    options = {"ledger": False, "method": DPFedAvg, "evaluate_every": 2, "rounds": 5}
     free, _ = play(tmp_path / "free", **{**options, "evaluate_every": 1})
     spent = [row["epsilon_provable"] for row in free.metrics()]
     run, _ = _with_budget(tmp_path / "paid", (spent[2] + spent[3]) / 2, **options)
@@ -333,19 +333,13 @@ def test_a_round_that_turns_out_to_be_the_last_is_evaluated_once(tmp_path):
 
 
 def _with_budget(folder, epsilon, **options):
-    strategy = options.pop("strategy")
-
-    class Limited(strategy):
-        def __init__(self, **facts):
-            super().__init__(budget=Budget(epsilon=epsilon, delta=0.01), **facts)
-
-    return play(folder, strategy=Limited, **options)
+    return play(folder, run_budget=Budget(epsilon=epsilon, delta=0.01), **options)
 
 
 def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
-    strategy, own, more = PLANS["record"]
+    method, own, more = PLANS["record"]
     run, one = _with_budget(
-        tmp_path, 2.0, rounds=6, strategy=strategy, plan=own, ledger=False, local=SGD, **more
+        tmp_path, 2.0, rounds=6, method=method, plan=own, ledger=False, local=SGD, **more
     )
     assert len(run.metrics()) == 4
     assert "round 5" in one.stopped

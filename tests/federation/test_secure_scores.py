@@ -71,8 +71,8 @@ def test_scores_are_not_on_the_list_of_what_no_guarantee_covers():
     one, other = scored(), scored(plan=plan())
     for strategy in (one, other):
         run(strategy)
-    assert not any("scores" in text for text in one.not_covered())
-    assert any("scores and test-set sizes" in text for text in other.not_covered())
+    assert not any("scores" in text for text in one.run.not_covered())
+    assert any("scores and test-set sizes" in text for text in other.run.not_covered())
     bases = {
         guarantee.basis: any("training rounds alone" in text for text in guarantee.not_covered)
         for guarantee in one.guarantees()
@@ -305,9 +305,9 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
     second = scored(run=again, ledger=again.open_ledger(), seeded_noise=False)
     run(second, rounds=3)
     assert second.participations.evaluations == 1 + 1 + 2  # the second of two rounds is done again
-    assert second.ledger.releases >= second.participations.rounds + 4
+    assert second.run.spending.ledger.releases >= second.participations.rounds + 4
     expected = privacy_loss_of(
-        second.plan.releases(second.participations), delta=second.plan.delta
+        second.run.plan.releases(second.participations), delta=second.run.plan.delta
     ).epsilon
     assert second.spent()["epsilon_provable"] == pytest.approx(expected)
 

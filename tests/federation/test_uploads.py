@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Method,
     records,
     uploads,
 )
@@ -41,7 +43,8 @@ def told(work):
     return LocalResult(update={name: scale * torch.ones_like(value) for name, value in shapes})
 
 
-class Told(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class Told(Method):
     """Adds up what clients say."""
 
     client = ClientMethod(
@@ -70,7 +73,9 @@ def result(plan, values, *, workers, **grid):
         own = Examples(torch.full((3, 6), values[client]), torch.zeros(3, dtype=torch.int64))
         return ClientData(train=own, test=own)
 
-    strategy = Told(plan=plan, seed=1, seeded_noise=plan.delta is not None, evaluate_every=0)
+    strategy = FederatedStrategy(
+        Told(), plan, seed=1, seeded_noise=plan.delta is not None, evaluate_every=0
+    )
     app = Told.client_app(Task(model=Net, data=data, device="cpu"), allow_seeded_noise=True)
     clients = InProcessGrid(app, CLIENTS, workers=workers, **grid)
     try:
@@ -114,7 +119,7 @@ def test_a_sum_has_the_same_bits_whatever_part_of_a_cohort_runs_at_a_time():
 
 
 def test_what_stays_in_another_process_can_be_read_after_its_next_messages():
-    strategy = Told(plan=plans()["no noise"], seed=1, evaluate_every=0)
+    strategy = FederatedStrategy(Told(), plans()["no noise"], seed=1, evaluate_every=0)
     values = [float(client) for client in range(CLIENTS)]
 
     def data(client):

@@ -50,7 +50,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("strategy", METHODS, ids=lambda strategy: type(strategy).__name__)
+@pytest.mark.parametrize("strategy", METHODS, ids=lambda strategy: strategy.method.name)
 def test_the_model_moves_by_the_mean_of_updates_weighted_by_examples(strategy):
     grid, initial, model = run(strategy)
     replies = [r for r in grid.received if r.metadata.message_type.startswith("train")]

@@ -8,6 +8,7 @@ from flower_ext.algorithms import DP2FedSAM
 from flower_ext.federation import InProcessGrid, first_config, recorded_run, save_outcome
 from flower_ext.privacy import Budget, PoissonSampling, ReleasePlan
 from flower_ext.runs import RunDirectory
+from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
 CLIENTS = 4
@@ -34,14 +35,18 @@ def play(
     rounds: int = 5,
     dies_in: int | None = None,
     at: str = "answers",
-    strategy=DP2FedSAM,
+    method=DP2FedSAM,
     ledger: bool = True,
     memory: bool = True,
     rounds_set: int | None = None,
     budget: Budget | None = None,
+    run_budget: Budget | None = None,
     **options,
 ):
-    """Start a run once; in round ``dies_in`` it dies, after the requests or after the replies."""
+    """Start a run once; in round ``dies_in`` it dies, after the requests or after the replies.
+
+    ``budget`` is the ledger's, and ``run_budget`` the strategy's.
+    """
     facts = {"seed": 1, "seeded_noise": True, "plan": plan(), "evaluate_every": 2, **options}
     config = {
         "run-directory": str(folder / "run"),
@@ -50,19 +55,16 @@ def play(
         "seeded": facts["seeded_noise"],
     }
     with recorded_run({**config, "rounds": first_config(config)["rounds"]}, "toy") as run:
-        one = strategy(
-            run=run,
-            ledger=run.open_ledger(budget=budget) if ledger else None,
-            **facts,
-        )
+        ledger = run.open_ledger(budget=budget) if ledger else None
+        strategy = strategy_of(method, run=run, ledger=ledger, budget=run_budget, **facts)
         settings = {"state-folder": str(folder / "state")} if memory else {}
         grid = DyingGrid(
             strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS, settings
         )
         grid.dies_in, grid.at = dies_in, at
-        result = one.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
-        save_outcome(run, one, result)
-    return RunDirectory.open(folder / "run"), one
+        result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+        save_outcome(run, strategy, result)
+    return RunDirectory.open(folder / "run"), strategy
 
 
 class DyingGrid(InProcessGrid):

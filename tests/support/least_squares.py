@@ -120,6 +120,6 @@ def start(build, rounds, folder, dies_in=None):
 
 def remembered(strategy, grid):
     """Return the mean of the clients' memories."""
-    name, run = type(strategy).client.name, strategy.run.checkpoints.run_id
+    name, run = strategy.method.client.name, strategy.run.checkpoints.run_id
     kept = [ClientMemory(context, name, run).load() for context in grid.contexts.values()]
     return np.mean([params["weight"].numpy() for params in kept], axis=0)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import count
 
 import numpy as np
-from flower_ext.federation.hooks import MethodHooks
 
 from flower_ext.algorithms.uldp import averaging, silo_training
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
-from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import masked_scores
+from flower_ext.federation.round import Round
+from flower_ext.federation.run import Run
 from flower_ext.privacy import (
     PoissonSampling,
     SecureNoise,
@@ -164,7 +164,7 @@ def server_noise_reused(patch, experiment: Experiment) -> Experiment:
             return SeededNoise(self.seed, *path)
         return Reused(keys.setdefault(path, int(secure_generator().integers(2**62))))
 
-    patch.setattr(MethodHooks, "_noise", noise_of)
+    patch.setattr(Run, "noise", noise_of)
     return experiment
 
 
@@ -180,15 +180,15 @@ def one_stream_for_all_arrays(patch, experiment: Experiment) -> Experiment:
 
 
 def empty_round_discarded(patch, experiment: Experiment) -> Experiment:
-    """The strategy discards a round that asks no client."""
-    aggregate = FederatedStrategy.aggregate_train
+    """Discard a round that asks no client."""
+    close = Round.close
 
-    def discarding(self, server_round, replies):
+    def discarding(self, replies, **options):
         if not self.cohort.asked:
-            self._too_few = "nobody was drawn"
-        return aggregate(self, server_round, replies)
+            self._sum, self.discard_reason = None, "nobody was drawn"
+        return close(self, replies, **options)
 
-    patch.setattr(FederatedStrategy, "aggregate_train", discarding)
+    patch.setattr(Round, "close", discarding)
     return experiment
 
 

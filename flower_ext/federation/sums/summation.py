@@ -19,7 +19,7 @@ from flower_ext.privacy.mechanisms.run_facts import MethodTraits
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a sum needs to know about its round.
+    """Facts of a round that its sum needs.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class Summation(ABC):
     brings_weights: bool = False
     """True if contributions are weighted by what only the sum knows."""
     disclosures: Sequence[str] = ()
-    """What the sums reveal about clients' data without a guarantee, a line each."""
+    """Facts about clients' data that the sums reveal without a guarantee, a line each."""
 
     def __init__(self, mechanism: PrivacyPlan) -> None:
         self.mechanism = mechanism

@@ -1,1 +1,1 @@
-"""What a user decides about privacy: one plan a kind of release."""
+"""Plans, in which a user decides about privacy: one plan a kind of release."""

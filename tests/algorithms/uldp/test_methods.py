@@ -1,7 +1,7 @@
 """Uldp-FL: each method equals its plain loop; one user moves a sum by at most the clipping norm."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ from flower_ext.training.batched import many
 from tests.support.reference import uldp as reference
 from tests.support.reference.comparing import close
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, silo, silos, task
-from tests.support.strategies import strategy_of
+from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import CLASSES, FEATURES
 
@@ -98,7 +98,7 @@ DP_SGD = DpSgdTraining(
 
 def grouped(size, **changes):
     facts = {"num_users": USERS, "local": DP_SGD, "delta": 1e-5, **COMMON, **changes}
-    return strategy_of(UldpGroup, group_size=size, **facts)
+    return group_strategy(group_size=size, **facts)
 
 
 @pytest.mark.parametrize("size", [2, "median", "max"])
@@ -107,11 +107,10 @@ def test_group_equals_the_plain_loop_on_records_that_never_change(size):
     ours = run(strategy)
     assert strategy.refusals == []
     held = histogram(silos(), USERS)
-    assert strategy.group_size == group_size(held, size)
-    limits = strategy._limits
-    np.testing.assert_array_equal(
-        limits.sum(axis=0), np.minimum(held.sum(axis=0), strategy.group_size)
-    )
+    drawn = strategy.run.state.server["limits"]
+    limits, k = drawn["limits"], int(drawn["k"])
+    assert k == group_size(held, size)
+    np.testing.assert_array_equal(limits.sum(axis=0), np.minimum(held.sum(axis=0), k))
     start = task().initial_params(SEED)
     rest = {"seed": SEED, "rounds": ROUNDS, "server_rate": 5.0}
     theirs = reference.group(silos(), start, limits, DP_SGD, **rest)
@@ -189,22 +188,23 @@ def test_the_default_without_privacy_is_fedavg_between_the_silos():
 
 def sum_of(method, data, sampling, weighting, bound):
     """Return Σ_s Δ_s of one round before any division, with the same small noise for all data."""
+    seen = {}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Watched(method):
+        def step(self, model, released, state):
+            size = strategy.run.plan.sampling.expected_cohort_size
+            seen.update({n: a.astype(np.float64) * size for n, a in released.mean.items()})
+            return model, state
+
     strategy = strategy_of(
-        method,
+        Watched,
         plan=plan(sampling, clipping_norm=bound, noise_multiplier=1e-6),
         weighting=weighting,
         **{"local": replace(LOCAL, learning_rate=3.0)} if method is UldpAvg else {},
         **{**COMMON, "num_silos": len(data), "server_learning_rate": 1.0},
         evaluate_every=0,
     )
-    seen = {}
-
-    def keep(base, mean, updates):
-        size = strategy.run.plan.sampling.expected_cohort_size
-        seen.update({n: a.astype(np.float64) * size for n, a in mean.items()})
-        return base
-
-    strategy.next_model = keep
     grid = InProcessGrid(
         method.client_app(task(data), allow_seeded_noise=True), num_clients=len(data)
     )
@@ -303,16 +303,14 @@ def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(coun
     held = np.random.default_rng(seed).integers(0, 10 ** np.random.default_rng(seed).integers(1, 9))
     held = np.random.default_rng(seed).integers(0, held + 1, (count, 20))
     held[:, 3] = 0
-    source = WeightsByRecords()
-    source.prepare(held, count)
-    weights = source.of_users(range(20))
+    weights = WeightsByRecords().weights(held, count)
     check_weights(weights, count, range(20))
     np.testing.assert_allclose(weights.sum(axis=0), held.sum(axis=0) > 0)
 
 
 class Doubled(WeightsByRecords):
-    def of_users(self, users):
-        return 2 * super().of_users(users)
+    def weights(self, histogram, num_silos):
+        return 2 * super().weights(histogram, num_silos)
 
 
 class CalledEqual(WeightsByRecords):
@@ -789,7 +787,7 @@ def no_owners():
     return ClientData(train=one.train, test=one.test)
 
 
-@pytest.mark.parametrize("make", [UldpAvg, UldpSgd, UldpGroup])
+@pytest.mark.parametrize("method", [UldpAvg, UldpSgd, UldpGroup])
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
@@ -797,8 +795,8 @@ def no_owners():
         (lambda: silo(1, users=USERS + 5), "the reason is in its own log"),
     ],
 )
-def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(make, bad, said):
-    strategy = grouped(2) if make is UldpGroup else make(plan=plan(), **COMMON)
+def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(method, bad, said):
+    strategy = grouped(2) if method is UldpGroup else strategy_of(method, plan=plan(), **COMMON)
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part") as error:
         run(strategy, [silo(0), bad(), silo(2)])
     assert said in str(error.value)

@@ -11,6 +11,7 @@ from scipy import stats
 
 from flower_ext.algorithms.uldp import (
     UldpAvg,
+    UldpGroup,
     UldpNaive,
     UldpSgd,
     averaging,
@@ -27,20 +28,20 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.training import LocalTraining
+from flower_ext.training import DpSgdTraining, LocalTraining
 from tests.support.losing import Losing, stage_of
 from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
-from tests.support.strategies import group_strategy, strategy_of
+from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
 ALL = SecureSum(colluding=0.0, dropouts=0.0)
 SERVER_RATE = COMMON["server_learning_rate"]
 METHODS = [
-    pytest.param(partial(UldpAvg, local=LOCAL), id="avg"),
-    pytest.param(partial(UldpAvg, local=LOCAL, weighting="by-records"), id="avg-w"),
-    pytest.param(UldpSgd, id="sgd"),
-    pytest.param(partial(UldpSgd, weighting="by-records"), id="sgd-w"),
-    pytest.param(partial(UldpNaive, local=LOCAL), id="naive"),
+    pytest.param(partial(strategy_of, UldpAvg, local=LOCAL), id="avg"),
+    pytest.param(partial(strategy_of, UldpAvg, local=LOCAL, weighting="by-records"), id="avg-w"),
+    pytest.param(partial(strategy_of, UldpSgd), id="sgd"),
+    pytest.param(partial(strategy_of, UldpSgd, weighting="by-records"), id="sgd-w"),
+    pytest.param(partial(strategy_of, UldpNaive, local=LOCAL), id="naive"),
 ]
 SAMPLED = PoissonSampling(USERS, 0.4)
 
@@ -88,10 +89,10 @@ def test_the_model_is_that_of_plain_sums_but_for_known_noise_and_rounding_to_cel
     theirs = make(plan=plan(sampling, noise_multiplier=1e-9), **COMMON)
     (_, one), (_, other) = run(ours), run(theirs)
     assert ours.refusals == []
-    divisor = ours.accounted.sampling.expected_cohort_size
-    divisor *= 1 if isinstance(ours, UldpNaive) else SILOS
+    divisor = ours.run.mechanism.sampling.expected_cohort_size
+    divisor *= 1 if isinstance(ours.method, UldpNaive) else SILOS
     # Half a cell a user and silo, and the few cells by which a clipped one is shortened.
-    room = 6 * ours.accounted.cell * USERS * SILOS / divisor * SERVER_RATE
+    room = 6 * ours.run.mechanism.cell * USERS * SILOS / divisor * SERVER_RATE
     for name, noise in noise_of(ours).items():
         clean = one[name] - SERVER_RATE * noise / divisor
         np.testing.assert_allclose(clean, other[name], atol=room + 2e-6)
@@ -302,21 +303,21 @@ def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
         FederatedStrategy(UldpNaive(num_silos=2), secure())
     with pytest.raises(ValueError, match="silos=4 of the plan: expected num_silos=3"):
         FederatedStrategy(UldpAvg(num_silos=3), secure(silos=4))
-    with pytest.raises(ValueError, match="adds noise in every step"):
-        group_strategy(
-            num_silos=3,
-            num_users=USERS,
-            group_size=2,
-            local=None,
-            delta=1e-5,
-            secure_aggregation=ALL,
-        )
+    steps = DpSgdTraining(
+        steps=4,
+        sampling_rate=0.4,
+        batch_size=8.0,
+        learning_rate=0.5,
+        clipping_norm=0.7,
+        noise_multiplier=0.5,
+    )
+    group = UldpGroup(num_silos=3, num_users=USERS, group_size=2, local=steps)
+    with pytest.raises(ValueError, match=r"expected the plan that UldpGroup\.plan\(delta\) returns"):
+        FederatedStrategy(group, secure())
 
 
 def test_private_weighting_has_a_secure_sum_of_its_own():
     pytest.importorskip("gmpy2")
-    from flower_ext.algorithms.uldp import UldpAvg
-
     with pytest.raises(ValueError, match="secure_aggregation of the plan: expected None"):
         FederatedStrategy(
             UldpAvg(num_silos=3, weighting="by-records"),
@@ -330,9 +331,9 @@ def test_private_weighting_has_a_secure_sum_of_its_own():
 )
 def test_a_silo_refuses_cells_or_bounds_that_the_noise_is_not_for(told, monkeypatch):
     strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
-    right = dict(strategy.settings)
+    right = strategy.method.settings(strategy.run.plan)
     changed = {name: value for name, value in {**right, **told}.items() if value is not None}
-    monkeypatch.setattr(UldpAvg, "settings", property(lambda self: changed))
+    monkeypatch.setattr(UldpAvg, "settings", lambda self, plan: changed)
     with pytest.raises(RuntimeError, match=r"each unit's part of the update|the method made none"):
         run(strategy)
 

@@ -119,16 +119,15 @@ def test_what_clients_keep_equals_that_of_the_plain_loop(method, upcycled):
 @both
 def test_scaffolds_control_equals_that_of_the_plain_loop(upcycled):
     _, strategy, _ = ours("scaffold", upcycled)
-    control = flat(records.to_params(strategy.server_state()["control"]))
+    control = flat(records.to_params(records.to_record(strategy.run.state.everyone["control"])))
     close(control, theirs("scaffold", upcycled)[1]["c"])
 
 
 @both
 def test_feddyns_h_equals_that_of_the_plain_loop(upcycled):
     _, strategy, _ = ours("feddyn", upcycled)
-    close(
-        flat(records.to_params(records.to_record(strategy.h))), theirs("feddyn", upcycled)[1]["h"]
-    )
+    h = flat(records.to_params(records.to_record(strategy.run.state.server["h"])))
+    close(h, theirs("feddyn", upcycled)[1]["h"])
 
 
 def test_the_methods_differ_from_one_another_and_each_from_itself_upcycled():

@@ -381,7 +381,7 @@ def release_plan(**changes):
 def private(method, **options):
     names = ("head", "extractor") if issubclass(method, DP2FedSAM) else ("local",)
     settings = {"plan": release_plan(), "seed": 3, "seeded_noise": True, "evaluate_every": 0}
-    return method(**{**dict.fromkeys(names, FAST), **settings, **options})
+    return strategy_of(method, **{**dict.fromkeys(names, FAST), **settings, **options})
 
 
 def models_of_ours(strategy, *, rounds, grid=None):
@@ -638,7 +638,7 @@ def test_after_a_lost_round_scaffolds_control_stays_where_it_was():
         recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 3),
         initial(),
         num_rounds=6,
-        evaluate_fn=lambda t, arrays: controls.__setitem__(t, dict(base.control)),
+        evaluate_fn=lambda t, arrays: controls.__setitem__(t, dict(base.run.state.everyone["control"])),
     )
     zero = {n: np.zeros_like(c) for n, c in controls[1].items()}
     alike(controls[2], moved_on([zero, controls[1]], 0.6))
@@ -979,4 +979,4 @@ def test_a_base_whose_clients_each_get_a_model_of_their_own_is_refused(method):
 @pytest.mark.parametrize("method", [DPDitto, FedALA])
 def test_a_personalised_base_with_one_shared_model_is_not(method):
     strategy = Upcycled(strategy_of(method, plan=NonPrivatePlan(sampling=FullParticipation(3))))
-    assert isinstance(strategy.base, method)
+    assert isinstance(strategy.base.method, method)

@@ -12,7 +12,8 @@ from scipy import stats
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientVault, records
-from flower_ext.federation.client import sum_member
+
+from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
 from flower_ext.privacy import (
     AdversaryView,
@@ -206,7 +207,7 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
     facts = {"partition-id": 0, "state-folder": folder}
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
     try:
-        sum_member.masked({"w": np.full(50, value, np.int64)}, asked, context, "one")
+        masked.seal({"w": np.full(50, value, np.int64)}, asked, context, "one")
         outcomes.put("masked")
     except ProtocolError as error:
         outcomes.put(str(error))
