@@ -83,7 +83,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i, by the gradient at the personal model."""
     population = int(work.settings[POPULATION])
     others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
-    (own,) = set(range(population)) - set(others)
+    (index,) = set(range(population)) - set(others)
     kept = work.memory or {}
     last, rounds = work.round - 1, work.settings[ROUNDS]
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
@@ -96,7 +96,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         generator=work.generator,
         terms=work.terms,
         others=others,
-        own=own,
+        own=index,
         relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
         relation_rate=work.settings[RATE],
         penalty=fading * work.settings[PENALTY],
@@ -136,8 +136,10 @@ def train_mixture(
         for name, core in cores.items():
             core[job.own].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.own]))
         p = p - job.relation_rate * (along + job.penalty * (p - centre))
-    own = problem.whole({name: core[job.own] for name, core in cores.items()}, like=job.params)
-    return clone(own), p.cpu(), problem.whole(personal(), like=job.params)
+    core_model = problem.whole(
+        {name: core[job.own] for name, core in cores.items()}, like=job.params
+    )
+    return clone(core_model), p.cpu(), problem.whole(personal(), like=job.params)
 
 
 def local_model(work: ClientWork) -> Params:
@@ -206,11 +208,11 @@ class Apple(OnePhase):
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}
         requests = {
-            asked: {
-                records.MODEL: cores[asked],
-                **dict(named[client] for client in cores if client != asked),
+            partition: {
+                records.MODEL: cores[partition],
+                **dict(named[client] for client in cores if client != partition),
             }
-            for asked in cohort.asked
+            for partition in cohort.asked
         }
         return replace(cohort, requests=requests)
 

@@ -120,7 +120,11 @@ class Hosted(DPFedAvg):
     def configure(
         self, config: ConfigRecord, model: records.Arrays, state: State, plan: PrivacyPlan
     ) -> ConfigRecord:
-        """Return the configuration with what the Flower strategy adds to it."""
+        """Return the configuration with what the Flower strategy adds to it.
+
+        The Flower strategy begins the round with the moments of ``state``, which `step` continues.
+        """
+        self._restore(state)  # not in `step`, because FedAdam keeps the round's model as well
         if isinstance(self.server, FedAvgM):  # reads the model in its first round only
             self.server.current_arrays = None
         cohort = _Cohort(range(int(plan.sampling.expected_cohort_size)))
@@ -138,7 +142,6 @@ class Hosted(DPFedAvg):
         self, model: records.Arrays, released: Released, state: State
     ) -> tuple[records.Arrays, State]:
         """Return the model that the Flower strategy computes from the accepted models."""
-        self._restore(state)
         replies = [self._reply(model, *each) for each in released.updates.items()]
         arrays, _ = self.server.aggregate_train(_steps(state) + 1, replies)
         if arrays is None:

@@ -67,8 +67,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         attraction=work.settings[ATTRACTION],
     )
     solve = minimise_apart if work.steady else minimise_envelopes
-    moved, own = yield Training(task=work.task, job=job, trained=lambda name: True, solve=solve)
-    return LocalResult(model=moved, memory=own)
+    moved, personal = yield Training(
+        task=work.task, job=job, trained=lambda name: True, solve=solve
+    )
+    return LocalResult(model=moved, memory=personal)
 
 
 def minimise_envelopes(
@@ -96,18 +98,18 @@ def minimise_envelopes(
         )
         for batch in stack.batches:
             active = len(batch.x)
-            near, own = first(w, active), first(theta, active)
+            near, personal = first(w, active), first(theta, active)
             envelope = {}
             for name, centre in near.items():
                 slope, offset = terms.get(name, (0.0, torch.zeros_like(w[name])))
                 around = along(pull[:active], centre) * centre
                 envelope[name] = (pull + slope, offset[:active] - around)
             for _ in range(chosen[0].personal.steps or 1):
-                step = stack.slope(own, batch, envelope)
-                for name, point in own.items():
+                step = stack.slope(personal, batch, envelope)
+                for name, point in personal.items():
                     point.addcmul_(step[name], along(inner[:active], point), value=-1.0)
             for name, centre in near.items():
-                centre.addcmul_(centre - own[name], along(rate[:active], centre), value=-1.0)
+                centre.addcmul_(centre - personal[name], along(rate[:active], centre), value=-1.0)
         results |= zip(
             group, zip(unstacked(w, chosen), unstacked(theta, chosen), strict=True), strict=True
         )

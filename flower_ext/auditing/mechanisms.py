@@ -12,7 +12,7 @@ import torch
 from flwr.serverapp.strategy import FedAvg, FedProx
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
-from flower_ext.algorithms.uldp import UldpAvg, UldpNaive, UldpSgd
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.auditing.experiment import Experiment, of_scores
 from flower_ext.auditing.linear import (
     BEYOND,

@@ -103,18 +103,18 @@ def reply_to(message: Message, content: RecordDict) -> Message:
 
 def answering(message: Message) -> Metadata:
     """Return the metadata of a reply."""
-    asked, now = vars(message.metadata), time()
+    request, now = vars(message.metadata), time()
     metadata = _copied(message.metadata)
     vars(metadata).update(
         {
             "_message_id": "",
-            "_reply_to_message_id": asked["_message_id"],
-            "_src_node_id": asked["_dst_node_id"],
-            "_dst_node_id": asked["_src_node_id"],
-            "_src_task_id": asked["_dst_task_id"],
-            "_dst_task_id": asked["_src_task_id"],
+            "_reply_to_message_id": request["_message_id"],
+            "_src_node_id": request["_dst_node_id"],
+            "_dst_node_id": request["_src_node_id"],
+            "_src_task_id": request["_dst_task_id"],
+            "_dst_task_id": request["_src_task_id"],
             "_created_at": now,
-            "_ttl": asked["_ttl"] - (now - asked["_created_at"]),
+            "_ttl": request["_ttl"] - (now - request["_created_at"]),
         }
     )
     return metadata

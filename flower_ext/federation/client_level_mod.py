@@ -192,10 +192,10 @@ def _model_in(reply: Message) -> records.Arrays:
     """
     if reply.has_error():
         raise InvalidValue(f"the ClientApp answered with an error: {reply.error.reason}")
-    found = reply.content.array_records
-    if len(found) != 1 and records.MODEL not in found:
+    arrays = reply.content.array_records
+    if len(arrays) != 1 and records.MODEL not in arrays:
         raise InvalidValue(
-            f"the ClientApp returned the array records {sorted(found)}: expected {records.MODEL!r}"
+            f"the ClientApp returned the array records {sorted(arrays)}: expected {records.MODEL!r}"
         )
-    record = found[records.MODEL] if records.MODEL in found else next(iter(found.values()))
+    record = arrays[records.MODEL] if records.MODEL in arrays else next(iter(arrays.values()))
     return records.to_arrays(record)

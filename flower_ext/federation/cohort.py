@@ -58,16 +58,16 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
         rate would not be the accounted one.
     """
     started = said = time.monotonic()
-    deadline, told = started + timeout, False
+    deadline, has_advised = started + timeout, False
     while len(nodes := sorted(grid.get_node_ids())) < expected:
         if time.monotonic() >= said:
             log.info("waiting for nodes: %d of %d are connected", len(nodes), expected)
             said += _SAY_EVERY
-        if not told and time.monotonic() >= started + _SAY_HOW_AFTER:
+        if not has_advised and time.monotonic() >= started + _SAY_HOW_AFTER:
             log.warning(
                 "%d of %d nodes are connected: %s", len(nodes), expected, _how(grid, expected)
             )
-            told = True
+            has_advised = True
         if time.monotonic() > deadline:
             raise FederationNotReady(
                 f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
@@ -182,22 +182,24 @@ class Roster:
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
         log.info("asking the nodes which partitions they hold")
-        told, said = _ask_identities(grid, nodes, IDENTITY, RecordDict(), timeout=timeout)
-        foreign = not told
+        reported, said = _ask_identities(grid, nodes, IDENTITY, RecordDict(), timeout=timeout)
+        foreign = not reported
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # The settings are those of any training, because mods before ours may read them.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             question = RecordDict({_CONFIG: settings})
-            told, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
-            told = {node: own for node, own in told.items() if own is not None}  # a mod's answers
+            reported, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
+            reported = {
+                node: own for node, own in reported.items() if own is not None
+            }  # a mod's answers
         numbered = dict(enumerate(nodes))
-        if not told:
+        if not reported:
             return cls(numbered, known=False, said=said, foreign=True)
         together = getattr(grid, "clients_per_node", 1)
-        if foreign and len(told) == len(nodes) and set(told.values()) == {_NO_PARTITION}:
+        if foreign and len(reported) == len(nodes) and set(reported.values()) == {_NO_PARTITION}:
             return cls(numbered, known=False, foreign=True, protects=True)
-        answers = _by_partition(told, population, together)
+        answers = _by_partition(reported, population, together)
         if len(answers) < population:
             missing = sorted(set(range(population)) - set(answers))
             raise FederationNotReady(
@@ -212,15 +214,15 @@ def _ask_identities(
     """Return the partition that each node reports, and the first error in place of an answer."""
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     together = getattr(grid, "clients_per_node", 1)
-    asked = [message_like(like, question, dst_node_id=node) for node in nodes[::together]]
+    questions = [message_like(like, question, dst_node_id=node) for node in nodes[::together]]
     # Simulated nodes run one ClientApp, so ask one node first: a failure then occurs only once.
-    one, others = (asked[:1], asked[1:]) if simulates(grid) else (asked, [])
-    told: dict[int, object] = {}
-    waiting, first_said = {message.metadata.dst_node_id for message in asked}, ""
+    one, others = (questions[:1], questions[1:]) if simulates(grid) else (questions, [])
+    reported: dict[int, object] = {}
+    waiting, first_said = {message.metadata.dst_node_id for message in questions}, ""
 
     def heard() -> Iterator[Message]:
         yield from replies(grid, one, timeout=timeout)
-        if told and others:
+        if reported and others:
             yield from replies(grid, others, timeout=timeout)
 
     for reply in heard():
@@ -230,9 +232,9 @@ def _ask_identities(
         if reply.has_error() or not reply.has_content() or node not in waiting:
             continue
         waiting.remove(node)
-        own = reply.content.get(_IDENTITY_RECORD)
-        told[node] = own.get("partition") if isinstance(own, ConfigRecord) else None
-    return told, first_said
+        record = reply.content.get(_IDENTITY_RECORD)
+        reported[node] = record.get("partition") if isinstance(record, ConfigRecord) else None
+    return reported, first_said
 
 
 def _by_partition(told: Mapping[int, object], population: int, together: int) -> dict[int, int]:
@@ -308,10 +310,10 @@ def check_addressee(message: Message, context: Context) -> None:
     content = message.content
     if _ADDRESS not in content or not isinstance(address := content[_ADDRESS], ConfigRecord):
         return
-    if address["partition"] != (own := partition_of(context.node_config)):
+    if address["partition"] != (partition := partition_of(context.node_config)):
         raise tellable(
             InvalidValue(
-                f"node config partition-id={own}: this node held partition "
+                f"node config partition-id={partition}: this node held partition "
                 f"{address['partition']!r} when the run asked; start it again with that one, or "
                 "stop the run"
             )

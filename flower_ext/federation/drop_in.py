@@ -188,7 +188,7 @@ def _plain(value: Any) -> str | int | float | bool:
     if isinstance(value, tuple | list):
         return ", ".join(str(_plain(each)) for each in value)
     if names := _names(value):
-        told = {name: _plain(getattr(value, name)) for name in names}
-        parts = (f"{name}={one}" for name, one in told.items() if one != "")
+        values = {name: _plain(getattr(value, name)) for name in names}
+        parts = (f"{name}={one}" for name, one in values.items() if one != "")
         return f"{type(value).__name__}({', '.join(parts)})"
     return getattr(value, "__qualname__", type(value).__name__)

@@ -178,8 +178,8 @@ class Exchange:
 
     def sent(self, reply: Message) -> records.Arrays:
         """Return the model that the sender of a reply to a training message received."""
-        asked = self._questions["train"][reply.metadata.src_node_id]
-        arrays = records.of_kind(asked.content, ArrayRecord)
+        question = self._questions["train"][reply.metadata.src_node_id]
+        arrays = records.of_kind(question.content, ArrayRecord)
         return records.to_arrays(arrays[records.MODEL])
 
     def partition_of(self, reply: Message) -> int:

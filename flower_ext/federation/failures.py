@@ -37,17 +37,17 @@ _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
     """Return the error reply of a client's app or mod, and log the error on the client."""
-    told = is_tellable(error)
+    is_told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
     where, shown = place(error), _shown.setdefault(app, set())
     if where in shown:  # log one traceback per line of code, not one per client and round
         log.debug("client %s failed like an earlier client", partition, exc_info=error)
-    elif told:
+    elif is_told:
         log.warning("client %s takes no part in this round: %s", partition, error)
     else:
         log.error("client %s failed", partition, exc_info=error)
     shown.add(where)
-    code, reason = (TOLD, _one_line(error)) if told else (CLIENT_APP_RAISED, STAYS_THERE)
+    code, reason = (TOLD, _one_line(error)) if is_told else (CLIENT_APP_RAISED, STAYS_THERE)
     return Message(Error(code=code, reason=reason), reply_to=message)
 
 

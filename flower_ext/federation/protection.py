@@ -75,8 +75,8 @@ def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, 
         )
     names = _NUMBERS[type(protection)]
     facts = {name: getattr(protection, field) for name, field in names.items()}
-    told = {name: value for name, value in facts.items() if value is not None}
-    return {**told, SEEDED: seeded_noise}
+    given = {name: value for name, value in facts.items() if value is not None}
+    return {**given, SEEDED: seeded_noise}
 
 
 def from_facts(facts: Mapping[str, Any]) -> Protection | None:
@@ -91,16 +91,18 @@ def from_facts(facts: Mapping[str, Any]) -> Protection | None:
     TypeError
         A fact has the wrong type.
     """
-    asked = frozenset(facts) - _OTHER_FACTS
-    if not asked:
+    present = frozenset(facts) - _OTHER_FACTS
+    if not present:
         seeded = _is_seeded(facts)
         if facts.get(_BY_SERVER):
             return ProtectedByServer()
         return None if seeded is None else ProtectedByTraining()
-    kinds = [kind for kind, names in _NUMBERS.items() if asked == frozenset(names) - _OPTIONAL]
+    kinds = [kind for kind, names in _NUMBERS.items() if present == frozenset(names) - _OPTIONAL]
     if not kinds:
-        raise InvalidValue(f"the server's message has {sorted(asked)}: expected a known protection")
-    for name in asked:
+        raise InvalidValue(
+            f"the server's message has {sorted(present)}: expected a known protection"
+        )
+    for name in present:
         value = _number(facts, name)
         if not 0 < value < math.inf and (name, value) != ("least-examples", 0):
             raise InvalidValue(

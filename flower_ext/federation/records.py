@@ -204,8 +204,8 @@ def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> byte
     """
     array = arrays.get(name)
     if array is None or array.dtype != np.uint8 or array.shape != (length,):
-        found = "nothing" if array is None else f"{array.dtype}{array.shape}"
-        raise RefusedReply(f"{name!r}: expected {length} bytes, got {found}")
+        kind = "nothing" if array is None else f"{array.dtype}{array.shape}"
+        raise RefusedReply(f"{name!r}: expected {length} bytes, got {kind}")
     return array.tobytes()
 
 
@@ -279,10 +279,10 @@ def _check_answers(reply: Message, question: Message | None) -> None:
     """Refuse a reply to another message than ``question``, as far as its message id is known."""
     if question is None:
         return
-    asked, own = question.metadata, reply.metadata
-    if own.message_type != asked.message_type:
-        raise RefusedReply(f"answers {own.message_type!r}, expected {asked.message_type!r}")
-    if asked.message_id and own.reply_to_message_id != asked.message_id:
+    expected, received = question.metadata, reply.metadata
+    if received.message_type != expected.message_type:
+        raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
+    if expected.message_id and received.reply_to_message_id != expected.message_id:
         raise RefusedReply("answers another message of this round")
 
 
@@ -312,9 +312,9 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
         unreadable, not finite or beyond `LARGEST_VALUE`.
     """
-    own = reply.upload if isinstance(reply, UploadReply) else None
-    if own is not None and _is_sound(own.arrays, base):
-        return Update(own.arrays, _checked_metrics(own.metrics.items()))
+    upload = reply.upload if isinstance(reply, UploadReply) else None
+    if upload is not None and _is_sound(upload.arrays, base):
+        return Update(upload.arrays, _checked_metrics(upload.metrics.items()))
     content = _content(reply)
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
@@ -400,11 +400,11 @@ def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
     RefusedReply
         The reply is an error, lacks the record or holds unreadable data.
     """
-    told = _content(reply).get(record)
-    if not isinstance(told, ArrayRecord):
+    answered = _content(reply).get(record)
+    if not isinstance(answered, ArrayRecord):
         raise RefusedReply(f"no array record {record!r}")
     try:
-        return to_arrays(told)
+        return to_arrays(answered)
     except Exception as error:  # a hostile payload may provoke any error
         raise RefusedReply(f"the answer cannot be read: {error}") from error
 

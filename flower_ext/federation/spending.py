@@ -113,20 +113,20 @@ class Spending:
                     f"above the budget of {self.budget.epsilon:g}"
                 )
             return
-        who = {"run": run_id, "method": method, "name": name}
+        identity = {"run": run_id, "method": method, "name": name}
         release, number = plan.release, run.participations.rounds
         if scores:
             release, number = plan.evaluation_release, run.participations.evaluations
-            who = {"run": f"{run_id}-scores", "method": f"{method}, scores", "name": name}
+            identity = {"run": f"{run_id}-scores", "method": f"{method}, scores", "name": name}
         for shown in self.exposed:
-            note_uncovered(self.budget.ledger, **who, what=shown)
+            note_uncovered(self.budget.ledger, **identity, what=shown)
         delta = plan.delta
         if delta is None:
-            note_uncovered(self.budget.ledger, **who, what="training without noise")
+            note_uncovered(self.budget.ledger, **identity, what="training without noise")
             return
         claim = next(each for each in claims(run) if each.basis == "provable")
         new = Charge(
-            **who,
+            **identity,
             training=number,
             repeatable=repeatable,
             unit=claim.unit,

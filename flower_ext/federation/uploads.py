@@ -200,8 +200,8 @@ class UploadReply(Message):
     @property
     def upload(self) -> Upload | None:
         """The upload; None once a caller may have changed the content."""
-        found = vars(self)["_content"]
-        return found if isinstance(found, Upload) else None
+        content = vars(self)["_content"]
+        return content if isinstance(content, Upload) else None
 
     @property
     def content(self) -> RecordDict:

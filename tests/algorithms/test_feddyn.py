@@ -36,7 +36,8 @@ def moved(plan, answered):
     run.model = BASE
     updates = Updates(((client, Update({}, {})) for client in range(answered)), kept=False)
     updates.exhaust()
-    return TrainingRound(run, 1)._step(Aggregate(MEAN, answered), updates)
+    mean = Aggregate(value=MEAN, answered=answered, topped_up_stddev=0.0)
+    return TrainingRound(run, 1)._step(mean, updates)
 
 
 @pytest.mark.parametrize(

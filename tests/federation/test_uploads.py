@@ -289,7 +289,7 @@ class Kept(Told):
 
 def test_a_model_that_clients_keep_is_not_the_update_that_they_send():
     plan = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, CLIENTS))
-    strategy = Kept(plan=plan, seed=1, evaluate_every=0)
+    strategy = FederatedStrategy(Kept(), plan, seed=1, evaluate_every=0)
     grid = InProcessGrid(Kept.client_app(task()), CLIENTS)
     run = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
     models = [

@@ -26,7 +26,7 @@ def make(method=UldpAvg, protocol=SMALL, **changes):
 
 def make_openly(method=UldpAvg, **changes):
     """Return the equal run in which the server knows the weights."""
-    return strategy_of(method, weighting="by-records", **_options(method, changes))
+    return strategy_of(method, **{"weighting": "by-records", **_options(method, changes)})
 
 
 def _options(method, changes):

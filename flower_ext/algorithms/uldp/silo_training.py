@@ -125,8 +125,10 @@ def users_updates(
     everyone.sort(key=lambda who: (-len(jobs[who[0]].users[who[1]]), who[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
-        own = [partial(jobs[silo].of, user) for silo, user in chosen]
-        for group, rows in train_surely(task, own, trained=trained, memory_limit=memory_limit):
+        trainings = [partial(jobs[silo].of, user) for silo, user in chosen]
+        for group, rows in train_surely(
+            task, trainings, trained=trained, memory_limit=memory_limit
+        ):
             if isinstance(rows, Exception):
                 raised.append(rows)
                 silo, user = chosen[group[0]]

@@ -224,13 +224,13 @@ class Upcycled(Strategy):
                 aggregate_train=self.aggregate_train,
             ):
                 result = self.base.start(*arguments, **options)
-        asked = [traffic for traffic in self.traffic.values() if traffic.messages]
+        sent = [traffic for traffic in self.traffic.values() if traffic.messages]
         log.info(
             "Upcycled: %d rounds, %d of them without training; %d training messages, %.2f MB",
             len(self.traffic),
-            len(self.traffic) - len(asked),
-            sum(traffic.messages for traffic in asked),
-            sum(traffic.bytes for traffic in asked) / 1e6,
+            len(self.traffic) - len(sent),
+            sum(traffic.messages for traffic in sent),
+            sum(traffic.bytes for traffic in sent) / 1e6,
         )
         return result
 
@@ -276,11 +276,11 @@ def _follow(base: Strategy, arrays: ArrayRecord) -> None:
 @contextmanager
 def _routed(base: Strategy, **methods: Callable[..., Any]) -> Iterator[None]:
     """Replace methods of ``base`` by ``methods`` for the duration of the block."""
-    own = {name: vars(base)[name] for name in methods if name in vars(base)}
+    replaced = {name: vars(base)[name] for name in methods if name in vars(base)}
     vars(base).update(methods)
     try:
         yield
     finally:
         for name in methods:
             vars(base).pop(name)
-        vars(base).update(own)
+        vars(base).update(replaced)

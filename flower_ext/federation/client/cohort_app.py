@@ -68,14 +68,16 @@ class CohortApp(ClientApp):
         except Exception as error:  # in a shared part, such as the task
             contents = [error] * len(messages)
         replies = []
-        for message, context, state, own in zip(messages, contexts, before, contents, strict=True):
-            if isinstance(own, Exception):
+        for message, context, state, content in zip(
+            messages, contexts, before, contents, strict=True
+        ):
+            if isinstance(content, Exception):
                 context.state = RecordDict() if state is None else state
-                replies.append(failed(self, message, context, own))
-            elif isinstance(own, Upload):
-                replies.append(UploadReply(message, own))
+                replies.append(failed(self, message, context, content))
+            elif isinstance(content, Upload):
+                replies.append(UploadReply(message, content))
             else:
-                replies.append(private.reply_to(message, own))
+                replies.append(private.reply_to(message, content))
         return replies
 
 
@@ -164,15 +166,15 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     replies = answer_all(app, messages, contexts)
     for key in held:
         del context.state[key]
-    for own, place in zip(contexts, places, strict=True):
-        for name, record in own.state.items():
+    for client, place in zip(contexts, places, strict=True):
+        for name, record in client.state.items():
             context.state[f"{place}/{name}"] = record
-    told = {
+    errors = {
         "error-code": [reply.error.code if reply.has_error() else 0 for reply in replies],
         "error-reason": [reply.error.reason if reply.has_error() else "" for reply in replies],
     }
     answers = [RecordDict() if reply.has_error() else reply.content for reply in replies]
-    return Message(packed(answers, told), reply_to=message)
+    return Message(packed(answers, errors), reply_to=message)
 
 
 def _check_places(facts: Mapping[str, Any]) -> None:

@@ -78,11 +78,11 @@ class NodePolicy:
             The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        own = 0.0 if protection is None else protection.noise_multiplier
-        if not own >= least:
+        multiplier = 0.0 if protection is None else protection.noise_multiplier
+        if not multiplier >= least:
             raise PermissionError(
-                f"the server asks for a noise multiplier of {own:g} on this client's upload: the "
-                f"owner of this node requires least-noise-multiplier={least:g}"
+                f"the server asks for a noise multiplier of {multiplier:g} on this client's "
+                f"upload: the owner of this node requires least-noise-multiplier={least:g}"
             )
 
     def noise(self, facts: Mapping[str, Any], purpose: str) -> NoiseSource:
@@ -253,15 +253,19 @@ def _noised_sum(
     noise: NoiseSource,
 ) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    asked = protection if isinstance(protection, ClipUnits) else None
-    norm = 0.0 if asked is None else asked.clipping_norm
-    if asked is None or not isinstance(update, BoundedSum | HiddenSum) or not update.bound <= norm:
-        own = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
-        bound = "none" if own is None else f"a bound of {own:g}"
+    expected = protection if isinstance(protection, ClipUnits) else None
+    norm = 0.0 if expected is None else expected.clipping_norm
+    if (
+        expected is None
+        or not isinstance(update, BoundedSum | HiddenSum)
+        or not update.bound <= norm
+    ):
+        bounded = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
+        bound = "none" if bounded is None else f"a bound of {bounded:g}"
         error = f"each unit's part of the update has {bound}: the plan expects {norm:g}"
         raise tellable(InvalidValue(error))
     if isinstance(update, HiddenSum):
         nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
-        return update.encrypt(noise.gaussian(nothing, asked.noise_stddev))
-    noised = asked.noised(update.value, noise)
+        return update.encrypt(noise.gaussian(nothing, expected.noise_stddev))
+    noised = expected.noised(update.value, noise)
     return {name: value.to(received[name].dtype) for name, value in noised.items()}

@@ -27,8 +27,8 @@ def answer_question(side: ClientSide, message: Message, context: Context) -> Mes
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
         return masked.answer(message, context, side.method.name)
-    asked = (answer for record, answer in _ANSWERS.items() if record in message.content)
-    answer = next(asked, _state)
+    answers = (answer for record, answer in _ANSWERS.items() if record in message.content)
+    answer = next(answers, _state)
     return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)
 
 
@@ -57,11 +57,11 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     facts = message.content.config_records[records.ROUND]
     before = int(facts["number"]) + 1  # type: ignore[arg-type]
     memory = ClientMemory(context, side.method.name, str(facts["run"]))
-    told = {"version": memory.newest(before) if memory.load(before) is not None else 0}
+    numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
     if facts.get("report-size"):
         data = side.task_of(context).data(partition_of(context.node_config))
-        told["num-examples"] = len(data.train)
-    return records.to_record({n: np.array(v, dtype=np.int64) for n, v in told.items()})
+        numbers["num-examples"] = len(data.train)
+    return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
 
 
 def _company(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
@@ -85,10 +85,10 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
         The node's model has another frozen part.
     """
     expected = message.content.config_records[records.FROZEN]["fingerprint"]
-    if (own := side.task_of(context).fingerprint) != expected:
+    if (fingerprint := side.task_of(context).fingerprint) != expected:
         raise tellable(
             InvalidValue(
-                f"the frozen part of this node's model has the fingerprint {own!r}: "
+                f"the frozen part of this node's model has the fingerprint {fingerprint!r}: "
                 f"expected {expected!r}; install the same base model on all nodes"
             )
         )

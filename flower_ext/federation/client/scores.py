@@ -42,8 +42,8 @@ def plain_scores(
     tests = each(lambda work: work.data.test, works)
     every = _scores(works, models, tests, memory_limit=memory_limit)
     if also_training:
-        own = each(lambda work: work.data.train, works)
-        trained = _scores(works, models, own, memory_limit=memory_limit)
+        training = each(lambda work: work.data.train, works)
+        trained = _scores(works, models, training, memory_limit=memory_limit)
         every = each(_with_training_loss, every, trained)
     return every
 
@@ -59,16 +59,18 @@ def _scores(
     scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
     some: list[tuple[int, Params, Examples]] = []
     task: Task | None = None
-    for index, (work, model, own) in enumerate(zip(works, models, examples, strict=True)):
+    for index, (work, model, chosen_examples) in enumerate(
+        zip(works, models, examples, strict=True)
+    ):
         if isinstance(work, Exception) or isinstance(model, Exception):
             continue
-        if not isinstance(own, Exception) and len(own):
+        if not isinstance(chosen_examples, Exception) and len(chosen_examples):
             task = work.task
-            some.append((index, model, own))
+            some.append((index, model, chosen_examples))
     if task is not None:
         places, chosen, tests = zip(*some, strict=True)
-        found = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
-        for index, one in zip(places, found, strict=True):
+        evaluated = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
+        for index, one in zip(places, evaluated, strict=True):
             scores[index] = one
     return scores
 
@@ -79,8 +81,8 @@ def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> 
 
 def _record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
     # A score may be undefined for these examples; the server would refuse the others with it.
-    told = {n: v for n, v in scores.items() if abs(v) <= records.LARGEST_VALUE}
-    if lacking := sorted(set(scores) - set(told)):
+    finite = {n: v for n, v in scores.items() if abs(v) <= records.LARGEST_VALUE}
+    if lacking := sorted(set(scores) - set(finite)):
         log.warning("the scores %s of a client are not finite, so they are left out", lacking)
-    told["num-examples"] = float(len(work.data.test))
-    return RecordDict({records.METRICS: records.metrics_record(told)})
+    finite["num-examples"] = float(len(work.data.test))
+    return RecordDict({records.METRICS: records.metrics_record(finite)})

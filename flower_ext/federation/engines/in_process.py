@@ -150,8 +150,8 @@ class InProcessGrid(Grid):
         messages = list(messages)
         most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        asked = parts if plan is None else (RequestsToSum(part, plan) for part in parts)
-        replies = (iter(self.pull_messages(self.push_messages(part))) for part in asked)
+        requests = parts if plan is None else (RequestsToSum(part, plan) for part in parts)
+        replies = (iter(self.pull_messages(self.push_messages(part))) for part in requests)
         return chain(next(replies, ()), chain.from_iterable(replies))
 
     def _answers(self, messages: list[Message]) -> list[Message]:

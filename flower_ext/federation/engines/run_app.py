@@ -36,11 +36,11 @@ def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
     names = project["tool"]["flwr"]["app"]["components"]
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    found = []
+    components = []
     for side in ("serverapp", "clientapp"):
         module, _, attribute = names[side].partition(":")
-        found.append(getattr(importlib.import_module(module), attribute))
-    return found[0], found[1]
+        components.append(getattr(importlib.import_module(module), attribute))
+    return components[0], components[1]
 
 
 def run_app(folder: Path, config: UserConfig, *, clients: int, workers: int = 1) -> InProcessGrid:

@@ -121,8 +121,8 @@ class VirtualGrid(Grid):
     ) -> Iterable[Message]:
         """Return the replies to these messages, or to all, that have arrived, each only once."""
         for reply in self._grid.pull_messages(list(self._packed)):
-            asked = self._packed.pop(reply.metadata.reply_to_message_id, {})
-            self._replies |= zip(asked, self._unpack(reply, list(asked.values())), strict=True)
+            parcel = self._packed.pop(reply.metadata.reply_to_message_id, {})
+            self._replies |= zip(parcel, self._unpack(reply, list(parcel.values())), strict=True)
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
         wanted = [*self._replies] if wanted is None else wanted
         return [self._replies.pop(each) for each in wanted if each in self._replies]
@@ -161,13 +161,13 @@ class VirtualGrid(Grid):
     def _answered(
         self, by_node: Mapping[int, Sequence[Message]], timeout: float | None
     ) -> list[Message]:
-        asked = {node: self._pack(node, own) for node, own in by_node.items()}
+        parcels = {node: self._pack(node, messages) for node, messages in by_node.items()}
         singles: list[Message] = []
-        for reply in private.replies(self._grid, list(asked.values()), timeout=timeout):
+        for reply in private.replies(self._grid, list(parcels.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # Unpacked replies look like answers to our messages, so unpack only real answers.
-            if node in asked and _answers(reply, asked[node]):
-                del asked[node]
+            if node in parcels and _answers(reply, parcels[node]):
+                del parcels[node]
                 singles += self._unpack(reply, by_node[node])
             else:
                 log.warning("node %d: the server ignores its reply to no open message", node)
@@ -197,10 +197,10 @@ class VirtualGrid(Grid):
             group_id=messages[0].metadata.group_id,
         )
 
-    def _unpack(self, reply: Message, asked: Sequence[Message]) -> list[Message]:
+    def _unpack(self, reply: Message, requests: Sequence[Message]) -> list[Message]:
         """Return each asked client's reply; an error of the node is an error of each client."""
         if reply.has_error():
-            return [Message(reply.error, reply_to=message) for message in asked]
+            return [Message(reply.error, reply_to=message) for message in requests]
         try:
             contents, facts = unpacked(reply.content)
             codes, reasons = list(facts["error-code"]), list(facts["error-reason"])
@@ -208,17 +208,17 @@ class VirtualGrid(Grid):
                 Error(code=code, reason=reason) if code else content
                 for content, code, reason in zip(contents, codes, reasons, strict=True)
             ]
-            return [Message(each, reply_to=m) for each, m in zip(answers, asked, strict=True)]
+            return [Message(each, reply_to=m) for each, m in zip(answers, requests, strict=True)]
         except Exception as error:  # a hostile node may send anything
             unreadable = Error(code=_UNREADABLE, reason=f"the node's reply cannot be read: {error}")
-            return [Message(unreadable, reply_to=message) for message in asked]
+            return [Message(unreadable, reply_to=message) for message in requests]
 
 
 def _answers(reply: Message, question: Message) -> bool:
     """Return True for a reply to ``question``, and False for one to another message or round."""
-    own, asked = reply.metadata, question.metadata
+    answer, request = reply.metadata, question.metadata
     return (
-        own.group_id == asked.group_id
-        and own.message_type == asked.message_type
-        and asked.message_id in ("", own.reply_to_message_id)
+        answer.group_id == request.group_id
+        and answer.message_type == request.message_type
+        and request.message_id in ("", answer.reply_to_message_id)
     )

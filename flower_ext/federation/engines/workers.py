@@ -108,8 +108,10 @@ class Workers:
             if shares[number]:
                 self._send(number, (shares[number], plan))
                 self._open[number] = shares[number]
-        own = self._answer(shares[0])
-        replies = {id(message): reply for message, reply in zip(shares[0], own, strict=True)}
+        replies_here = self._answer(shares[0])
+        replies = {
+            id(message): reply for message, reply in zip(shares[0], replies_here, strict=True)
+        }
         self._homes |= dict.fromkeys(self._with_state(shares[0]), 0)
         return self._in_order(messages, home, replies)
 
@@ -124,14 +126,14 @@ class Workers:
     def _heard(self, number: int) -> dict[int, Message]:
         """Return another process's replies to its last messages, by ``id`` of the message."""
         messages = self._open.pop(number)
-        told, stateful, summed = self._receive(number)
+        answers, stateful, summed = self._receive(number)
         self._homes |= dict.fromkeys(stateful, number)
-        kept = sum(isinstance(each, tuple) for each in told)
+        kept = sum(isinstance(each, tuple) for each in answers)
         there = Elsewhere(partial(self._fetched, number), summed, kept)
         if kept:
             self._kept[number] = ref(there)
         replies, index = {}, 0
-        for message, each in zip(messages, told, strict=True):
+        for message, each in zip(messages, answers, strict=True):
             if isinstance(each, tuple):
                 facts, metrics, payload = each
                 each = Upload(RowElsewhere(there, index, *facts), metrics, payload)
@@ -150,7 +152,9 @@ class Workers:
         """Fetch replies and updates that a caller may still read, before processes drop them."""
         for number in [*self._open]:
             self._heard(number)
-        for there in [found for kept in [*self._kept.values()] if (found := kept()) is not None]:
+        for there in [
+            kept_rows for kept in [*self._kept.values()] if (kept_rows := kept()) is not None
+        ]:
             there.rows()
         self._kept.clear()
 
@@ -170,8 +174,8 @@ class Workers:
         for node in list(by_node):
             if len(usual := shares[self._usual[node]]) < part:
                 usual += by_node.pop(node)
-        for own in by_node.values():
-            min(shares, key=len).extend(own)
+        for messages_of_node in by_node.values():
+            min(shares, key=len).extend(messages_of_node)
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
@@ -241,24 +245,24 @@ class Workers:
         kept: list[Upload] = []
         while True:
             try:
-                asked = pickle.loads(channel.connection.recv_bytes())
+                request = pickle.loads(channel.connection.recv_bytes())
             except EOFError:
                 return
-            if asked is None:
+            if request is None:
                 break
-            if asked == _ROWS:
+            if request == _ROWS:
                 channel.share([upload.arrays.numbers for upload in kept])
                 continue
-            messages, plan = asked
-            told, summed = [*map(_told, self._answer(messages))], None
-            kept = [each for each in told if plan is not None and isinstance(each, Upload)]
+            messages, plan = request
+            answers, summed = [*map(_told, self._answer(messages))], None
+            kept = [each for each in answers if plan is not None and isinstance(each, Upload)]
             if kept:
                 summed = _sum(plan, kept)
             sent = [
                 _facts(each, with_norm=plan.client_protects)
                 if isinstance(each, Upload) and plan is not None
                 else each
-                for each in told
+                for each in answers
             ]
             stateful = self._with_state(messages)
             nodes.update(stateful)

@@ -155,8 +155,8 @@ class Checkpoints:
         """
         if self.run is None:
             return
-        own = {_METHOD + group: members for group, members in state.method.items()}
-        packed = pack(_facts_of(state), {MODEL: state.model, **own})
+        groups = {_METHOD + group: members for group, members in state.method.items()}
+        packed = pack(_facts_of(state), {MODEL: state.model, **groups})
         if not self.repeats and self.run.metrics_path.exists():
             sync_to_disk(self.run.metrics_path)
         folder = self._folder()
@@ -178,12 +178,12 @@ class Checkpoints:
         for number in reversed(self._rounds()):
             file = self._folder() / f"{number}.checkpoint"
             try:
-                found = unpack(file.read_bytes())
+                packed = unpack(file.read_bytes())
             except Damaged as error:
                 damage.append(f"{file}: {error}")
                 log.warning("%s; the run continues from the checkpoint before it", damage[-1])
             else:
-                return _state_of(found)
+                return _state_of(packed)
         if damage:
             raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
         return None

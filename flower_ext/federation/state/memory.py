@@ -90,16 +90,16 @@ class ClientMemory:
         OSError
             The memory could not be written, so nothing of this round may leave the client.
         """
-        own = {
+        copies = {
             name: value.clone() for name, value in params.items()
         }  # a view would keep a whole batch alive
         if self._folder is None:
             if and_before and 0 < self.newest() < version:
                 self._move(self._key, self._key + _BEFORE)
-            self._state[self._key] = to_record(own)
+            self._state[self._key] = to_record(copies)
             self._state[self._key + _VERSION] = ConfigRecord({"round": version})
             return
-        content = pack({"round": version}, {_KEPT: to_arrays(to_record(own))})
+        content = pack({"round": version}, {_KEPT: to_arrays(to_record(copies))})
         self._folder.write(self._name(version), content)
         before = sorted(other for other in self._versions() if other < version)
         for other in self._versions():

@@ -94,13 +94,13 @@ class SecureScores:
         count = float(total[0])
         if count < 1:
             return {}
-        found = {"scored_clients": count}
+        means = {"scored_clients": count}
         for (name, low, high), value in zip(self.bounds, total[1:], strict=True):
             centred = float(value) / count
-            found[f"{name}_mean"] = (low + high) / 2 + (high - low) * centred
+            means[f"{name}_mean"] = (low + high) / 2 + (high - low) * centred
             error = stddev / count * math.sqrt(1 + centred**2)
-            found[f"{name}_mean_error"] = (high - low) * error
-        return found
+            means[f"{name}_mean_error"] = (high - low) * error
+        return means
 
     def describe(self) -> str:
         """Return one line for the log."""

@@ -327,8 +327,8 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
     others = cohort.members - 1
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and cohort.threshold(2 * half):
-        found = _least(lambda pairs: cohort.threshold(2 * pairs) > 0, 1, half)
-        degrees = 2 * np.arange(max(1, found - _RIPPLE), found + 1)
+        pairs = _least(lambda tried: cohort.threshold(2 * tried) > 0, 1, half)
+        degrees = 2 * np.arange(max(1, pairs - _RIPPLE), pairs + 1)
         thresholds = cohort.thresholds(degrees)
         first = int(np.argmax(thresholds > 0))
         return int(degrees[first]), int(thresholds[first])

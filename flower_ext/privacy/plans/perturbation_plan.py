@@ -71,8 +71,10 @@ class PerturbationPlan(PlainAverage):
         Each number loses half of eps, relatively. A subnormal number loses half of the smallest
         positive one.
         """
-        own = self.perturbation
-        norm = own.clipping_norm if isinstance(own, OutputPerturbation) else math.inf
+        perturbation = self.perturbation
+        norm = (
+            perturbation.clipping_norm if isinstance(perturbation, OutputPerturbation) else math.inf
+        )
         kinds = {np.finfo(array.dtype) for array in sent.values()} or {np.finfo(np.float32)}
         numbers = sum(array.size for array in sent.values())
         relative = max(float(kind.eps) / 2 for kind in kinds)
@@ -85,18 +87,20 @@ class PerturbationPlan(PlainAverage):
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the perturbation that each client applies."""
-        own = self.perturbation
-        if isinstance(own, OutputPerturbation):
-            return ClipModel(clipping_norm=own.clipping_norm, noise_stddev=own.noise_stddev)
+        perturbation = self.perturbation
+        if isinstance(perturbation, OutputPerturbation):
+            return ClipModel(
+                clipping_norm=perturbation.clipping_norm, noise_stddev=perturbation.noise_stddev
+            )
         least = self.objective_in(run).least_examples()
-        return PerturbObjective(rate=own.rate, least_examples=least)
+        return PerturbObjective(rate=perturbation.rate, least_examples=least)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
         """Return the largest norm of an honest upload; infinite for objective perturbation."""
-        own = self.perturbation
-        if not isinstance(own, OutputPerturbation):
+        perturbation = self.perturbation
+        if not isinstance(perturbation, OutputPerturbation):
             return math.inf
-        return largest_noised_norm(own.clipping_norm, own.noise_stddev, numbers)
+        return largest_noised_norm(perturbation.clipping_norm, perturbation.noise_stddev, numbers)
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Return the published and the provable guarantee; ε is the largest of any client."""

@@ -166,7 +166,7 @@ class RecordLevelPlan(PlainAverage):
             return
         assert phase is not None
         training = run.training[phase]
-        found = {
+        settings = {
             "learning_rate": (training.learning_rate, steps.learning_rate),
             "batch_size": (min(training.batch_size, size), steps.batch_size or size),
             "steps": (training.num_steps(size), steps.local_steps),
@@ -175,10 +175,10 @@ class RecordLevelPlan(PlainAverage):
             "tolerance": (training.tolerance, 0.0),
             "optimizer": (training.optimizer, "SGD"),
         }
-        for name, (own, planned) in found.items():
-            if own != planned:
+        for name, (chosen, planned) in settings.items():
+            if chosen != planned:
                 raise InvalidValue(
-                    f"{phase}.{name}={own!r}: expected {planned!r}, as in the plan's clipped steps"
+                    f"{phase}.{name}={chosen!r}: expected {planned!r}, as in the plan's clipped steps"
                 )
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:

@@ -114,10 +114,10 @@ class ReleasePlan(NoisedSum):
 
     def releases(self, participations: Participations) -> dict[Release, int]:
         """Return a run's releases so far, with counts: sums of rounds and of evaluations."""
-        found = Counter({self.release: participations.rounds})
-        if (own := self.of_scores) is not None:
-            found[own.release] += participations.evaluations
-        return dict(found)
+        counts = Counter({self.release: participations.rounds})
+        if (of_scores := self.of_scores) is not None:
+            counts[of_scores.release] += participations.evaluations
+        return dict(counts)
 
     def count_scores(self, participations: Participations) -> None:
         """Count an evaluation of all clients, of which an adversary may see the sum or uploads.
@@ -125,13 +125,14 @@ class ReleasePlan(NoisedSum):
         Participations are counted in training rounds, with noise multiplier σ. An evaluation with
         noise multiplier σ_e reveals as much as (σ/σ_e)² of them, and therefore counts as many.
         """
-        own = self.of_scores
-        assert own is not None
-        found, worth = own.sum_parameters, (self.noise_multiplier / own.noise_multiplier) ** 2
+        of_scores = self.of_scores
+        assert of_scores is not None
+        parameters = of_scores.sum_parameters
+        worth = (self.noise_multiplier / of_scores.noise_multiplier) ** 2
         participations.record_evaluation(
             range(self.sampling.population),
-            in_sum=worth * found.least_answers / found.honest_answers,
-            in_upload=worth * found.least_answers,
+            in_sum=worth * parameters.least_answers / parameters.honest_answers,
+            in_upload=worth * parameters.least_answers,
         )
 
     @classmethod

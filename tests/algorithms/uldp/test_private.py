@@ -5,7 +5,7 @@ import re
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -73,10 +73,8 @@ def kept(grid, number=0):
 
 
 @pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
-@pytest.mark.parametrize(("ours", "theirs"), [(UldpAvg, UldpAvg), (UldpSgd, UldpSgd)])
-def test_the_model_is_that_of_plain_weights_over_several_rounds(
-    ours, theirs, sampling, monkeypatch
-):
+@pytest.mark.parametrize("method", [UldpAvg, UldpSgd])
+def test_the_model_is_that_of_plain_weights_over_several_rounds(method, sampling, monkeypatch):
     draw, drawn = UsersInSilos.draw, []
 
     def noted(self, rng):
@@ -84,7 +82,7 @@ def test_the_model_is_that_of_plain_weights_over_several_rounds(
         return drawn[-1]
 
     monkeypatch.setattr(UsersInSilos, "draw", noted)
-    grid, model = start(strategy := make(ours, sampling=sampling))
+    grid, model = start(strategy := make(method, sampling=sampling))
     assert strategy.refusals == []
     order = kept(grid)._order
 
@@ -96,7 +94,7 @@ def test_the_model_is_that_of_plain_weights_over_several_rounds(
         return replace(cohort, units=sorted(order[place] for place in cohort.units))
 
     monkeypatch.setattr(UsersInSilos, "draw", told)
-    _, expected = start(make(theirs, sampling=sampling))
+    _, expected = start(make_openly(method, sampling=sampling))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert difference(model, records.to_arrays(ArrayRecord(task().initial_params(SEED)))) > 1e-3
 
@@ -104,14 +102,15 @@ def test_the_model_is_that_of_plain_weights_over_several_rounds(
 def test_every_coordinate_of_the_sum_errs_by_the_precision_at_most_and_by_a_dither():
     coarse = replace(SMALL, precision=1e-3)
     sums = {}
-    for name, strategy in (("ours", make(protocol=coarse)), ("theirs", make_openly(UldpAvg))):
-        seen = strategy.next_model
 
-        def keep(base, mean, updates, seen=seen, name=name):
-            sums[name] = {n: np.asarray(a) * USERS for n, a in mean.items()}
-            return seen(base, mean, updates)
+    @dataclass(frozen=True, kw_only=True)
+    class Watched(UldpAvg):
+        def step(self, model, released, state):
+            sums[run] = {n: np.asarray(a) * USERS for n, a in released.mean.items()}
+            return super().step(model, released, state)
 
-        strategy.next_model = keep
+    runs = {"ours": make(Watched, protocol=coarse), "theirs": make_openly(Watched)}
+    for run, strategy in runs.items():
         start(strategy, rounds=1)
     assert 1e-5 < difference(sums["ours"], sums["theirs"]) <= coarse.precision
 
@@ -689,8 +688,9 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
 def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
     def after(before, anew):
         earlier, strategy = make(), make()
-        earlier._costs["sensitivity"], strategy.run.summation._costs["sensitivity"] = before, anew
-        strategy.restore(earlier.state())
+        sums, earlier_sums = strategy.run.summation, earlier.run.summation
+        earlier_sums._costs["sensitivity"], sums._costs["sensitivity"] = before, anew
+        sums.restore(earlier_sums.state())
         return strategy.run.mechanism.sensitivity
 
     assert after(before=1.1, anew=1.2) == after(before=1.2, anew=1.1) == 1.2
@@ -781,7 +781,7 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
         (lambda: make(diagnostics=True), "diagnostics=True"),
         (
             lambda: make(weighting="equal"),
-            "weighting: expected none, as private weights are by records",
+            "sum: expected none with weighting='equal', as private weights are by records",
         ),
         (
             lambda: private_strategy_of(

@@ -1,6 +1,6 @@
 """Nothing that one party of private weighting sends ends a run or spoils a model unseen."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -360,12 +360,13 @@ def test_where_a_silo_loses_its_keys_all_silos_set_up_anew(
     assert f"silos [{lost}] have lost their keys" in logged.text
     assert strategy.participations.rounds == 4
     if not changes:
-        plain = make_openly(UldpAvg, plan={"rounds": 4})
 
-        def forgetting(base, mean, updates, step=plain.next_model):
-            return base if plain.participations.rounds == 2 else step(base, mean, updates)
+        @dataclass(frozen=True, kw_only=True)
+        class Forgetting(UldpAvg):
+            def step(self, model, released, state):
+                return (model, state) if released.round == 2 else super().step(model, released, state)
 
-        plain.next_model = forgetting
+        plain = make_openly(Forgetting, plan={"rounds": 4})
         assert difference(model, start(plain, rounds=4)[1]) <= 4 * SMALL.precision
 
 
@@ -505,13 +506,12 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, monkeyp
     assert "the updates of this silo cannot be encrypted (MemoryError)" in logged.text
 
     class WithoutSilo1(WeightsByRecords):
-        def of_users(self, users):
-            weights = super().of_users(users)
+        def weights(self, histogram, num_silos):
+            weights = super().weights(histogram, num_silos)
             weights[1] = 0
             return weights
 
-    expected = make_openly(UldpAvg, evaluate_every=0)
-    expected.weights = WithoutSilo1()
+    expected = make_openly(UldpAvg, weighting=WithoutSilo1(), evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
 
@@ -531,11 +531,10 @@ def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_i
         assert f"{above} users have more records in this silo than the {limit}" in logged.text
 
     class Limited(WeightsByRecords):
-        def prepare(self, histogram, num_silos):
-            super().prepare(np.minimum(histogram, np.array(limits)[:, None]), num_silos)
+        def weights(self, histogram, num_silos):
+            return super().weights(np.minimum(histogram, np.array(limits)[:, None]), num_silos)
 
-    expected = make_openly(UldpAvg, evaluate_every=0)
-    expected.weights = Limited()
+    expected = make_openly(UldpAvg, weighting=Limited(), evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
 

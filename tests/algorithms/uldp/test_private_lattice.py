@@ -132,10 +132,10 @@ def test_the_model_is_that_of_plain_weights_and_of_paillier():
 
 
 def test_by_name_a_protocol_has_its_default_settings():
-    assert make(protocol="lattice").protocol == LatticeWeighting()
-    settings = make(protocol="lattice").protocol.server(plan(EVERYONE), silos=3, coordinates=5)
+    assert make(protocol="lattice").run.summation.protocol == LatticeWeighting()
+    settings = make(protocol="lattice").run.summation.protocol.server(plan(EVERYONE), silos=3, coordinates=5)
     assert settings.settings.silo_record_limits == (2000, 2000, 2000)
-    assert make(protocol="paillier").protocol.name == "paillier"
+    assert make(protocol="paillier").run.summation.protocol.name == "paillier"
 
 
 # What travels ------------------------------------------------------------------------------------
@@ -459,19 +459,13 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
 
 
 def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
-    earlier, strategy = lattice_of(), lattice_of()
+    strategy = lattice_of()
+    earlier, sums = lattice_of().run.summation, strategy.run.summation
     earlier._costs = {"sensitivity": 1.1, "residue": 1e-7}
-    strategy._costs = {"sensitivity": 1.2, "residue": 1e-8}
-    strategy.restore(earlier.state())
+    sums._costs = {"sensitivity": 1.2, "residue": 1e-8}
+    sums.restore(earlier.state())
     assert strategy.run.mechanism.sensitivity == 1.2
     assert strategy.run.mechanism.residue == 1e-7
-
-
-def test_a_checkpoint_of_an_older_version_goes_on():
-    strategy = make(protocol=SMALL)
-    strategy.restore({"sensitivity": {"sensitivity": np.asarray(1.25)}})
-    assert strategy.run.mechanism.sensitivity == 1.25
-    assert strategy.run.mechanism.residue == 0
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda
 from flower_ext.algorithms.upcycled.wrapper import Traffic, extrapolated
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
 from flower_ext.federation.cohort import FOR_MODS
+from flower_ext.federation.method import State
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -885,7 +886,7 @@ def test_a_hosted_server_that_goes_on_in_a_new_process_counts_its_steps_on():
     whole = models_of(hosted(), rounds=4)
     first, second = hosted(), hosted()
     middle = models_of(first, rounds=2)[-1]
-    second.restore(first.state())
+    second.run.state = State.of_groups(first.run.state.groups())  # as from a checkpoint
     same(models_of(second, rounds=2, start=middle), whole[2:])
 
 
