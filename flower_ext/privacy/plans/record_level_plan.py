@@ -178,7 +178,8 @@ class RecordLevelPlan(PlainAverage):
         for name, (chosen, planned) in settings.items():
             if chosen != planned:
                 raise InvalidValue(
-                    f"{phase}.{name}={chosen!r}: expected {planned!r}, as in the plan's clipped steps"
+                    f"{phase}.{name}={chosen!r}: expected {planned!r}, as in the plan's clipped "
+                    "steps"
                 )
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
