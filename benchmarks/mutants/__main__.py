@@ -52,9 +52,9 @@ _OF_ROUNDS = (
 )
 _OF_MASKS = (
     "auditing/test_secure_rounds.py",
-    "federation/test_masked_scores.py",
+    "federation/client/test_masked_scores.py",
     "federation/sums/test_masked.py",
-    "federation/test_secure_scores.py",
+    "federation/test_score_round.py",
 )
 _OF_RUNS = (
     "federation/test_frozen.py",
@@ -63,7 +63,7 @@ _OF_RUNS = (
     "federation/test_record_level_plan.py",
     "federation/test_odd_parameters.py",
     "federation/sums/test_masked.py",
-    "federation/test_secure_scores.py",
+    "federation/test_score_round.py",
     *_OF_ROUNDS,
 )
 TESTS = {

@@ -4,7 +4,7 @@ All apps read the same settings by the same names (``docs/settings.md``)::
 
     def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
         plan, local = configured.release_plan(config), configured.training(config)
-        return DPFedAvg(local=local, **configured.options(config, run, plan))
+        return FederatedStrategy(DPFedAvg(local=local), **configured.options(config, run, plan))
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:

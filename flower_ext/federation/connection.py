@@ -43,13 +43,13 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     run.model = records.shared_arrays(shared_part(run, arrays))
     run.method.check_model(run.model)
     is_new = run.exchange.roster is None
-    meet(run, grid)
+    _meet(run, grid)
     roster = run.exchange.roster
     if is_new and roster is not None and roster.foreign and run.mechanism.delta is not None:
         records.refuse_tied(arrays)
 
 
-def meet(run: Run, grid: Grid) -> None:
+def _meet(run: Run, grid: Grid) -> None:
     """Connect to the clients, at the first call, and let method and sums ask what they need."""
     if run.exchange.roster is not None:
         return

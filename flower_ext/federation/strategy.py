@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.connection import connect, meet, shared_part
+from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.method import Method
 from flower_ext.federation.population import Population
 from flower_ext.federation.run import Run
@@ -183,7 +183,8 @@ class FederatedStrategy(Strategy):
         run, every = self.run, self.run.evaluate_every
         if every == 0 or (server_round % every and server_round != run.last_round):
             return []
-        meet(run, grid)
+        if not run.model:  # an evaluation before any training
+            connect(run, grid, arrays)
         model = records.shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
         return self._evaluation.ask(grid, model, _numbered(config, server_round))

@@ -70,7 +70,8 @@ def test_a_control_variate_is_the_clients_gradient_also_with_momentum(momentum):
         kept = ClientMemory(context, "scaffold").load()
         torch.testing.assert_close(kept["weight"], own_gradient(client))
     mean = torch.stack([own_gradient(client) for client in range(CLIENTS)]).mean(0)
-    torch.testing.assert_close(torch.from_numpy(strategy.run.state.everyone["control"]["weight"]), mean)
+    control = strategy.run.state.everyone["control"]["weight"]
+    torch.testing.assert_close(torch.from_numpy(control), mean)
 
 
 @pytest.mark.parametrize("kept_in", grid(["state", "folder"], lambda place: place == "folder"))

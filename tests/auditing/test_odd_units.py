@@ -126,7 +126,7 @@ def with_a_record_that_raises(method):
             metrics={},
             device="cpu",
         )
-        return World(strategy=make, client_app=type(make()).client_app(task), num_clients=2)
+        return World(strategy=make, client_app=make().method.client_app(task), num_clients=2)
 
     way = np.zeros((CLASSES, SIZE))
     way[0, 0], way[1, 0] = -1.0, 1.0  # a record that raises may remove the others' updates
@@ -233,7 +233,7 @@ def with_a_client_that_fails(setup, kind):
     make = FAILURES[setup]
 
     def world(kind):
-        app = type(make()).client_app(failing_task(kind))
+        app = make().method.client_app(failing_task(kind))
         return World(strategy=make, client_app=app, num_clients=CLIENTS)
 
     def score(seen, view):

@@ -3,7 +3,7 @@
 Each path of `PATHS` carries an update of ten clipping norms, and one of half a norm. The first must
 count as one norm, the second as it is, in every number and up to noise of a thousandth of a norm. A
 path names the functions that it must call, so that no path quietly becomes another one. Functions
-that bound or add, and classes of protections, plans, rows and grids, must each be on a path.
+that bound or add, and classes of protections, plans, sums, rows and grids, must each be on a path.
 """
 
 import inspect
@@ -17,7 +17,6 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from flower_ext.federation.secure_sum import SecureRound
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
@@ -34,20 +33,23 @@ from flower_ext.algorithms.uldp import (
     private_silo,
     silo_training,
 )
+from flower_ext.algorithms.uldp.weighted_sum import WeightedSum
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
     ClientMethod,
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Method,
     VirtualGrid,
     client_level_dp_mod,
     client_level_mod,
-    hooks,
     output_perturbation_mod,
     records,
 )
-from flower_ext.federation.client import cohort_app, masked_scores, protecting, sum_member
+from flower_ext.federation.client import cohort_app, masked_scores, protecting
+from flower_ext.federation.sums import masked, plain
+from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Rows, Upload
 from flower_ext.privacy import (
     ClippedSteps,
@@ -61,10 +63,10 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureScores,
     SecureSum,
-    cells,
 )
 from flower_ext.privacy.mechanisms import bounds, noised_sum, protections
 from flower_ext.privacy.mechanisms import plan as plans
+from flower_ext.privacy.mechanisms import quantization as cells
 from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
@@ -80,7 +82,7 @@ from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import network, rows
 from flower_ext.training.batched.rows import CompiledRow
 from tests.support import planted_faults as faults
-from tests.support.strategies import group_strategy, strategy_of
+from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
 from tests.support.travelling import Tampering
 
 CLIENTS, USERS, SILOS = 4, 2, 3
@@ -149,7 +151,8 @@ def update_of(work):
     }
 
 
-class Sent(FederatedStrategy):
+@dataclass(frozen=True, kw_only=True)
+class Sent(Method):
     """A method whose clients send the update that their data name."""
 
     client = ClientMethod(
@@ -166,6 +169,7 @@ class Sent(FederatedStrategy):
         return {"local": ONE_STEP}
 
 
+@dataclass(frozen=True, kw_only=True)
 class SentModels(Sent):
     """The same with whole models."""
 
@@ -323,7 +327,8 @@ def users(size, method=UldpAvg, *, silos=2, factor=USERS, plan=None, **options):
     """Run one round of Uldp-FL; the user's records lie in every silo, with the same update."""
     local = {} if method is UldpSgd else {"local": ONE_STEP}
     facts = {"sampling": FullParticipation(USERS), "unit": PrivacyUnit.USER, **(plan or {})}
-    strategy = strategy_of(
+    make = private_strategy_of if "protocol" in options else strategy_of
+    strategy = make(
         method, plan=release_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
     )
     return linear(size, strategy, factor * silos, silos=silos)
@@ -438,7 +443,7 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(ADDED, (hooks, "times_examples"), (hooks, "weighted_mean")),
+        through=(ADDED, (plain, "times_examples"), (plain, "weighted_mean")),
         bound=math.inf,
     ),
     "rows, whole models": Path(
@@ -448,7 +453,7 @@ PATHS = {
     # Several processes, which add up their own rows.
     "workers' sums, the server clips": Path(
         run=partial(sent, workers=2),
-        through=(CLIPPED, (bounds, "_check_bound"), (hooks, "in_parts")),
+        through=(CLIPPED, (bounds, "_check_bound"), (plain, "in_parts")),
         around=((Elsewhere, "rows"),),
     ),
     "workers' sums, the clients clip": Path(
@@ -465,7 +470,8 @@ PATHS = {
     ),
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
-        run=partial(sent, grid=Messages), through=(CLIPPED, (Upload, "content"))
+        run=partial(sent, grid=Messages),
+        through=(CLIPPED, (plain.PlainSum, "open"), (Upload, "content")),
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),
@@ -490,7 +496,12 @@ PATHS = {
     # Sums that hide their parts from the server.
     "masked sum": Path(
         run=partial(sent, plan=release_plan(**SECURE)),
-        through=((ClipToCells, "released"), (sum_member, "masked"), (SecureRound, "combine")),
+        through=(
+            (ClipToCells, "released"),
+            (masked, "seal"),
+            (masked.MaskedSum, "open"),
+            (masked.OpenMaskedSum, "aggregate"),
+        ),
     ),
     "masked sum without one member": Path(
         run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
@@ -530,7 +541,11 @@ PATHS = {
             protocol=PAILLIER,
             plan={"dropout_policy": "discard"},
         ),
-        through=((private_silo, "clip_each_row"), (protecting.HiddenSum, "__init__")),
+        through=(
+            (private_silo, "clip_each_row"),
+            (protecting.HiddenSum, "__init__"),
+            (WeightedSum, "open"),
+        ),
         direction=AXIS,
     ),
     "silos' sum": Path(
@@ -628,7 +643,7 @@ def classes():
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
         if module.name.split(".")[1] in ("privacy", "federation"):
             import_module(module.name)
-    found, waiting = set(), [Protection, PrivacyPlan, Row, Summed, Grid]
+    found, waiting = set(), [Protection, PrivacyPlan, Row, Summed, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()

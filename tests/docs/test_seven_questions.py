@@ -30,7 +30,10 @@ QUESTIONS = {
     ),
     "how to resume": (
         [HOME, "guides/resume.md"],
-        ["--resume RUN", 'recorded(FederatedStrategy(DPFedAvg(), plan, evaluate_every=0), "hospital-a")'],
+        [
+            "--resume RUN",
+            'recorded(FederatedStrategy(DPFedAvg(), plan, evaluate_every=0), "hospital-a")',
+        ],
     ),
     "how to deploy": (
         [HOME, "deploy.md"],

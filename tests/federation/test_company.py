@@ -140,7 +140,7 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
     """Return each client's upload in one round in which client 0 is odd or absent."""
 
     def data(client):
-        own = client_data if isinstance(make().plan, RecordLevelPlan) else uneven
+        own = client_data if isinstance(make().run.plan, RecordLevelPlan) else uneven
         return odd(client) if client == 0 else own(client)
 
     strategy = make(seed=2, seeded_noise=True, evaluate_every=0)

@@ -297,8 +297,8 @@ def count_unnoised(patch, experiment: Experiment) -> Experiment:
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
     """Let the weights of each user sum to 2."""
-    real = EqualWeights.of_users
-    patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
+    real = EqualWeights.weights
+    patch.setattr(EqualWeights, "weights", lambda self, *facts: 2 * real(self, *facts))
     patch.setattr(averaging, "check_weights", lambda *_: None)
     return experiment
 

@@ -20,6 +20,7 @@ from flower_ext.algorithms.uldp import (
     UldpSgd,
 )
 from flower_ext.algorithms.uldp.weighting import keeping, paillier, paillier_silo
+from flower_ext.algorithms.uldp.weighting.protocol import WEIGHTED
 from flower_ext.data import SiloData, histogram
 from flower_ext.federation import (
     FederationNotReady,
@@ -106,11 +107,11 @@ def test_every_coordinate_of_the_sum_errs_by_the_precision_at_most_and_by_a_dith
     @dataclass(frozen=True, kw_only=True)
     class Watched(UldpAvg):
         def step(self, model, released, state):
-            sums[run] = {n: np.asarray(a) * USERS for n, a in released.mean.items()}
+            sums[name] = {n: np.asarray(a) * USERS for n, a in released.mean.items()}
             return super().step(model, released, state)
 
     runs = {"ours": make(Watched, protocol=coarse), "theirs": make_openly(Watched)}
-    for run, strategy in runs.items():
+    for name, strategy in runs.items():  # noqa: B007 - the step reads it
         start(strategy, rounds=1)
     assert 1e-5 < difference(sums["ours"], sums["theirs"]) <= coarse.precision
 
@@ -178,7 +179,8 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
     places = iter(sorted(users))
 
     def told(self, rng):
-        return Cohort(asked=range(self.num_silos), units=users[next(places)])
+        drawn = users[next(places)]
+        return Cohort(asked=range(self.num_silos), units=drawn, population=USERS)
 
     monkeypatch.setattr(UsersInSilos, "draw", told)
     _, expected = start(make_openly(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
@@ -195,7 +197,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert len(told) == ROUNDS
     pieces = [data[at : at + 384] for _, data in told for at in range(0, len(data), 384)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
-    sent = {data for _, data in arrays(grid.sent, "users", "weights")}
+    sent = {data for _, data in arrays(grid.sent, WEIGHTED, "weights")}
     assert len(sent) == ROUNDS  # all silos received the same
     facts = strategy.run.summation._connected.settings
     assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
@@ -325,7 +327,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
     assert len(uploads) == SILOS * ROUNDS
     for _, data in uploads:
         sent += numbers(data, facts.ciphertext_bytes)
-    weights = arrays(grid.sent, "users", "weights")
+    weights = arrays(grid.sent, WEIGHTED, "weights")
     assert len(weights) == SILOS * ROUNDS
     for data in {data for _, data in weights}:  # one list per round, for all silos
         sent += numbers(data, facts.ciphertext_bytes)
@@ -801,7 +803,7 @@ def test_without_the_extra_the_error_says_what_to_install():
         "import sys; sys.modules['phe'] = None\n"
         "from flower_ext.algorithms import uldp\n"
         "uldp.UldpAvg\n"
-        "uldp.UldpAvg\n"
+        "uldp.weighted_sum()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -364,7 +364,9 @@ def test_where_a_silo_loses_its_keys_all_silos_set_up_anew(
         @dataclass(frozen=True, kw_only=True)
         class Forgetting(UldpAvg):
             def step(self, model, released, state):
-                return (model, state) if released.round == 2 else super().step(model, released, state)
+                if released.round == 2:
+                    return model, state
+                return super().step(model, released, state)
 
         plain = make_openly(Forgetting, plan={"rounds": 4})
         assert difference(model, start(plain, rounds=4)[1]) <= 4 * SMALL.precision

@@ -132,8 +132,9 @@ def test_the_model_is_that_of_plain_weights_and_of_paillier():
 
 
 def test_by_name_a_protocol_has_its_default_settings():
-    assert make(protocol="lattice").run.summation.protocol == LatticeWeighting()
-    settings = make(protocol="lattice").run.summation.protocol.server(plan(EVERYONE), silos=3, coordinates=5)
+    protocol = make(protocol="lattice").run.summation.protocol
+    assert protocol == LatticeWeighting()
+    settings = protocol.server(plan(EVERYONE), silos=3, coordinates=5)
     assert settings.settings.silo_record_limits == (2000, 2000, 2000)
     assert make(protocol="paillier").run.summation.protocol.name == "paillier"
 

@@ -635,11 +635,16 @@ def test_after_a_discarded_private_round_the_even_round_changes_nothing(tmp_path
 def test_after_a_lost_round_scaffolds_control_stays_where_it_was():
     base = FederatedStrategy(Scaffold(local=FAST), PLAIN, seed=1)
     controls = {}
+
+    def note(number, arrays):
+        if number:
+            controls[number] = dict(base.run.state.everyone["control"])
+
     Upcycled(base, 0.6).start(
         recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 3),
         initial(),
         num_rounds=6,
-        evaluate_fn=lambda t, arrays: controls.__setitem__(t, dict(base.run.state.everyone["control"])),
+        evaluate_fn=note,
     )
     zero = {n: np.zeros_like(c) for n, c in controls[1].items()}
     alike(controls[2], moved_on([zero, controls[1]], 0.6))

@@ -177,8 +177,8 @@ def test_a_cohort_at_once_is_its_clients_one_by_one(strategy):
     finals, scores, memories = [], [], []
     for engine in (InProcessGrid, Alone):
         plan = NonPrivatePlan(sampling=FixedSizeSampling(9, 7))
-        run = strategy_of(strategy, plan=plan, seed=1, stragglers=Stragglers(ratio=0.3))
-        grid = engine(type(run).client_app(task()), num_clients=9)
+        run = strategy(plan=plan, seed=1, stragglers=Stragglers(ratio=0.3))
+        grid = engine(run.method.client_app(task()), num_clients=9)
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         assert run.refusals == []
         finals.append(records.to_params(result.arrays))

@@ -49,7 +49,7 @@ def test_a_run_is_that_of_clients_on_nodes_of_their_own(strategy):
     finals, scores = [], []
     for virtual in (False, True):
         run = strategy(seed=1)
-        app = client_app(run.client, task=task(), allow_seeded_noise=True)
+        app = client_app(run.method.client, task=task(), allow_seeded_noise=True)
         grid = on_virtual_nodes(app) if virtual else InProcessGrid(app, num_clients=CLIENTS)
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         assert run.refusals == []

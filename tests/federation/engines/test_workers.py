@@ -138,8 +138,8 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
 def test_a_run_in_several_processes_is_that_in_one(strategy):
     finals = []
     for count in (1, 2):
-        run = strategy_of(strategy, plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1)
-        grid = InProcessGrid(type(run).client_app(task()), num_clients=9, workers=count)
+        run = strategy(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1)
+        grid = InProcessGrid(run.method.client_app(task()), num_clients=9, workers=count)
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         grid.workers.gather()
         assert run.refusals == []

@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
     Path(str(context.run_config["output"])).write_text(json.dumps(facts))
 
 
-def strategy_of() -> DPFedAvg:
+def strategy_of() -> FederatedStrategy:
     plan = ReleasePlan.for_target(
         epsilon=4.0,
         delta=0.05,

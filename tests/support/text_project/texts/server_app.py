@@ -18,7 +18,6 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     plan, local = configured.release_plan(config), configured.training(config)
     options = configured.options(config, run, plan)
     if config["personal-head"]:
-        return strategy_of(
-            DP2FedSAM, head=local, extractor=local, personal=("*.classifier",), **options
-        )
+        method = DP2FedSAM(head=local, extractor=local, personal=("*.classifier",))
+        return FederatedStrategy(method, **options)
     return FederatedStrategy(DPFedAvg(local=local), **options)
