@@ -19,7 +19,6 @@ from flower_ext.runs.settings import (
     RECORDED,
     UnfitSetting,
     clients_setting,
-    integer,
     num_nodes,
 )
 
@@ -143,7 +142,7 @@ def prepare(
 
 def clients_per_node(config: Mapping[str, Any]) -> int:
     """Return the number of clients on each node: equal for all, with at most one node per core."""
-    clients = integer(config, "clients", least=1)
+    clients = int(config["clients"])
     nodes = range(min(clients, _cores()), 0, -1)
     return next(clients // count for count in nodes if clients % count == 0)
 

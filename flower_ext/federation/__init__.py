@@ -21,7 +21,6 @@ from flower_ext.federation.recording import (
     recorded_run,
     save_outcome,
     settings_of,
-    shared_budget,
 )
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
@@ -58,5 +57,4 @@ __all__ = [
     "run_in_process",
     "save_outcome",
     "settings_of",
-    "shared_budget",
 ]

@@ -1,10 +1,13 @@
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
-from flower_ext.cli.settings import settings_of
+from flower_ext.cli.project import checked_settings
+from flower_ext.cli.settings import rows_of
 from tests.support.apps import APPS
 
 DOCUMENTED = APPS.parent / "docs" / "settings.md"
@@ -30,47 +33,76 @@ def test_the_table_in_docs_is_what_the_apps_say(tmp_path):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_setting_of_an_app_says_what_it_means(folder):
-    silent = [name for name, row in settings_of(folder).items() if not (row.choices or row.meaning)]
-    assert not silent, f"{folder}/pyproject.toml: add a comment behind {', '.join(silent)}"
+    rows = rows_of(folder)
+    assert [name for name, (_, _, meaning) in rows.items() if not meaning] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_default_is_among_the_choices(folder):
-    rows = settings_of(folder).values()
-    assert all(row.default in row.choices.split(" | ") for row in rows if row.choices)
-    assert any(row.choices for row in rows)
+def test_an_app_declares_every_default_and_needs_no_other_setting(folder, monkeypatch):
+    defaults, _ = checked_settings(folder, ())
+    named = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flower-ext"]["app"]
+    module, _, kind = named["settings"].partition(":")
+    monkeypatch.syspath_prepend(str(folder))
+    settings = getattr(import_module(module), kind)
+    assert settings.of(defaults).rounds == defaults["rounds"]
 
 
-def test_a_comment_is_read_as_choices_and_meaning_over_several_lines(tmp_path):
-    text = (
-        '[project]\nname = "toy" # no setting\n\n' + HEAD + "# A heading\n"
-        'drawn = "by #1"  # one | two-2\n'
-        "                 # | three: of [some] 4 | 5\n"
-        "rounds = 3\n"
-        "noise = true # added\n\n[tool.other]\nrounds = 4 # elsewhere\n"
-    )
-    rows = settings_of(project(tmp_path, text))
+def test_the_settings_of_any_flower_app_have_the_types_of_their_defaults(tmp_path):
+    text = HEAD + 'drawn = "by #1"\nrounds = 3\nnoise = true\n\n[tool.other]\nrounds = 4\n'
+    rows = rows_of(project(tmp_path, text))
     assert list(rows) == ["drawn", "rounds", "noise"]
-    assert rows["drawn"].default == "by #1"
-    assert rows["drawn"].choices == "one | two-2 | three"
-    assert rows["drawn"].meaning == "of [some] 4 | 5"
-    assert (rows["rounds"].default, rows["rounds"].meaning) == ("3", "")
-    assert (rows["noise"].choices, rows["noise"].meaning) == ("true | false", "added")
+    assert rows["drawn"] == ("by #1", "", "")
+    assert rows["noise"] == ("true", "true | false", "")
     shown = call(tmp_path)
     assert shown.exit_code == 0
-    for word in ("drawn", "by #1", "one | two-2 | three", "of [some] 4 | 5", "true | false"):
+    for word in ("drawn", "by #1", "rounds", "true | false"):
         assert word in shown.output
 
 
+DECLARED = """from dataclasses import dataclass
+from typing import Literal
+from flower_ext.runs.settings import Settings as Base, setting
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    x: Literal["one", "two"] = setting("{meaning} [of some]")
+    y: float = setting("half", default=0.5)
+"""
+
+
+def declaring(folder: Path, config: str, meaning: str) -> Path:
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "settings.py").write_text(DECLARED.replace("{meaning}", meaning))
+    named = '[tool.flower-ext.app]\nsettings = "package.settings:Settings"\n'
+    return project(folder, f"{named}{HEAD}{config}")
+
+
+def test_a_class_of_settings_tells_choices_and_meanings(tmp_path):
+    folder = declaring(tmp_path / "a", 'x = "one"\n', "first")
+    assert rows_of(folder) == {"x": ("one", "one | two", "first [of some]")}
+    assert "first [of some]" in call(folder).output
+
+
+def test_a_class_that_is_not_there_is_refused_by_name(tmp_path):
+    named = '[tool.flower-ext.app]\nsettings = "nowhere.settings:Settings"\n'
+    done = call(project(tmp_path, f"{named}{HEAD}x = 1\n"))
+    assert done.exit_code == 2
+    assert "nowhere.settings:Settings" in done.output
+
+
 def test_what_differs_between_apps_is_told_of_each(tmp_path):
-    for name, text in (("a", "x = 1 # first"), ("b", "x = 2 # second"), ("c", "x = 2 # first")):
-        (tmp_path / name).mkdir()
-        project(tmp_path / name, f"{HEAD}{text}\n")
-    project(tmp_path / "c", f"{HEAD}x = 2 # first\ny = 0.5 # half\n")
+    for name, default, meaning in (
+        ("a", "one", "first"),
+        ("b", "two", "2nd"),
+        ("c", "two", "first"),
+    ):
+        more = "y = 0.5\n" if name == "c" else ""
+        declaring(tmp_path / name, f'x = "{default}"\n{more}', meaning)
     table = tmp_path / "table.md"
     assert call(*(tmp_path / name for name in "cab"), "--markdown", table).exit_code == 0
+    meanings = r"*a, c*: first \[of some\]<br>*b*: 2nd \[of some\]"
     assert table.read_text().splitlines()[-2:] == [
-        "| `x` | `1` | `2` | `2` |  | *a, c*: first<br>*b*: second |",
+        rf"| `x` | `one` | `two` | `two` | one \| two | {meanings} |",
         "| `y` | – | – | `0.5` |  | half |",
     ]
 
