@@ -28,14 +28,14 @@ COMMANDS = {
     "new": "new",
     "run": "run",
     "deploy": "deploy",
-    "report": "report",
+    "report": "reporting",
     "calibrate": "calibrate",
     "plan": "schedule",
     "search": "schedule",
     "audit": "audit",
-    "ledger": "ledger",
+    "ledger": "population",
     "export": "export",
-    "settings": "settings",
+    "settings": "settings_table",
     "compile": "compile",
 }
 """Names of the commands, each with the module of this package that has a function of that name."""

@@ -12,7 +12,7 @@ from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_comparison
-from flower_ext.runs.page import table, write_page
+from flower_ext.runs.page import write_page
 from flower_ext.runs.scores import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
@@ -41,27 +41,17 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
-    secure = any(_noised(run) is not None for run in runs)
-    figures = _figures(groups, folder / "figures")
-    short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
-    text = "\n\n".join(
-        [
-            f"# {title}",
-            table(list(rows[0]), [list(row.values()) for row in rows]),
-            "Accuracies: mean ± sample standard deviation over runs. A run's accuracy is the mean "
-            "over all clients of the accuracy of the client's own model on its own test examples. "
-            "Messages, megabytes (model arrays) and seconds: of training, both ways, mean over "
-            "runs.",
-            *(
-                ["± by noise: standard error due to the noise of secure evaluations."]
-                if secure
-                else []
-            ),
-            *([f"Stopped early by their budget: {', '.join(short)}."] if short else []),
-            *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
-        ]
+    stopped = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
+    return write_page(
+        folder,
+        "comparison",
+        title=title,
+        columns=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
+        has_noised_scores=any(_noised(run) is not None for run in runs),
+        stopped_early=stopped,
+        figures=_figures(groups, folder / "figures"),
     )
-    return write_page(folder, "comparison", text, title=title)
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
 from flower_ext.cli.project import checked_settings
-from flower_ext.cli.settings import rows_of
+from flower_ext.cli.settings_table import rows_of
 from tests.support.apps import APPS
 
 DOCUMENTED = APPS.parent / "docs" / "settings.md"
