@@ -19,14 +19,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from flower_ext.errors import InvalidValue
 
 PATHS = ("run-directory", "data-folder", "state-folder")
 """Settings that name places."""
 
-INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout", "trackers"})
+INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 """Settings of places and waiting times, on which no result depends."""
 
 RECORDED = ("planned-rounds", "data-source")
@@ -105,7 +105,7 @@ class Declaration:
         return _KINDS[self.kind] if self.rule is None else self.rule.expected
 
     def check(self, value: Any, origin: str = "run-config") -> None:
-        """Refuse a value that the setting cannot have; ``origin`` begins the message.
+        """Refuse a value that the setting cannot have; the message begins with ``origin``.
 
         Raises
         ------
@@ -154,10 +154,15 @@ class Settings:
         A value does not fit its setting; the message names the setting and the accepted values.
     """
 
+    origin: ClassVar[str] = "run-config"
+    """First words of messages about a setting."""
+    place: ClassVar[str] = "[tool.flwr.app.config]"
+    """Where a user adds a setting."""
+
     def __post_init__(self) -> None:
         for attribute, declaration in declarations(type(self)).items():
             if (value := getattr(self, attribute)) is not None:
-                declaration.check(value)
+                declaration.check(value, self.origin)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -173,13 +178,13 @@ class Settings:
         names = {declaration.name for declaration in known.values()}
         for name in config:
             if name not in names | {*RECORDED}:
-                raise UnfitSetting(f"run-config {name}: no such setting; {nearest(name, names)}")
+                raise UnfitSetting(f"{cls.origin} {name}: no such setting; {nearest(name, names)}")
         optional = {each.name for each in fields(cls) if each.default is not MISSING}
         for attribute, declaration in known.items():
             if declaration.name not in config and attribute not in optional:
                 raise UnfitSetting(
-                    f"run-config has no {declaration.name}: expected {declaration.expected}; add "
-                    "it to [tool.flwr.app.config]"
+                    f"{cls.origin} has no {declaration.name}: expected {declaration.expected}; add "
+                    f"it to {cls.place}"
                 )
         return cls(
             **{
@@ -191,7 +196,7 @@ class Settings:
 
 
 @cache
-def declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
+def declarations(kind: type[Any]) -> Mapping[str, Declaration]:
     """Return the declarations of a class of settings, by the names of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {
