@@ -1,256 +1,240 @@
-"""``flower-ext plan`` and ``search``: choose DP-Ditto's rounds T and global weight λ."""
+"""``flower-ext ditto-schedule``: choose DP-Ditto's rounds T and global weight λ by its bounds."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
-from functools import partial
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from flower_ext.cli.ditto_search import search_by_runs
-from flower_ext.cli.schedule_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
-from flower_ext.cli.screen import Settings, console, titled_table
+from flower_ext.cli.ditto_curves import FairnessRow, curve_rows, draw_schedule, fairness_rows
+from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
 from flower_ext.privacy import ClippedSteps, epsilon_text
 from flower_ext.privacy.guarantee import is_large
+from flower_ext.runs.settings import Count, Positive, ProperFraction, Settings, setting
 
-_budget = partial(typer.Option, rich_help_panel="Budget and training")
-_losses = partial(typer.Option, rich_help_panel="Losses (a pilot run estimates them)")
-_weight = partial(
-    typer.Option, rich_help_panel="λ: given, or the fairest under a Bayesian linear model"
+_LINEAR = ("feature_energy", "label_variance", "model_variance")
+_LOSSES = (
+    "dimension",
+    "strong_convexity",
+    "smoothness",
+    "initial_gap",
+    "initial_distance",
+    "gradient_bound",
+    "model_spread",
 )
 
 
-def plan(
-    epsilon: Annotated[float, _budget(help="ε > 0.")],
-    clients: Annotated[int, _budget(min=1, help="N: clients, all of which join every round.")],
-    examples: Annotated[
-        list[int],
-        _budget(min=1, help="|D|: records of each client; one value, or N equal ones."),
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings(Settings):
+    """Settings of ``flower-ext ditto-schedule``; ``apps/dp-ditto/schedule.toml`` is an example."""
+
+    origin: ClassVar[str] = "schedule"
+    place: ClassVar[str] = "the settings file"
+
+    # Budget and training
+    epsilon: Positive = setting("ε of one record, after all rounds")
+    delta: ProperFraction | None = setting("δ; absent: 1/|D|", default=None)
+    clients: Count = setting("N: clients, all of which join every round")
+    examples: Count = setting("|D|: records of each client, equal for all")
+    clipping_norm: Positive = setting("C: clipping norm of the local model")
+    gradient_clipping_norm: Positive | None = setting(
+        "G: clipping norm of each record's gradient; absent: one record may move a model by 2C",
+        default=None,
+    )
+    local_steps: Count = setting("K: noised local steps in each round", default=1)
+    batch_size: Count | None = setting("B; absent: all records", default=None)
+    learning_rate: Positive = setting("η_G: learning rate of the local model")
+    personal_learning_rate: Positive | None = setting(
+        "η_L: learning rate of the personal model; absent: η_G", default=None
+    )
+    max_rounds: Count = setting("largest number of rounds to consider", default=1000)
+
+    # Losses; a pilot run estimates them
+    pilot: str | None = setting(
+        "pilot.json of a pilot run, which the settings below override", default=None
+    )
+    dimension: Count | None = setting("d: number of weights", default=None)
+    strong_convexity: float | None = setting("μ: strong convexity of the losses", default=None)
+    smoothness: float | None = setting("L: smoothness of the losses", default=None)
+    initial_gap: float | None = setting("Ψ₁ = F(w⁰) − F(w*)", default=None)
+    initial_distance: float | None = setting("Ψ₂ = ‖v⁰ − v*‖²", default=None)
+    gradient_bound: float | None = setting(
+        "G₀: bound on gradients; the published bound needs it", default=None
+    )
+    model_spread: float | None = setting(
+        "M ≥ ‖u* − w*‖; the published bound needs it", default=None
+    )
+
+    # λ: given, or the fairest under a Bayesian linear model
+    global_weight: float | None = setting("λ from 0 (local) to 2 (global)", default=None)
+    feature_energy: Positive | None = setting("ρ: the diagonal of XᵀX", default=None)
+    label_variance: Positive | None = setting("σ²: variance of the labels' noise", default=None)
+    model_variance: Positive | None = setting(
+        "ζ²: variance between clients' true models", default=None
+    )
+    worlds: Count | None = setting(
+        "number of federations to draw from that model, to check R(λ); at least 2", default=None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        absent = [name for name in _LINEAR if getattr(self, name) is None]
+        if (absent and len(absent) < len(_LINEAR)) or (self.global_weight is None) != (not absent):
+            raise InvalidValue(f"give either global-weight or all of {_named(_LINEAR)}")
+        if self.worlds is not None and (absent or self.worlds < 2):
+            raise InvalidValue(f"worlds={self.worlds}: expected 2 or more, with {_named(_LINEAR)}")
+        several = self.batch_size is not None or self.local_steps > 1
+        if several and self.gradient_clipping_norm is None:
+            raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The privacy budget, with the bounds on one record's influence."""
+        steps = None
+        if self.gradient_clipping_norm is not None:
+            steps = ClippedSteps(
+                learning_rate=self.learning_rate,
+                gradient_clipping_norm=self.gradient_clipping_norm,
+                num_examples=self.examples,
+                local_steps=self.local_steps,
+                batch_size=self.batch_size,
+            )
+        return PrivacyBudget(
+            epsilon=self.epsilon,
+            delta=self.delta or 1 / self.examples,
+            num_clients=self.clients,
+            num_examples=self.examples,
+            clipping_norm=self.clipping_norm,
+            steps=steps,
+        )
+
+    @property
+    def problem(self) -> DittoProblem:
+        """The constants of Theorem 1; those of the losses may come from a pilot run."""
+        known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
+        if self.pilot is not None:
+            estimates, dimension = PilotEstimates.load(Path(self.pilot))
+            known |= {**asdict(estimates), "dimension": dimension}
+        given = {name: getattr(self, name) for name in _LOSSES}
+        known |= {name: value for name, value in given.items() if value is not None}
+        if absent := [name for name in _LOSSES if name not in known]:
+            raise InvalidValue(f"give {_named(absent)}, or a pilot with a file that holds them")
+        return DittoProblem(
+            **known,
+            num_clients=self.clients,
+            learning_rate=self.learning_rate,
+            personal_learning_rate=self.personal_learning_rate or self.learning_rate,
+        )
+
+    @property
+    def fairness(self) -> LinearFairness | None:
+        """The Bayesian linear model whose fairest λ is chosen; None if λ is given."""
+        if self.global_weight is not None:
+            return None
+        return LinearFairness.expected(
+            num_clients=self.clients,
+            num_examples=self.examples,
+            dimension=self.problem.dimension,
+            **{name: getattr(self, name) for name in _LINEAR},
+        )
+
+
+def ditto_schedule(
+    settings_file: Annotated[
+        Path, typer.Argument(metavar="SETTINGS.toml", help="Budget, training, losses and λ.")
     ],
-    clipping_norm: Annotated[float, _budget(help="C: clipping norm of the local model.")],
-    learning_rate: Annotated[float, _budget(help="η_G: learning rate of the local model.")],
-    pilot: Annotated[
-        Path | None,
-        _losses(help="pilot.json of a pilot run; the options below override its values."),
-    ] = None,
-    dimension: Annotated[int | None, _losses(help="d: number of weights.")] = None,
-    strong_convexity: Annotated[
-        float | None, _losses(help="μ: strong convexity of the losses.")
-    ] = None,
-    smoothness: Annotated[float | None, _losses(help="L: smoothness of the losses.")] = None,
-    initial_gap: Annotated[float | None, _losses(help="Ψ₁ = F(w⁰) − F(w*).")] = None,
-    initial_distance: Annotated[float | None, _losses(help="Ψ₂ = ‖v⁰ − v*‖².")] = None,
-    gradient_bound: Annotated[
-        float | None, _losses(help="G₀: bound on gradients; the published bound needs it.")
-    ] = None,
-    model_spread: Annotated[
-        float | None, _losses(help="M ≥ ‖u* − w*‖; the published bound needs it.")
-    ] = None,
-    delta: Annotated[float | None, _budget(help="δ; by default 1/|D|.")] = None,
-    gradient_clipping_norm: Annotated[
-        float | None,
-        _budget(
-            help="G: clipping norm of each record's gradient; without it, one record may move a "
-            "model by 2C."
-        ),
-    ] = None,
-    local_steps: Annotated[int, _budget(min=1, help="K: noised local steps in each round.")] = 1,
-    batch_size: Annotated[int | None, _budget(help="B; by default all records.")] = None,
-    personal_learning_rate: Annotated[
-        float | None, _budget(help="η_L: learning rate of the personal model; by default η_G.")
-    ] = None,
-    max_rounds: Annotated[int, _budget(min=1, help="Largest number of rounds to consider.")] = 1000,
-    global_weight: Annotated[float | None, _weight(help="λ from 0 (local) to 2 (global).")] = None,
-    feature_energy: Annotated[float | None, _weight(help="ρ: the diagonal of XᵀX.")] = None,
-    label_variance: Annotated[
-        float | None, _weight(help="σ²: variance of the labels' noise.")
-    ] = None,
-    model_variance: Annotated[
-        float | None, _weight(help="ζ²: variance between clients' true models.")
-    ] = None,
-    worlds: Annotated[
-        int | None,
-        _weight(min=2, help="Number of federations to draw from that model, to check R(λ)."),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for figures and CSV files.")] = Path("plan"),
+    output: Annotated[Path, typer.Option(help="Folder for figures and CSV files.")] = Path(
+        "ditto-schedule"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose the number of rounds and the weight of the global model for a privacy budget.
 
-    The plan is for DP-Ditto: Ditto with noise on every uploaded model. The privacy unit is one
+    The schedule is for DP-Ditto: Ditto with noise on every uploaded model. The privacy unit is one
     record of a client, replaced by another, and the server sees every upload. The command answers
     twice: by the published and by the provable formulas. The convergence bound assumes strongly
     convex losses and one full-gradient step in each round.
 
-    Example: flower-ext plan --epsilon 10 --delta 1e-4 --clients 20 --examples 3000
-    --clipping-norm 20 --gradient-clipping-norm 1 --learning-rate 0.1 --dimension 10
-    --strong-convexity 1 --smoothness 2 --initial-gap 1 --initial-distance 4 --gradient-bound 1
-    --model-spread 1 --global-weight 0.5
+    Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
-    linear = {
-        "feature_energy": feature_energy,
-        "label_variance": label_variance,
-        "model_variance": model_variance,
-    }
-    missing = [name for name, value in linear.items() if value is None]
-    if (global_weight is None) == (len(missing) == len(linear)) or 0 < len(missing) < len(linear):
-        raise typer.BadParameter(
-            "give either --global-weight or all of --feature-energy, --label-variance and "
-            "--model-variance"
-        )
-    if worlds is not None and missing:
-        raise typer.BadParameter(f"--worlds needs {_options(missing)}")
-    if gradient_clipping_norm is None and (batch_size is not None or local_steps > 1):
-        raise typer.BadParameter("--batch-size and --local-steps need --gradient-clipping-norm")
-    size = _equal_size(examples, clients)
-    steps = fairness = None
-    if gradient_clipping_norm is not None:
-        steps = ClippedSteps(
-            learning_rate=learning_rate,
-            gradient_clipping_norm=gradient_clipping_norm,
-            num_examples=size,
-            local_steps=local_steps,
-            batch_size=batch_size,
-        )
-    budget = PrivacyBudget(
-        epsilon=epsilon,
-        delta=1 / size if delta is None else delta,
-        num_clients=clients,
-        num_examples=size,
-        clipping_norm=clipping_norm,
-        steps=steps,
+    settings = read_settings(settings_file)
+    budget, problem, fairness = settings.budget, settings.problem, settings.fairness
+    schedules = answers(
+        budget,
+        problem,
+        max_rounds=settings.max_rounds,
+        global_weight=settings.global_weight,
+        fairness=fairness,
     )
-    losses = _known_losses(
-        pilot,
-        dimension=dimension,
-        strong_convexity=strong_convexity,
-        smoothness=smoothness,
-        initial_gap=initial_gap,
-        initial_distance=initial_distance,
-        gradient_bound=gradient_bound,
-        model_spread=model_spread,
-    )
-    problem = DittoProblem(
-        **losses,
-        num_clients=clients,
-        learning_rate=learning_rate,
-        personal_learning_rate=learning_rate
-        if personal_learning_rate is None
-        else personal_learning_rate,
-    )
-    if not missing:
-        fairness = LinearFairness.expected(
-            num_clients=clients,
-            num_examples=size,
-            dimension=problem.dimension,
-            **{name: value for name, value in linear.items() if value is not None},
-        )
-    found = answers(
-        budget, problem, max_rounds=max_rounds, global_weight=global_weight, fairness=fairness
-    )
-    drawn = fairness_rows(found, fairness, worlds) if fairness and worlds else []
-    figures = draw_plan(found, output, fairness=fairness)
+    worlds = settings.worlds
+    drawn = fairness_rows(schedules, fairness, worlds) if fairness and worlds else []
+    figures = draw_schedule(schedules, output, fairness=fairness)
     if as_json:
-        facts: dict[str, Any] = {
-            "unit": "record",
-            "relation": "replace-one",
-            "view": "each-upload",
-            "epsilon": epsilon,
-            "delta": budget.delta,
-            "plans": [answer.to_dict() for answer in found],
-            "curves": [
-                {"rounds": rounds, **{a.basis: _json_at(a, rounds) for a in found}}
-                for rounds in curve_rows(found)
-            ],
-            "figures": [str(path) for path in figures],
-        }
-        if drawn:
-            facts["worlds"] = [vars(row) for row in drawn]
-        console.print_json(json.dumps(facts))
+        console.print_json(json.dumps(_as_dict(budget, schedules, figures, drawn)))
         return
-    _print_plan(budget, found, figures)
+    _print_schedules(budget, schedules, figures)
     if drawn:
         _print_worlds(worlds, drawn)
-    unknown = [name for name in ("gradient_bound", "model_spread") if math.isinf(losses[name])]
-    if unknown:
-        console.print(f"No published plan: its bound needs {_options(unknown)} as well")
+    bounds = ("gradient_bound", "model_spread")
+    if unknown := [name for name in bounds if math.isinf(getattr(problem, name))]:
+        console.print(f"No published schedule: its bound needs {_named(unknown)} as well")
 
 
-def search(
-    app_folder: Annotated[
-        Path, typer.Argument(metavar="APP", help="Folder of an app like apps/dp-ditto.")
-    ],
-    rounds: Annotated[list[int], typer.Option(help="Candidate for T; repeatable.")],
-    global_weight: Annotated[list[float], typer.Option(help="Candidate for λ; repeatable.")],
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Number of runs for each pair, with seeds 1, 2, …")
-    ] = 1,
-    settings: Settings = None,
-    runs: Annotated[Path, typer.Option(help="Folder for the run directories.")] = Path("search"),
-) -> None:
-    """Choose T and λ for a privacy budget by short runs, for models that no bound covers.
+def read_settings(file: Path) -> ScheduleSettings:
+    """Return the settings in a TOML file; a relative ``pilot`` starts at the file's folder.
 
-    The search alternates: it picks the T with the smallest training loss of the personal models at
-    the current λ, then the λ at which these losses differ least between clients, until both stay
-    the same. It reads losses without noise, so use it on simulations or public stand-in data only.
-
-    Example: flower-ext search apps/dp-ditto --rounds 5 --rounds 20 --global-weight 0
-    --global-weight 0.5 --set epsilon=10
+    Raises
+    ------
+    InvalidValue
+        The file is not there or not TOML, or a setting is missing, unknown or out of range.
     """
-    found = search_by_runs(
-        app_folder,
-        rounds=rounds,
-        global_weights=global_weight,
-        seeds=range(1, seeds + 1),
-        settings=settings or (),
-        folder=runs,
-    )
-    columns = ("T", "λ", "mean", "std over clients")
-    table = titled_table("Training losses of personal models", columns)
-    for (T, weight), outcome in sorted(found.outcomes.items()):
-        table.add_row(str(T), f"{weight:g}", f"{outcome.loss:.4g}", f"{outcome.unfairness:.4g}")
-    console.print(table)
-    how = "both stay" if found.settled else "the search cycles; smallest loss of the cycle"
-    console.print(f"T* = {found.rounds}, λ* = {found.global_weight:g} ({how})")
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValue(f"{file}: expected a settings file; {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidValue(f"{file} is not valid TOML: {error}") from None
+    settings = ScheduleSettings.of(config)
+    if settings.pilot is None:
+        return settings
+    return replace(settings, pilot=str(file.parent / settings.pilot))
 
 
-def _equal_size(examples: list[int], clients: int) -> int:
-    """Return |D|, which must be equal for all, because the analysis averages without weights."""
-    if len(examples) not in (1, clients):
-        raise InvalidValue(
-            f"examples={examples!r}: expected one size for all clients, or {clients} sizes, one "
-            "for each client"
-        )
-    if len(set(examples)) > 1:
-        raise InvalidValue(
-            f"examples={examples!r}: expected equal sizes, because Theorems 1 to 3 assume them; "
-            "plan for the smallest size and let every client use that many records"
-        )
-    return examples[0]
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(name.replace("_", "-") for name in names)
 
 
-def _known_losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
-    """Return the facts on the losses for `DittoProblem`; given values override the pilot run's."""
-    known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
-    if pilot is not None:
-        estimates, dimension = PilotEstimates.load(pilot)
-        known |= {**asdict(estimates), "dimension": dimension}
-    known |= {name: value for name, value in given.items() if value is not None}
-    if missing := [name for name in given if name not in known]:
-        raise InvalidValue(f"give {_options(missing)}, or --pilot with a file that holds them")
-    return known
-
-
-def _options(names: list[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+def _as_dict(
+    budget: PrivacyBudget,
+    schedules: Sequence[Answer],
+    figures: Sequence[Path],
+    drawn: Sequence[FairnessRow],
+) -> dict[str, Any]:
+    """Return the answers in a JSON-ready form."""
+    facts: dict[str, Any] = {
+        "unit": "record",
+        "relation": "replace-one",
+        "view": "each-upload",
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "schedules": [answer.to_dict() for answer in schedules],
+        "curves": [
+            {"rounds": rounds, **{each.basis: _json_at(each, rounds) for each in schedules}}
+            for rounds in curve_rows(schedules)
+        ],
+        "figures": [str(path) for path in figures],
+    }
+    return {**facts, "worlds": [vars(row) for row in drawn]} if drawn else facts
 
 
 def _at(answer: Answer, rounds: int) -> dict[str, float]:
@@ -266,7 +250,9 @@ def _json_at(answer: Answer, rounds: int) -> dict[str, float | None]:
     return {name: finite_or_none(value) for name, value in _at(answer, rounds).items()}
 
 
-def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path]) -> None:
+def _print_schedules(
+    budget: PrivacyBudget, schedules: Sequence[Answer], figures: Sequence[Path]
+) -> None:
     console.print(
         f"Unit: one record of {budget.num_examples} on a client, replace-one, each upload seen · "
         f"N = {budget.num_clients} · ε = {budget.epsilon:g} · δ = {budget.delta:.3g}"
@@ -280,7 +266,7 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path])
     kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]
     columns = ("basis", "T*", "λ*", "h(T*, λ*)", "noise stddev σ_u", *(f"ε {k}" for k in kinds))
     table = titled_table("Rounds and global weight for the budget", columns)
-    for answer in found:
+    for answer in schedules:
         schedule = answer.schedule
         table.add_row(
             answer.basis,
@@ -291,18 +277,18 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path])
             *(epsilon_text(answer.epsilons[kind]) if schedule.rounds else "–" for kind in kinds),
         )
     console.print(table)
-    for answer in found:
+    for answer in schedules:
         if answer.schedule.rounds == 0:
             console.print(f"{answer.basis}: no number of rounds improves the bound on the start")
         if answer.schedule.rounds == int(answer.schedule.candidates[-1]):
-            console.print(f"{answer.basis}: T* equals --max-rounds; a larger one may be better")
+            console.print(f"{answer.basis}: T* equals max-rounds; a larger one may be better")
         for text in answer.not_met:
             console.print(f"  ✗ {answer.basis}: {text}")
-    pairs = ((f"h, {answer.basis}", f"λ, {answer.basis}") for answer in found)
+    pairs = ((f"h, {answer.basis}", f"λ, {answer.basis}") for answer in schedules)
     columns = ("T", *chain.from_iterable(pairs))
-    curves = titled_table("h(T, λ) and λ over the planned rounds", columns)
-    for rounds in curve_rows(found):
-        cells = [_at(answer, rounds) for answer in found]
+    curves = titled_table("h(T, λ) and λ over the rounds T", columns)
+    for rounds in curve_rows(schedules):
+        cells = [_at(answer, rounds) for answer in schedules]
         numbers = [f"{cell[name]:.4g}" for cell in cells for name in ("bound", "global_weight")]
         curves.add_row(str(rounds), *numbers)
     console.print(curves)

@@ -20,7 +20,7 @@ Each function raises `UnfitSetting` if settings contradict each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -57,6 +57,7 @@ from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
 from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
+from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
 from flower_ext.runs.shared_settings import (
     CohortSettings,
@@ -314,6 +315,7 @@ def start(
     *,
     planned_rounds: int | None = None,
     facts: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Run a strategy for ``rounds`` rounds in a run directory, and write its report there.
 
@@ -331,6 +333,8 @@ def start(
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     facts : Mapping, optional
         Further facts to record beside the settings.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
 
     Raises
     ------
@@ -342,13 +346,14 @@ def start(
     """
     config = first_config(context.run_config)
     settings = kind.of(config)
-    last = replace(settings, rounds=context.run_config["rounds"]).rounds
+    number: Any = context.run_config["rounds"]
+    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
     rounds, recorded = last, {**config, **(facts or {})}
     if planned_rounds is not None:
         rounds += planned_rounds - settings.rounds
         recorded["planned-rounds"] = planned_rounds
     name = [str(config[part]) for part in ("method", "dataset") if part in config]
-    with recorded_run(recorded, "-".join(name) or "run") as run:
+    with recorded_run(recorded, "-".join(name) or "run", callbacks) as run:
         strategy = strategy_of(settings, run)
         base = base_of(strategy)
         require_modules("personal", base.personal, task.shapes, task.blueprint.tied)

@@ -17,12 +17,11 @@ from flower_ext.federation.recording import base_of, record, recorded_run, runs_
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
-from flower_ext.runs.trackers import callbacks_of
 from flower_ext.training import LocalTraining
 
 
 def recorded(
-    strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[str | Callback] = ()
+    strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[Callback] = ()
 ) -> Recorded:
     """Give a strategy a run directory, so that its ``start`` records the run and can resume it.
 
@@ -49,15 +48,13 @@ def recorded(
         ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
         that of the SuperLink: look for the line ``Run directory:`` in the log. If the name is
         empty, the method and the time name the directory.
-    callbacks : Sequence[str | Callback]
-        Callbacks that follow the run: a `Callback` of your own, or ``"tensorboard"``, ``"mlflow"``
-        or ``"wandb"``.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
 
     Raises
     ------
     InvalidValue
-        The strategy is not of this package (run Flower's strategies inside `Hosted`), or a tracker
-        is unknown or not installed.
+        The strategy is not of this package: run Flower's strategies inside `Hosted`.
     """
     return Recorded(strategy, name, callbacks)
 
@@ -71,14 +68,12 @@ class Recorded:
         The directory of the last start; None before the first.
     """
 
-    def __init__(
-        self, strategy: Strategy, name: str | Path, callbacks: Sequence[str | Callback]
-    ) -> None:
+    def __init__(self, strategy: Strategy, name: str | Path, callbacks: Sequence[Callback]) -> None:
         self.strategy = strategy
         self.run: RunDirectory | None = None
         self._base = base_of(strategy)
         self._path = runs_folder() / Path(name).expanduser() if str(name) else None
-        self._callbacks = callbacks_of(callbacks)
+        self._callbacks = callbacks
 
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any

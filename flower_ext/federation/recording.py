@@ -23,7 +23,6 @@ from flower_ext.runs import RunDirectory, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
 from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
-from flower_ext.runs.trackers import callbacks_of
 
 log = getLogger("flwr")
 
@@ -45,7 +44,7 @@ def first_config(config: UserConfig) -> UserConfig:
 
 @contextmanager
 def recorded_run(
-    config: UserConfig, name: str, callbacks: Sequence[str | Callback] = ()
+    config: UserConfig, name: str, callbacks: Sequence[Callback] = ()
 ) -> Iterator[RunDirectory]:
     """Open a run directory for the block; after the block, write the report.
 
@@ -59,18 +58,15 @@ def recorded_run(
         The run configuration; its ``run-directory`` names the directory, if it is not empty.
     name : str
         Part of the name of the directory otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
-    callbacks : Sequence[str | Callback]
-        Callbacks that follow the run, besides the trackers in the setting ``trackers``.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
 
     Raises
     ------
     UnfitSetting
         The run to continue began with other settings; the message names them.
-    InvalidValue
-        A tracker is unknown, or not installed.
     """
-    trackers = [name.strip() for name in str(config.get("trackers", "")).split(",")]
-    following = Callbacks(callbacks_of([*filter(None, trackers), *callbacks]))
+    following = Callbacks(callbacks)
     run = _opened(config, name)
     log.info("Run directory: %s", run.path)
     run.on_round = partial(following.round, run)

@@ -138,7 +138,7 @@ def _lacking(run: RunDirectory, entries: list[dict[str, Any]]) -> int:
     if not run.ledger_path.exists():
         return 0
     trained = [row for row in run.metrics() if row.get("messages", 0) > 0]
-    return len(trained) - sum(entry["kind"] == "reserve" for entry in entries)
+    return len(trained) - len([entry for entry in entries if entry["kind"] == "reserve"])
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:

@@ -64,10 +64,6 @@ class RunSettings(Settings):
         default="",
     )
     resume: bool = setting("continue the run in run-directory, if there is one", default=False)
-    trackers: str = setting(
-        "some of tensorboard, mlflow, wandb, with commas: also log there (extras of these names)",
-        default="",
-    )
     connect_timeout: Positive = setting("seconds to wait for all SuperNodes", default=600.0)
     round_timeout: Positive = setting("seconds to wait for their part of a round", default=3600.0)
 

@@ -100,7 +100,6 @@ def test_every_setting_on_a_command_line_is_one_of_its_app():
             *declared_settings(ROOT / folder),
             "run-directory",
             "resume",
-            "trackers",
             "state-folder",
         }
         assert {setting.partition("=")[0] for setting in given} <= known, block.name
