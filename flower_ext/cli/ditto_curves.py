@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +20,23 @@ CURVE_ROWS = 12
 """Largest number of evenly spread rows in the printed table; a row is a number of rounds."""
 
 
-def curve_rows(schedules: Sequence[Answer]) -> list[int]:
-    """Return the numbers of rounds to print: evenly spaced logarithms, and each T*."""
+def curve_rows(schedules: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return bound and weight of each basis for some T: evenly spaced logarithms, and each T*."""
     last = int(schedules[0].schedule.candidates[-1])
     spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
-    return sorted(
-        {*spread, *(answer.schedule.rounds for answer in schedules if answer.schedule.rounds)}
-    )
+    best = {answer.schedule.rounds for answer in schedules if answer.schedule.rounds}
+    return [
+        {"rounds": rounds, **{answer.basis: _at(answer, rounds) for answer in schedules}}
+        for rounds in sorted({*spread, *best})
+    ]
+
+
+def _at(answer: Answer, rounds: int) -> dict[str, float]:
+    schedule = answer.schedule
+    return {
+        "bound": float(schedule.convergence[rounds - 1]),
+        "global_weight": float(schedule.global_weights[rounds - 1]),
+    }
 
 
 def draw_schedule(

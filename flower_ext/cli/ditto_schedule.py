@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
+from rich.markdown import Markdown
 
-from flower_ext.cli.ditto_curves import FairnessRow, curve_rows, draw_schedule, fairness_rows
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.ditto_curves import curve_rows, draw_schedule, fairness_rows
+from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
-from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
-from flower_ext.privacy import ClippedSteps, epsilon_text
+from flower_ext.planning.answers import PrivacyBudget, answers, finite_or_none
+from flower_ext.privacy import ClippedSteps
 from flower_ext.privacy.guarantee import is_large
+from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Count, Positive, ProperFraction, Settings, setting
 
 _LINEAR = ("feature_energy", "label_variance", "model_variance")
@@ -179,15 +180,45 @@ def ditto_schedule(
     worlds = settings.worlds
     drawn = fairness_rows(schedules, fairness, worlds) if fairness and worlds else []
     figures = draw_schedule(schedules, output, fairness=fairness)
+    curves = curve_rows(schedules)
     if as_json:
-        console.print_json(json.dumps(_as_dict(budget, schedules, figures, drawn)))
+        facts = {
+            "unit": "record",
+            "relation": "replace-one",
+            "view": "each-upload",
+            "epsilon": budget.epsilon,
+            "delta": budget.delta,
+            "schedules": [answer.to_dict() for answer in schedules],
+            "curves": [_finite(row) for row in curves],
+            "figures": [str(path) for path in figures],
+            **({"worlds": [vars(row) for row in drawn]} if drawn else {}),
+        }
+        console.print_json(json.dumps(facts))
         return
-    _print_schedules(budget, schedules, figures)
-    if drawn:
-        _print_worlds(worlds, drawn)
     bounds = ("gradient_bound", "model_spread")
-    if unknown := [name for name in bounds if math.isinf(getattr(problem, name))]:
-        console.print(f"No published schedule: its bound needs {_named(unknown)} as well")
+    text = to_markdown(
+        "ditto-schedule",
+        budget=budget,
+        has_large_delta=is_large(budget.delta, budget.num_examples),
+        kinds=["as published", "worst case", *(["gradients clipped"] if budget.steps else [])],
+        answers=schedules,
+        unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
+        curves=curves,
+        worlds=drawn,
+        num_worlds=worlds,
+        figures=figures,
+    )
+    console.print(Markdown(text))
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of curves in which JSON's null stands for an infinite bound."""
+    return {
+        name: {key: finite_or_none(number) for key, number in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in row.items()
+    }
 
 
 def read_settings(file: Path) -> ScheduleSettings:
@@ -212,99 +243,3 @@ def read_settings(file: Path) -> ScheduleSettings:
 
 def _named(names: Sequence[str]) -> str:
     return ", ".join(name.replace("_", "-") for name in names)
-
-
-def _as_dict(
-    budget: PrivacyBudget,
-    schedules: Sequence[Answer],
-    figures: Sequence[Path],
-    drawn: Sequence[FairnessRow],
-) -> dict[str, Any]:
-    """Return the answers in a JSON-ready form."""
-    facts: dict[str, Any] = {
-        "unit": "record",
-        "relation": "replace-one",
-        "view": "each-upload",
-        "epsilon": budget.epsilon,
-        "delta": budget.delta,
-        "schedules": [answer.to_dict() for answer in schedules],
-        "curves": [
-            {"rounds": rounds, **{each.basis: _json_at(each, rounds) for each in schedules}}
-            for rounds in curve_rows(schedules)
-        ],
-        "figures": [str(path) for path in figures],
-    }
-    return {**facts, "worlds": [vars(row) for row in drawn]} if drawn else facts
-
-
-def _at(answer: Answer, rounds: int) -> dict[str, float]:
-    """Return the bound and the weight of an answer's curves after ``rounds`` rounds."""
-    schedule = answer.schedule
-    return {
-        "bound": float(schedule.convergence[rounds - 1]),
-        "global_weight": float(schedule.global_weights[rounds - 1]),
-    }
-
-
-def _json_at(answer: Answer, rounds: int) -> dict[str, float | None]:
-    return {name: finite_or_none(value) for name, value in _at(answer, rounds).items()}
-
-
-def _print_schedules(
-    budget: PrivacyBudget, schedules: Sequence[Answer], figures: Sequence[Path]
-) -> None:
-    console.print(
-        f"Unit: one record of {budget.num_examples} on a client, replace-one, each upload seen · "
-        f"N = {budget.num_clients} · ε = {budget.epsilon:g} · δ = {budget.delta:.3g}"
-    )
-    if is_large(budget.delta, budget.num_examples):
-        console.print(
-            f"δ = {budget.delta:g} is large beside 1/|D| = {1 / budget.num_examples:.3g}, at which "
-            "even a mechanism that publishes one random record would satisfy it"
-        )
-    console.print(f"Provable noise: {budget.provable_source}\n")
-    kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]
-    columns = ("basis", "T*", "λ*", "h(T*, λ*)", "noise stddev σ_u", *(f"ε {k}" for k in kinds))
-    table = titled_table("Rounds and global weight for the budget", columns)
-    for answer in schedules:
-        schedule = answer.schedule
-        table.add_row(
-            answer.basis,
-            str(schedule.rounds),
-            f"{schedule.global_weight:.4g}",
-            f"{float(schedule.bound.after(schedule.rounds)):.4g}",
-            f"{answer.noise_stddev:.4g}" if schedule.rounds else "–",
-            *(epsilon_text(answer.epsilons[kind]) if schedule.rounds else "–" for kind in kinds),
-        )
-    console.print(table)
-    for answer in schedules:
-        if answer.schedule.rounds == 0:
-            console.print(f"{answer.basis}: no number of rounds improves the bound on the start")
-        if answer.schedule.rounds == int(answer.schedule.candidates[-1]):
-            console.print(f"{answer.basis}: T* equals max-rounds; a larger one may be better")
-        for text in answer.not_met:
-            console.print(f"  ✗ {answer.basis}: {text}")
-    pairs = ((f"h, {answer.basis}", f"λ, {answer.basis}") for answer in schedules)
-    columns = ("T", *chain.from_iterable(pairs))
-    curves = titled_table("h(T, λ) and λ over the rounds T", columns)
-    for rounds in curve_rows(schedules):
-        cells = [_at(answer, rounds) for answer in schedules]
-        numbers = [f"{cell[name]:.4g}" for cell in cells for name in ("bound", "global_weight")]
-        curves.add_row(str(rounds), *numbers)
-    console.print(curves)
-    for path in figures:
-        console.print(f"Figure: {path} (numbers: {path.with_suffix('.csv').name})", soft_wrap=True)
-
-
-def _print_worlds(worlds: int | None, rows: list[FairnessRow]) -> None:
-    columns = ("noise", "σ_u", "λ", "R as published", "R provable", "R drawn", "±")
-    title = f"R, the variance over clients of ‖u* − v‖², in {worlds} drawn federations (seed 0)"
-    table = titled_table(title, columns)
-    for row in rows:
-        numbers = (row.noise_stddev, row.global_weight, row.published, row.provable)
-        seen = f"{row.drawn:.4g}", f"{row.standard_error:.2g}"
-        table.add_row(row.noise, *(f"{number:.4g}" for number in numbers), *seen)
-    console.print(table)
-    console.print(
-        "The smaller R, the more equally personal models serve all clients; ± is a standard error"
-    )

@@ -32,12 +32,12 @@ def executable(name: str) -> str:
         The program is not installed.
     """
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise ProcessFailed(
             f"the command {name} was not found; install it: pip install 'flwr[simulation]'"
         )
-    return found
+    return path
 
 
 def environment() -> dict[str, str]:

@@ -104,7 +104,7 @@ class Recorded:
         config: dict[str, Any] = {
             "method": method,
             "rounds": num_rounds,
-            **_facts(self.strategy, self._base, initial_arrays),
+            **_identity(self.strategy, self._base, initial_arrays),
         }
         if self._path is not None:
             _refuse_complete(self._path, num_rounds)
@@ -131,15 +131,15 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
 
 def _method(strategy: Strategy) -> str:
     inner = getattr(strategy, "base", None) or getattr(strategy, "server", None)
-    own = type(strategy).__name__
-    return own if inner is None else f"{own}-{_method(inner)}"
+    name = type(strategy).__name__
+    return name if inner is None else f"{name}-{_method(inner)}"
 
 
-def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
+def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
     """Return the facts that identify a run, as settings: plan, model, options and training."""
     plan = {name: _plain(getattr(base.plan, name)) for name in _names(base.plan)}
     plan["planned-rounds"] = plan.pop("rounds", 0)
-    facts = {
+    identity = {
         "plan": type(base.plan).__name__,
         **plan,
         "parameters": sum(array.numpy().size for array in arrays.values()),
@@ -157,9 +157,9 @@ def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> 
     for phase, training in base.training.items():
         # A ClientApp that does not use this package defines its own training.
         if not base.any_client_app or training != LocalTraining():
-            facts[f"training-{phase}"] = training
-    told = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
-    return {name: value for name, value in told.items() if value not in ("", None)}
+            identity[f"training-{phase}"] = training
+    settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
+    return {name: value for name, value in settings.items() if value not in ("", None)}
 
 
 def _names(value: Any) -> list[str]:
@@ -177,7 +177,7 @@ def _plain(value: Any) -> str | int | float | bool:
     if isinstance(value, tuple | list):
         return ", ".join(str(_plain(each)) for each in value)
     if names := _names(value):
-        told = {name: _plain(getattr(value, name)) for name in names}
-        parts = (f"{name}={one}" for name, one in told.items() if one != "")
+        plain_values = {name: _plain(getattr(value, name)) for name in names}
+        parts = (f"{name}={plain}" for name, plain in plain_values.items() if plain != "")
         return f"{type(value).__name__}({', '.join(parts)})"
     return getattr(value, "__qualname__", type(value).__name__)

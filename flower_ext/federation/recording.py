@@ -229,12 +229,12 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     run.save_client_metrics(
         [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
     )
-    asked = strategy.evaluation_records()
+    requests = strategy.evaluation_records()
     run.save_use(
         {
             "method": strategy.client.name,
             "clients": strategy.population.num_nodes,
-            "records": {name: dict(record) for name, record in asked.items()},
+            "records": {name: dict(record) for name, record in requests.items()},
             "remembered": strategy.remembered,
             "frozen": strategy.frozen,
         }

@@ -74,15 +74,15 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
             if name not in NOT_COMPARED
             and any(config.get(name) != configs[0].get(name) for config in configs)
         )
-        facts = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
-        groups.setdefault(", ".join([method, *facts]), []).append(run)
+        changes = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
+        groups.setdefault(", ".join([method, *changes]), []).append(run)
     return groups
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
     """Return the run's settings, with the rounds it made; a budget or a resume may change them."""
-    made = int(max((row["round"] for row in run.metrics()), default=0))
-    return {**run.config, "rounds": made} if "rounds" in run.config else run.config
+    num_rounds = int(max((row["round"] for row in run.metrics()), default=0))
+    return {**run.config, "rounds": num_rounds} if "rounds" in run.config else run.config
 
 
 def method_name(run: RunDirectory) -> str:
@@ -93,14 +93,14 @@ def method_name(run: RunDirectory) -> str:
 
 def _noised(run: RunDirectory) -> tuple[float, float] | None:
     """Return the mean accuracy that a secure evaluation released, and its standard error."""
-    found = noised_scores(run.metrics())
-    if found is None or "accuracy" not in found.means:
+    scores = noised_scores(run.metrics())
+    if scores is None or "accuracy" not in scores.means:
         return None
-    return found.means["accuracy"], found.errors["accuracy"]
+    return scores.means["accuracy"], scores.errors["accuracy"]
 
 
 def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
-    noised = [found for run in runs if (found := _noised(run)) is not None]
+    noised = [scores for run in runs if (scores := _noised(run)) is not None]
     spreads = [
         summarize([row["accuracy"] for row in run.client_metrics()])
         for run in runs
@@ -136,8 +136,8 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
     def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
         return {
-            group: [cumulative(line, scale=scale) for line in found]
-            for group, found in lines(name).items()
+            group: [cumulative(line, scale=scale) for line in group_lines]
+            for group, group_lines in lines(name).items()
         }
 
     accuracy, messages = lines("accuracy_mean"), sums("messages")
@@ -151,10 +151,14 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
         ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
-        measured = {group: found for group, found in measured.items() if all(x for x, _ in found)}
+        measured = {
+            group: group_lines
+            for group, group_lines in measured.items()
+            if all(x for x, _ in group_lines)
+        }
         if measured:
             drawn[title] = draw_comparison(folder, name, title, ylabel, measured)
-    if all(x for found in messages.values() for x, _ in found):
+    if all(x for group_lines in messages.values() for x, _ in group_lines):
         title = "Mean accuracy for the messages it took"
         drawn[title] = draw_comparison(
             folder,
@@ -181,11 +185,11 @@ def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
     """
     largest: list[Guarantee] = []
     for run in runs:
-        found = [g for g in run.guarantees() if g.basis == basis]
-        against_models = [g for g in found if g.view is AdversaryView.RELEASED_MODELS]
-        if not found:
+        guarantees = [g for g in run.guarantees() if g.basis == basis]
+        against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
+        if not guarantees:
             return "none"
-        largest.append(max(against_models or found, key=lambda g: g.epsilon))
+        largest.append(max(against_models or guarantees, key=lambda g: g.epsilon))
     worst = max(largest, key=lambda g: g.epsilon)
     deltas = ", ".join(f"{delta:.3g}" for delta in sorted({g.delta for g in largest}))
     return f"{epsilon_text(worst.epsilon)} ({worst.unit.value}, {worst.view.value}, δ = {deltas})"
