@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -32,7 +31,7 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 RECORDED = ("planned-rounds", "data-source")
 """Names of facts that apps record in a run's configuration beside their settings."""
 
-_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+_KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}
 
 
 class UnfitSetting(InvalidValue):
@@ -96,6 +95,7 @@ class Declaration:
     choices: tuple[str, ...] = ()
     rule: Rule | None = None
     meaning: str = ""
+    is_required: bool = True
 
     @property
     def expected(self) -> str:
@@ -112,18 +112,20 @@ class Declaration:
         UnfitSetting
             The value is of another type, not finite, or out of range.
         """
-        accepted = int | float if self.kind is float else self.kind
-        of_kind = isinstance(value, accepted) and (
-            # Python's booleans are integers, but `true` is no number of rounds.
-            self.kind is bool or not isinstance(value, bool)
-        )
-        expected = self.expected
-        if of_kind and self.kind is float and not math.isfinite(value):
-            of_kind, expected = False, "a finite number" if self.rule is None else expected
-        if not of_kind or (self.choices and value not in self.choices):
-            raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {expected}")
-        if self.rule is not None and not self.rule.accepts(value):
-            raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {expected}")
+        if not self._accepts(value):
+            raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.expected}")
+
+    def _accepts(self, value: Any) -> bool:
+        # Python's booleans are integers, but `true` is no number of rounds.
+        if isinstance(value, bool) is not (self.kind is bool):
+            return False
+        if not isinstance(value, int | float if self.kind is float else self.kind):
+            return False
+        if self.kind is float and not math.isfinite(value):
+            return False
+        if self.choices and value not in self.choices:
+            return False
+        return self.rule is None or self.rule.accepts(value)
 
     def parse(self, text: str) -> Any:
         """Return the value that a text on a command line stands for; refuse one that does not fit.
@@ -163,6 +165,8 @@ class Settings:
         for attribute, declaration in declarations(type(self)).items():
             if (value := getattr(self, attribute)) is not None:
                 declaration.check(value, self.origin)
+                if declaration.kind is float and type(value) is int:  # 2 in TOML, for 2.0
+                    object.__setattr__(self, attribute, float(value))
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -176,45 +180,54 @@ class Settings:
         """
         known = declarations(cls)
         names = {declaration.name for declaration in known.values()}
-        for name in config:
-            if name not in names | {*RECORDED}:
-                raise UnfitSetting(f"{cls.origin} {name}: no such setting; {nearest(name, names)}")
-        optional = {each.name for each in fields(cls) if each.default is not MISSING}
+        if unknown := [name for name in config if name not in names and name not in RECORDED]:
+            name = unknown[0]
+            raise UnfitSetting(f"{cls.origin} {name}: no such setting; {nearest(name, names)}")
+        values = {}
         for attribute, declaration in known.items():
-            if declaration.name not in config and attribute not in optional:
+            if declaration.name in config:
+                values[attribute] = config[declaration.name]
+            elif declaration.is_required:
                 raise UnfitSetting(
                     f"{cls.origin} has no {declaration.name}: expected {declaration.expected}; add "
                     f"it to {cls.place}"
                 )
-        return cls(
-            **{
-                attribute: config[declaration.name]
-                for attribute, declaration in known.items()
-                if declaration.name in config
-            }
-        )
+        return cls(**values)
 
 
-@cache
-def declarations(kind: type[Any]) -> Mapping[str, Declaration]:
+def declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
     """Return the declarations of a class of settings, by the names of its fields."""
+    if kind not in _DECLARATIONS:
+        _DECLARATIONS[kind] = _declarations(kind)
+    return _DECLARATIONS[kind]
+
+
+_DECLARATIONS: dict[type[Settings], Mapping[str, Declaration]] = {}
+
+
+def _declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
     hints = get_type_hints(kind, include_extras=True)
     return {
-        each.name: _declaration(each.name, hints[each.name], each.metadata["meaning"])
+        each.name: replace(
+            _accepting(hints[each.name]),
+            name=each.name.replace("_", "-"),
+            meaning=each.metadata["meaning"],
+            is_required=each.default is MISSING,
+        )
         for each in fields(kind)
     }
 
 
-def _declaration(attribute: str, hint: Any, meaning: str) -> Declaration:
-    name = attribute.replace("_", "-")
+def _accepting(hint: Any, name: str = "") -> Declaration:
+    """Return a declaration of the values that a type hint stands for."""
     if type(None) in get_args(hint):  # a setting that may be absent
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
-        return Declaration(name, str, choices=get_args(hint), meaning=meaning)
+        return Declaration(name, str, choices=get_args(hint))
     if get_origin(hint) is Annotated:
         kind, rule = get_args(hint)
-        return Declaration(name, kind, rule=rule, meaning=meaning)
-    return Declaration(name, hint, meaning=meaning)
+        return Declaration(name, kind, rule=rule)
+    return Declaration(name, hint)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -249,8 +262,8 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     if name is None:
         return None
     clients, per_node = config[name], config.get("clients-per-node", 1)
-    _declaration(name, Count, "").check(clients)
-    _declaration("clients-per-node", CountOrZero, "").check(per_node)
+    _accepting(Count, name).check(clients)
+    _accepting(CountOrZero, "clients-per-node").check(per_node)
     if clients % (per_node or 1):
         raise UnfitSetting(
             f"run-config clients-per-node={per_node}: expected an integer that divides "
