@@ -169,7 +169,7 @@ def _finished(
     heard = time.monotonic()
     while True:
         try:
-            outcome = _outcome(run_id, connection, env)
+            (outcome,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
         except (LaunchFailed, KeyError) as error:
             if time.monotonic() - heard > PATIENCE:
                 raise LaunchFailed(
@@ -180,7 +180,7 @@ def _finished(
         else:
             heard = time.monotonic()
             if str(outcome["status"]).startswith("finished"):
-                return outcome
+                return dict(outcome)
         time.sleep(3)
 
 
@@ -202,22 +202,17 @@ def _how_to_stop(run_id: str, connection: Sequence[str]) -> str:
     return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
 
 
-def _outcome(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the SuperLink's facts about a run."""
-    (outcome,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
-    return dict(outcome)
-
-
 def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    done = _flwr([*arguments, "--format", "json"], env)
+    """Return what a command of ``flwr`` answers in JSON."""
+    done = subprocess.run(
+        [executable("flwr"), *arguments, "--format", "json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+    )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None
     return answer
-
-
-def _flwr(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [executable("flwr"), *arguments], capture_output=True, text=True, check=False, env=env
-    )

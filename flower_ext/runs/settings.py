@@ -119,7 +119,8 @@ class Declaration:
         # Python's booleans are integers, but `true` is no number of rounds.
         if isinstance(value, bool) is not (self.kind is bool):
             return False
-        if not isinstance(value, int | float if self.kind is float else self.kind):
+        kind: Any = int | float if self.kind is float else self.kind
+        if not isinstance(value, kind):
             return False
         if self.kind is float and not math.isfinite(value):
             return False
