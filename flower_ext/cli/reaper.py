@@ -39,7 +39,9 @@ def reaped() -> Iterator[None]:
     mark, former = f"{os.getpid()}-{secrets.token_hex(8)}", os.environ.get(_MARK)
     # A session of its own keeps signals to the command's terminal and process group away.
     reaper = subprocess.Popen(
-        [sys.executable, "-I", __file__, mark],  # no package's module may shadow the library's
+        # No module beside this file may shadow one of the library's. Not -I, which would hide a
+        # psutil that is installed for this user only.
+        [sys.executable, "-P", __file__, mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
