@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.runs import Config, run_all, settings
-from flower_ext.algorithms.ditto import pilot_of, problem_of
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_rounds
 from flower_ext.privacy.guarantee import Basis
@@ -128,14 +127,16 @@ class Experiment:
         """
         load_app(APP)
         server = import_module("dp_ditto_app.server_app")
+        planner = import_module("dp_ditto_app.planner")
         found = []
         for seed in self.scale.seeds:
             config = self._config({**change, "planner": "pilot", "seed": seed})
+            settings = server.Settings.of(config)
             task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
             plan = best_rounds(
-                problem_of(config, task, pilot_of(config, task)),
+                planner.problem_of(settings, task, planner.pilot_of(settings, task)),
                 global_weight=float(config["global-weight"]),
-                variance_per_round=server.plan_of(config, 1).upload_stddev ** 2,
+                variance_per_round=server.plan_of(settings, 1).upload_stddev ** 2,
                 max_rounds=most,
                 basis=basis,
             )

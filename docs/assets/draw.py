@@ -389,7 +389,7 @@ def house() -> Drawing:
         258,
         full,
         "runs",
-        "run directory, report, comparison, figures, callbacks and trackers",
+        "run directory, report, comparison, figures and callbacks",
         GREEN,
     )
     room(20, 310, full, "evaluation", "metrics over clients; lower bounds on ε from samples", GREEN)

@@ -56,7 +56,7 @@ def audit(
         experiment = experiment_of(target)
         with Progress(console=console) as bar:
             task = bar.add_task(experiment.name, total=2 * trials)
-            found = auditing.audit(
+            result = auditing.audit(
                 experiment,
                 trials=trials,
                 confidence=confidence,
@@ -69,10 +69,10 @@ def audit(
     except Exception:  # raised by the strategy or its clients: the traceback shows where
         traceback.print_exc()
         raise typer.Exit(_NO_AUDIT) from None
-    print_audit(found)
-    for path in write_audit(found, output):
+    print_audit(result)
+    for path in write_audit(result, output):
         console.print(str(path), soft_wrap=True)
-    if found.broken:
+    if result.broken:
         raise typer.Exit(_BROKEN)
 
 
@@ -94,44 +94,44 @@ def experiment_of(target: str) -> Experiment:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), name)()
+        experiment = getattr(importlib.import_module(module), name)()
     except (ModuleNotFoundError, AttributeError) as error:
         raise InvalidValue(f"target={target!r}: {error}") from error
-    if not isinstance(found, Experiment):
+    if not isinstance(experiment, Experiment):
         raise InvalidValue(
             f"target={target!r}: expected a function that returns a flower_ext.auditing.Experiment,"
-            f" it returned a {type(found).__name__}"
+            f" it returned a {type(experiment).__name__}"
         )
-    return found
+    return experiment
 
 
-def write_audit(found: Audit, folder: Path) -> list[Path]:
+def write_audit(result: Audit, folder: Path) -> list[Path]:
     """Write ``audit.json`` and one ROC figure for each view; return the paths.
 
     A figure shows the attack's ROC curve next to the region that (ε, δ)-DP allows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    told = folder / "audit.json"
-    write_whole(told, json.dumps(found.to_dict(), indent=2).encode(), private=False)
+    file = folder / "audit.json"
+    write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
     drawn = [
         draw_roc(
             folder,
             view.view.value,
-            f"{found.name}: {view.view.value}",
+            f"{result.name}: {view.view.value}",
             *view.scores,
             epsilon=view.printed,
             delta=view.delta,
         )
-        for view in found.views
+        for view in result.views
     ]
-    return [told, *drawn]
+    return [file, *drawn]
 
 
-def print_audit(found: Audit) -> None:
+def print_audit(result: Audit) -> None:
     """Print a table with one line for each view, and a sentence on how to read it."""
     columns = ("view", "printed ε", "δ", "lower bound", "ratio", "by")
-    table = titled_table(f"Audit of {found.name}", columns)
-    for view in found.views:
+    table = titled_table(f"Audit of {result.name}", columns)
+    for view in result.views:
         best = view.best
         table.add_row(
             view.view.value,
@@ -143,7 +143,7 @@ def print_audit(found: Audit) -> None:
         )
     console.print(table)
     console.print(
-        f"{found.trials} runs in each world, {found.seconds:.0f} s. All bounds hold together with "
-        f"confidence {found.confidence:.4g} (Bonferroni). A bound below the printed ε proves "
+        f"{result.trials} runs in each world, {result.seconds:.0f} s. All bounds hold together "
+        f"with confidence {result.confidence:.4g} (Bonferroni). A bound below the printed ε proves "
         "nothing about other attacks."
     )

@@ -98,10 +98,10 @@ def calibrate(
         )
     delta = 1 / population if delta is None else delta
     if rate is None or rounds is None:
-        facts = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
-        found = _most(population, rate, rounds, facts)
+        target = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
+        most = _most(population, rate, rounds, target)
         known = {"rounds": rounds} if rate is None else {"sampling_rate": rate}
-        _print_most(found, {"population": population, **facts, **known}, as_json=as_json)
+        _print_most(most, {"population": population, **target, **known}, as_json=as_json)
         return
     ways = _ways(population, rate, rounds, delta)
     if epsilon is not None:
@@ -133,7 +133,7 @@ def calibrate(
 
 
 def _most(
-    population: int, rate: float | None, rounds: int | None, facts: Mapping[str, Any]
+    population: int, rate: float | None, rounds: int | None, known: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return, for each accountant, the largest number of rounds or sampling rate allowed.
 
@@ -142,17 +142,17 @@ def _most(
     most: list[dict[str, Any]] = []
     for accountant in get_args(Accountant):
         words = _described(f"Poisson, {accountant.upper()}", _ADD_OR_REMOVE)
-        given: dict[str, Any] = {**facts, "accountant": accountant}
+        given: dict[str, Any] = {**known, "accountant": accountant}
         if rate is None:
             given |= {"population": population, "rounds": rounds}
             most.append({**words, "sampling_rate": calibrate_sampling_rate(**given)})
         else:
-            found = calibrate_rounds(sampling=PoissonSampling(population, rate), **given)
-            most.append({**words, "rounds": found})
+            largest = calibrate_rounds(sampling=PoissonSampling(population, rate), **given)
+            most.append({**words, "rounds": largest})
     if rate is not None:
         fixed = FixedSizeSampling(population, size_for_rate(population, rate))
         words = _described("fixed size, RDP", _REPLACE)
-        most.append({**words, "rounds": calibrate_rounds(sampling=fixed, **facts)})
+        most.append({**words, "rounds": calibrate_rounds(sampling=fixed, **known)})
     return most
 
 
@@ -165,12 +165,12 @@ def _described(
     return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
 
 
-def _print_most(rows: list[dict[str, Any]], facts: Mapping[str, Any], *, as_json: bool) -> None:
+def _print_most(rows: list[dict[str, Any]], known: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
-        console.print_json(json.dumps({"unit": "client", **facts, "rows": rows}))
+        console.print_json(json.dumps({"unit": "client", **known, "rows": rows}))
         return
-    given = " · ".join(f"{_SIGNS[n]} = {facts[n]:.4g}" for n in _SIGNS if facts.get(n) is not None)
-    console.print(f"Unit: one client of {facts['population']} · {given}\n")
+    given = " · ".join(f"{_SIGNS[n]} = {known[n]:.4g}" for n in _SIGNS if known.get(n) is not None)
+    console.print(f"Unit: one client of {known['population']} · {given}\n")
     if "rounds" in rows[0]:
         _print_described("Most rounds", rows, "T", [_rounds_text(row["rounds"]) for row in rows])
     else:
@@ -204,12 +204,12 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
         scale: float = 1.0,
         **more: Any,
     ) -> Way:
-        facts: dict[str, Any] = {"sampling": sampling, "relation": relation, "delta": delta}
-        facts |= {"rounds": rounds, **more}
+        options: dict[str, Any] = {"sampling": sampling, "relation": relation, "delta": delta}
+        options |= {"rounds": rounds, **more}
         return Way(
             _described(name, relation, view),
-            lambda s: privacy_loss(noise_multiplier=s / scale, **facts).epsilon,
-            lambda e: calibrate_noise_multiplier(epsilon=e, **facts) * scale,
+            lambda s: privacy_loss(noise_multiplier=s / scale, **options).epsilon,
+            lambda e: calibrate_noise_multiplier(epsilon=e, **options) * scale,
         )
 
     poisson = PoissonSampling(population, rate)

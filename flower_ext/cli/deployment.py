@@ -196,8 +196,8 @@ class Deployment:
         _, public = make_key(self.folder / "keys", f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
-            said = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
-            raise DeploymentFailed(f"node {node} was not registered: {said}")
+            output = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
+            raise DeploymentFailed(f"node {node} was not registered: {output}")
 
     def online(self) -> int:
         """Return the number of nodes that the SuperLink counts as connected."""

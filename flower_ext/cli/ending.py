@@ -99,13 +99,13 @@ def interrupted(
     """
     number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
     how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    said = f"the run was interrupted by {how}"
-    if note_failure(path, said, patience=patience):
-        lines = [said, f"Run directory: {path} (see report.html)"]
+    sentence = f"the run was interrupted by {how}"
+    if note_failure(path, sentence, patience=patience):
+        lines = [sentence, f"Run directory: {path} (see report.html)"]
     elif path is None and elsewhere is not None:
-        lines = [said, f"Run directory, on the machine of its ServerApp: {elsewhere}"]
+        lines = [sentence, f"Run directory, on the machine of its ServerApp: {elsewhere}"]
     else:
-        return Interrupted(f"{said} before it began; nobody's data were used", number)
+        return Interrupted(f"{sentence} before it began; nobody's data were used", number)
     if again is not None:
         lines.append(f"To continue it: {shlex.join(again)}")
     return Interrupted("\n".join(lines), number)

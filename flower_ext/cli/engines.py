@@ -117,32 +117,32 @@ def on_superlink(
     if simulated is not None:
         federation = f"num-supernodes={simulated} client-resources-num-cpus=1"
         command += ["--federation-config", federation]
-    own = simulated is not None
+    is_ours = simulated is not None
     try:
         answer = _answer(command, env)
     except KeyboardInterrupt:
-        if own:
+        if is_ours:
             raise
         raise LaunchFailed(
             "interrupted while Flower was starting the run: the run may have started and go on; "
             + _how_to_stop("ID", connection)
         ) from None
     if not answer.get("success"):
-        hint = hint_on_spaces() if own else ""
+        hint = hint_on_spaces() if is_ours else ""
         raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}{hint}")
     run_id = str(answer["run-id"])
     try:
-        facts = _finished(run_id, connection, env, view, watch)
+        outcome = _finished(run_id, connection, env, view, watch)
     except KeyboardInterrupt:
         view.close()
-        if not own:
+        if not is_ours:
             _stop(run_id, connection, env)
         raise
-    if facts["status"] == "finished:stopped":
-        raise LaunchFailed(f"somebody stopped run {run_id}: {facts['status-details']}")
-    if facts["status"] != "finished:completed":
+    if outcome["status"] == "finished:stopped":
+        raise LaunchFailed(f"somebody stopped run {run_id}: {outcome['status-details']}")
+    if outcome["status"] != "finished:completed":
         failure = Refused if view.refused else LaunchFailed
-        raise failure(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
+        raise failure(f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}")
 
 
 def _finished(
@@ -169,7 +169,7 @@ def _finished(
     heard = time.monotonic()
     while True:
         try:
-            facts = _facts(run_id, connection, env)
+            (outcome,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
         except (LaunchFailed, KeyError) as error:
             if time.monotonic() - heard > PATIENCE:
                 raise LaunchFailed(
@@ -179,8 +179,8 @@ def _finished(
                 ) from error
         else:
             heard = time.monotonic()
-            if str(facts["status"]).startswith("finished"):
-                return facts
+            if str(outcome["status"]).startswith("finished"):
+                return dict(outcome)
         time.sleep(3)
 
 
@@ -202,22 +202,17 @@ def _how_to_stop(run_id: str, connection: Sequence[str]) -> str:
     return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
 
 
-def _facts(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the SuperLink's facts about a run."""
-    (facts,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
-    return dict(facts)
-
-
 def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    done = _flwr([*arguments, "--format", "json"], env)
+    """Return what a command of ``flwr`` answers in JSON."""
+    done = subprocess.run(
+        [executable("flwr"), *arguments, "--format", "json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+    )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None
     return answer
-
-
-def _flwr(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [executable("flwr"), *arguments], capture_output=True, text=True, check=False, env=env
-    )

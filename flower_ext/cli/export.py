@@ -42,8 +42,8 @@ class _Model:
     """A model to write to a file, with the facts that its guarantee rests on.
 
     ``personal`` names the parameters that differ from the shared model. ``trained`` is True if a
-    record of the client influenced them. ``drawn`` is True if the client ever took part, and None
-    if the client's method keeps no memory to tell.
+    record of the client influenced them. ``took_part`` is None if the client's method keeps no
+    memory to tell. ``task`` is the app's, if the app built the model.
     """
 
     params: Params
@@ -52,7 +52,8 @@ class _Model:
     frozen: tuple[str, ...] = ()
     fingerprint: str = ""
     trained: bool = False
-    drawn: bool | None = None
+    took_part: bool | None = None
+    task: Task | None = None
 
 
 def export(
@@ -89,31 +90,37 @@ def export(
 
     Example: flower-ext export runs/20260101-120000-dp2-fedsam-digits --client 7
     """
-    found = RunDirectory.open(run)
+    directory = RunDirectory.open(run)
     whose = "model" if client is None else f"client-{client}"
     file = output or Path(f"{run.resolve().name}-{whose}.safetensors")
-    beside = file.with_suffix(".guarantee.json")
-    _check_output(file, beside)
-    _check_finished(found)
-    made = _made(found, client, app, state_folder, state_key_file, whole=whole)
-    promise = _promise(found, made, file.name)
-    content = _as_bytes(made, found.id, file.suffix)
+    guarantee_file = file.with_suffix(".guarantee.json")
+    _check_files(directory, file, guarantee_file)
+    if client is None and not whole:
+        model = _Model(
+            params=load_file(directory.path / "model.safetensors"),
+            fingerprint=str(directory.use().get("frozen", "")),
+        )
+    else:
+        model = _built_by_app(
+            directory, client, app, _state(directory, state_folder, state_key_file)
+        )
+        model = _completed(model) if whole else model
+    guarantee = _guarantee(directory, model, file.name)
+    content = _as_bytes(model, directory.id, file.suffix)
     # The guarantee first, so that no model is ever on disk without it.
-    write_whole(beside, json.dumps(promise, indent=2, ensure_ascii=False).encode())
+    write_whole(guarantee_file, json.dumps(guarantee, indent=2, ensure_ascii=False).encode())
     write_whole(file, content, private=client is not None)
-    for line in (f"Model: {file}", f"Guarantee: {beside}", *promise["statements"]):
+    for line in (f"Model: {file}", f"Guarantee: {guarantee_file}", *guarantee["statements"]):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _check_output(*files: Path) -> None:
-    if files[0].suffix not in _SUFFIXES:
-        raise InvalidValue(f"output={files[0]}: expected a name in {' or '.join(_SUFFIXES)}")
-    for file in files:
+def _check_files(run: RunDirectory, *outputs: Path) -> None:
+    """Refuse a run that has not ended, and a file that exists or has an unknown format."""
+    if outputs[0].suffix not in _SUFFIXES:
+        raise InvalidValue(f"output={outputs[0]}: expected a name in {' or '.join(_SUFFIXES)}")
+    for file in outputs:
         if file.exists():
             raise InvalidValue(f"output={file}: expected the name of a new file, this one exists")
-
-
-def _check_finished(run: RunDirectory) -> None:
     status = run.facts["status"]
     if status not in _FINISHED or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
@@ -122,19 +129,25 @@ def _check_finished(run: RunDirectory) -> None:
         )
 
 
-def _made(
-    run: RunDirectory,
-    client: int | None,
-    app: Path | None,
-    folder: Path | None,
-    key: Path | None,
-    *,
-    whole: bool,
+def _state(run: RunDirectory, folder: Path | None, key: Path | None) -> dict[str, str]:
+    """Return the node config that says where the client's memory is."""
+    configured = run.config.get("state-folder", "")
+    inside = run.path / "state"  # the run directory, and its state with it, may have moved
+    default = inside if inside.is_dir() or not configured else Path(str(configured))
+    if key is not None:
+        try:
+            read_key(key.expanduser())
+        except PermissionError as error:
+            raise InvalidValue(str(error)) from error
+    node_config = {"state-folder": str(folder or default)}
+    return node_config if key is None else {**node_config, "state-key-file": str(key)}
+
+
+def _built_by_app(
+    run: RunDirectory, client: int | None, app: Path | None, state: dict[str, str]
 ) -> _Model:
-    """Return the model that the options ask for."""
+    """Return the model that the app's client side builds: a client's, or the shared one."""
     shared, use = load_file(run.path / "model.safetensors"), run.use()
-    if client is None and not whole:
-        return _Model(params=shared, fingerprint=str(use.get("frozen", "")))
     if not use:
         raise InvalidValue(
             f"run={run.path}: expected a run directory with use.json, which says how a client "
@@ -143,7 +156,7 @@ def _made(
         )
     if client is not None and not 0 <= client < use["clients"]:
         raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")
-    side, grid = _parts(run, use, app)
+    side, grid = _client_side(run, use, app)
     context = [*grid.contexts.values()][client or 0]
     task = side.task_of(context)
     if use["frozen"] not in ("", task.fingerprint):
@@ -152,74 +165,50 @@ def _made(
             f"expected {use['frozen']!r}, as in the run; install the base model that the run used"
         )
     if client is None:
-        made = _Model(params=shared, fingerprint=task.fingerprint)
-    else:
-        context.node_config.update(_state(run, folder, key))
-        made = _clients_model(side, grid, context, shared, use, run.id)
-    return _completed(made, task) if whole else made
+        return _Model(params=shared, fingerprint=task.fingerprint, task=task)
+    context.node_config.update(state)
+    took_part = _took_part(side, context, use, run.id) if side.method.keeps_memory else None
+    # The client side builds the model as it does for an evaluation, which the server asks for.
+    request = RecordDict({name: ConfigRecord(values) for name, values in use["records"].items()})
+    request[records.MODEL] = records.to_record(shared)
+    kind = f"evaluate.{side.method.name}"
+    model = side.used(grid.create_message(request, kind, context.node_id, "1"), context)
+    params = clone({name: value.cpu() for name, value in model.items()})
+    trains = any(name.startswith(records.TRAINING) for name in use["records"])
+    return _Model(
+        params=params,
+        client=client,
+        personal=tuple(
+            name
+            for name, value in params.items()
+            if name not in shared or not torch.equal(value, shared[name])
+        ),
+        fingerprint=task.fingerprint,
+        trained=trains or bool(took_part),
+        took_part=took_part,
+        task=task,
+    )
 
 
-def _parts(
+def _client_side(
     run: RunDirectory, use: Mapping[str, Any], app: Path | None
 ) -> tuple[ClientSide, InProcessGrid]:
     """Return the client side of the run's method, and a grid with the run's clients."""
-    named = app or run.facts.get("app")
-    if named is None:
+    folder = app or run.facts.get("app")
+    if folder is None:
         raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
-    checked_settings(Path(named), ())
-    _, client_app = load_app(Path(named).absolute())
+    checked_settings(Path(folder), ())
+    _, client_app = load_app(Path(folder).absolute())
     sides = client_app.sides if isinstance(client_app, MethodsApp) else {}
     if use["method"] not in sides:
         raise InvalidValue(
-            f"app={named}: its ClientApp knows no method {use['method']!r}, which trained this "
+            f"app={folder}: its ClientApp knows no method {use['method']!r}, which trained this "
             "run; expected the app of the run, whose client_app comes from flower_ext.federation"
         )
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 
 
-def _state(run: RunDirectory, folder: Path | None, key: Path | None) -> dict[str, str]:
-    """Return the node config that says where the client's memory is."""
-    named = run.config.get("state-folder", "")
-    inside = run.path / "state"  # the run directory, and its state with it, may have moved
-    found = folder or (inside if inside.is_dir() or not named else Path(str(named)))
-    if key is not None:
-        try:
-            read_key(key.expanduser())
-        except PermissionError as error:
-            raise InvalidValue(str(error)) from error
-    return {"state-folder": str(found)} | ({} if key is None else {"state-key-file": str(key)})
-
-
-def _clients_model(
-    side: ClientSide,
-    grid: InProcessGrid,
-    context: Context,
-    shared: Params,
-    use: Mapping[str, Any],
-    run_id: str,
-) -> _Model:
-    """Return the model that a client uses after the run's last round."""
-    client, asked = int(context.node_config["partition-id"]), use["records"]
-    drawn = None
-    if side.method.keeps_memory:
-        drawn = _remembers(side, context, use, run_id)
-    content = RecordDict({name: ConfigRecord(facts) for name, facts in asked.items()})
-    content[records.MODEL] = records.to_record(shared)
-    kind = f"evaluate.{side.method.name}"
-    model = side.used(grid.create_message(content, kind, context.node_id, "1"), context)
-    own = clone({name: value.cpu() for name, value in model.items()})
-    trains = any(name.startswith(records.TRAINING) for name in asked)
-    return _Model(
-        params=own,
-        client=client,
-        personal=tuple(n for n in own if n not in shared or not torch.equal(own[n], shared[n])),
-        fingerprint=side.task_of(context).fingerprint,
-        trained=trains or bool(drawn),
-        drawn=drawn,
-    )
-
-
-def _remembers(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
+def _took_part(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
     """Return True if the client ever took part.
 
     Raises
@@ -242,86 +231,92 @@ def _remembers(side: ClientSide, context: Context, use: Mapping[str, Any], run_i
     return newest > 0
 
 
-def _completed(made: _Model, task: Task) -> _Model:
+def _completed(model: _Model) -> _Model:
     """Return the same model with every entry of the module's ``state_dict()``."""
-    found = {name: tuple(value.shape) for name, value in made.params.items()}
-    if missing := sorted(task.shapes.keys() - found.keys()):
+    assert model.task is not None
+    task, shapes = model.task, {name: tuple(value.shape) for name, value in model.params.items()}
+    if missing := sorted(task.shapes.keys() - shapes.keys()):
         raise InvalidValue(
             f"--whole: {missing} are not part of the shared model, because each client has its "
             "own; choose a client by --client"
         )
-    if found != dict(task.shapes):
+    if shapes != dict(task.shapes):
         raise InvalidValue(
             "--whole: the names or shapes of the app's parameters differ from the run's; name the "
             "app of the run by --app"
         )
     module = task.model()
-    module.load_state_dict(made.params, strict=False)
+    module.load_state_dict(model.params, strict=False)
     state = module.state_dict()
-    own = {state[name].data_ptr() for name in made.personal}  # tied copies share their address
+    # Tied copies share their address.
+    personal = {state[name].data_ptr() for name in model.personal}
     return replace(
-        made,
+        model,
         params=clone(state),
-        personal=tuple(name for name, value in state.items() if value.data_ptr() in own),
+        personal=tuple(name for name, value in state.items() if value.data_ptr() in personal),
         frozen=tuple(name for name in state if name in task.blueprint.frozen),
     )
 
 
-def _as_bytes(made: _Model, run_id: str, suffix: str) -> bytes:
-    tensors = {name: value.cpu().contiguous() for name, value in made.params.items()}
+def _as_bytes(model: _Model, run_id: str, suffix: str) -> bytes:
+    tensors = {name: value.cpu().contiguous() for name, value in model.params.items()}
     if suffix == ".safetensors":
-        return save(tensors, {"run": run_id, "frozen": made.fingerprint})
+        return save(tensors, {"run": run_id, "frozen": model.fingerprint})
     stream = BytesIO()
     torch.save(tensors, stream)
     return stream.getvalue()
 
 
-def _promise(run: RunDirectory, made: _Model, name: str) -> dict[str, Any]:
+def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
     """Return the guarantee of this file: in sentences, and as the run's guarantees."""
-    every = run.guarantees()
+    guarantees = run.guarantees()
     # A guarantee for uploads covers the models, too, because models are computed from uploads.
-    holding = [g for g in every if g.view is AdversaryView.RELEASED_MODELS] or every
-    rest = [g.statement() for g in holding] or [
+    against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
+    covering = against_models or guarantees
+    statements = [g.statement() for g in covering] or [
         "The run gave no guarantee: no ε covers anybody's records in this file."
     ]
-    alone = bool(made.personal) or made.drawn is False
+    alone = bool(model.personal) or model.took_part is False
     return {
         "file": name,
         "run": run.id,
-        "client": made.client,
-        "for": f"client {made.client} alone" if alone else "everyone who may have the run's models",
-        "statements": [*_of_the_client(made), *rest],
+        "client": model.client,
+        "for": f"client {model.client} alone"
+        if alone
+        else "everyone who may have the run's models",
+        "statements": [*_about_client(model), *statements],
         "parameters": {
-            "shared": [n for n in made.params if n not in (*made.personal, *made.frozen)],
-            "personal": list(made.personal),
-            "frozen": list(made.frozen),
+            "shared": [n for n in model.params if n not in (*model.personal, *model.frozen)],
+            "personal": list(model.personal),
+            "frozen": list(model.frozen),
         },
-        "frozen": made.fingerprint,
-        "guarantees": [g.to_dict() for g in holding],
+        "frozen": model.fingerprint,
+        "guarantees": [g.to_dict() for g in covering],
     }
 
 
-def _of_the_client(made: _Model) -> list[str]:
-    who, own = f"client {made.client}", ", ".join(made.personal)
-    if made.personal and made.trained:
-        when = ", and when the client took part" if made.drawn else ""
+def _about_client(model: _Model) -> list[str]:
+    """Return sentences on what the file reveals of its client and of all others."""
+    client, personal = f"client {model.client}", ", ".join(model.personal)
+    if model.personal and model.trained:
+        when = ", and when the client took part" if model.took_part else ""
         return [
-            f"This file holds parameters trained on {who}'s records without noise: no ε covers "
-            f"them, and the file is for {who} alone. These parameters are: {own}.",
+            f"This file holds parameters trained on {client}'s records without noise: no ε covers "
+            f"them, and the file is for {client} alone. These parameters are: {personal}.",
             f"About all other clients this file reveals what the run's released models reveal{when}"
-            f". The guarantees below cover these other clients, not {who}.",
+            f". The guarantees below cover these other clients, not {client}.",
         ]
-    if made.drawn is False:
-        values = f"; {own} are the initial values" if own else ""
+    if model.took_part is False:
+        values = f"; {personal} are the initial values" if personal else ""
         return [
-            f"Client {made.client} never took part, and none of its records is in this file"
-            f"{values}. An ε may depend on keeping secret who took part, so this file is for {who} "
-            "alone.",
+            f"Client {model.client} never took part, and none of its records is in this file"
+            f"{values}. An ε may depend on keeping secret who took part, so this file is for "
+            f"{client} alone.",
             "About all other clients this file reveals what the run's released models reveal. The "
             "guarantees below cover them.",
         ]
-    same = "" if made.client is None else f", which {who} uses as it is"
+    unchanged = "" if model.client is None else f", which {client} uses as it is"
     return [
-        f"This file holds the model that clients share{same}: the last of the run's released "
+        f"This file holds the model that clients share{unchanged}: the last of the run's released "
         "models. The guarantees below cover it."
     ]

@@ -1,6 +1,6 @@
-"""Show a run while it goes on: its log and, in a terminal, a live view below the log.
+"""Show a run while it goes on: its log and, in a terminal, its progress below the log.
 
-The view reads the run directory, so it looks the same for every engine. In a pipe, with
+The progress is read from the run directory, so it looks the same for every engine. In a pipe, with
 ``NO_COLOR``, or on a terminal that cannot move its cursor, only the log appears, without codes.
 """
 
@@ -10,17 +10,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import IO, Any
 
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,8 +28,6 @@ from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs.directory import NotARun, RunDirectory
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
-_RECENT = 10
-"""Number of recent rounds whose mean time predicts the time of the rounds to come."""
 
 
 class RunView:
@@ -46,77 +42,82 @@ class RunView:
     """
 
     def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
-        self.path, self._config = path, config
+        self.path = path
         self.named: str | None = None
         """Path of the run directory as the log names it; it may be on another machine."""
         self.refused = False
         """True once the log has ended, if one of its tracebacks ended with an `InvalidValue`."""
-        self._live: Live | None = None
-        self._seen: tuple[int, ...] = ()
-        self._panel: Panel | Text = Text()
-        if path is not None and cursor_moves():
-            # A new console measures the terminal as it is now; the commands' console may be older.
-            self._live = Live(
-                console=Console(highlight=False),
-                get_renderable=self._now,
-                refresh_per_second=2,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+        self._progress = RunProgress(path, config) if path is not None and cursor_moves() else None
 
     def __enter__(self) -> RunView:
-        if self._live is not None:
-            self._live.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop updating the view; its last state stays in the terminal."""
-        if self._live is not None and self._live.is_started:
-            last = self._now()
-            self._live.stop()
-            if isinstance(last, Panel):
-                self._live.console.print(last)
+        """Stop updating the progress; its last state stays in the terminal, if the run began."""
+        if self._progress is not None:
+            self._progress.live.transient = not self._progress.has_begun
+            self._progress.stop()
 
     def show(self, line: str, stream: IO[str]) -> None:
-        """Print a line of the log, above the view if there is one."""
-        if found := _NAMED.search(without_codes(line)):
-            self.named = found[1].strip()
-        if self._live is not None:
-            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
+        """Print a line of the log, above the progress if it is shown."""
+        if directory := _NAMED.search(without_codes(line)):
+            self.named = directory[1].strip()
+        if self._progress is not None:
+            self._progress.console.print(Text.from_ansi(line), soft_wrap=True)
             return
         plain = line if stream.isatty() and cursor_moves() else without_codes(line)
         stream.write(plain + "\n")
         stream.flush()
 
-    def follow(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-    ) -> Followed:
+    def follow(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Followed:
         """Start a program and show its lines; no signal of the terminal reaches the program."""
         return Followed(command, self, env=env)
 
-    def _now(self) -> Panel | Text:
-        if self.path is None or not (self.path / "run.json").is_file():
-            return Text("starting …", style="dim")
-        run = RunDirectory(self.path)
-        files = (run.metrics_path, self.path / "run.json")
-        seen = tuple(file.stat().st_mtime_ns for file in files if file.exists())
-        if seen != self._seen:
-            # The run may be writing a file just now; the next refresh reads it whole.
-            with suppress(NotARun, LedgerCorrupt, OSError, KeyError):
-                self._panel, self._seen = panel(run, self._config), seen
-        return self._panel
+
+class RunProgress(Progress):
+    """The rounds of a run with the time that is left, its accuracy and the privacy it has spent."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self._run, self._config = RunDirectory(path), config
+        self._details = Table.grid()
+        super().__init__(
+            TextColumn("[bold]rounds"),
+            MofNCompleteColumn(separator=" of "),
+            BarColumn(40),
+            TimeRemainingColumn(compact=True),
+            # A new console measures the terminal as it is now; the commands' may be older.
+            console=Console(highlight=False),
+            refresh_per_second=2,
+            speed_estimate_period=float("inf"),  # a round may take longer than any period
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self.add_task("rounds", total=None)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the run has made its directory."""
+        return (self._run.path / "run.json").is_file()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Read the run directory again, and yield what it shows."""
+        if not self.tasks or not self.has_begun:
+            yield Text("starting …", style="dim")
+            return
+        # The run may be writing a file just now; the next refresh reads it whole.
+        with suppress(NotARun, LedgerCorrupt, OSError, KeyError):
+            rows, began = self._run.metrics(), self._run.facts["config"]
+            total = _total({**began, **self._config}, began)
+            done = min(int(rows[-1]["round"]), total) if rows else 0
+            self._details = details(rows, {**began, **self._config})
+            self.update(self.task_ids[0], total=max(total, 1), completed=done)
+        table = Group(self.make_tasks_table(self.tasks), self._details)
+        yield Panel(table, title=self._run.path.name, title_align="left", expand=False)
 
 
 class Followed:
@@ -180,17 +181,11 @@ def cursor_moves() -> bool:
     return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
-def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
-    """Return a panel with a run's progress, its accuracy and the privacy it has spent."""
-    facts, rows = run.facts, run.metrics()
-    config = {**facts["config"], **config}
-    total = _total(config, facts["config"])
-    done = int(rows[-1]["round"]) if rows else 0
+def details(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> Table:
+    """Return a table of a run's accuracy, the privacy it has spent, and its replies."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("", ProgressBar(total=max(total, 1), completed=min(done, total), width=40))
-    table.add_row("rounds", f"{done} of {total}{_left(rows, total - done)}")
     if row := _last(rows, "accuracy_mean"):
         if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
             beside = f"± {error:.2g} by noise"
@@ -203,7 +198,7 @@ def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
         table.add_row("answered", f"{row['answered']:.0f} of {row.get('cohort', 0):.0f}")
     if refused := sum(row.get("refused", 0) for row in rows):
         table.add_row("refused", f"{refused:.0f} replies so far")
-    return Panel(table, title=run.path.name, title_align="left", expand=False)
+    return table
 
 
 def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:
@@ -211,15 +206,6 @@ def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:
     rounds = int(config.get("rounds", 0))
     planned = first.get("planned-rounds")
     return rounds if planned is None else rounds + int(planned) - int(first.get("rounds", rounds))
-
-
-def _left(rows: Sequence[Mapping[str, float]], rounds: int) -> str:
-    recent = [row["seconds"] for row in rows[-_RECENT:] if "seconds" in row]
-    if not recent or rounds <= 0:
-        return ""
-    seconds = round(sum(recent) / len(recent) * rounds)
-    hours, minutes = seconds // 3600, seconds % 3600 // 60
-    return f", about {hours:d}:{minutes:02d}:{seconds % 60:02d} left"
 
 
 def _spent(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The command line ``flower-ext``: new, run, deploy, calibrate, plan, search, audit and more.
+"""The command line ``flower-ext``: new, run, deploy, calibrate, audit and more.
 
 A command's module is imported only when that command runs, because importing PyTorch alone takes
 a second.
@@ -28,14 +28,14 @@ COMMANDS = {
     "new": "new",
     "run": "run",
     "deploy": "deploy",
-    "report": "report",
+    "report": "reporting",
     "calibrate": "calibrate",
-    "plan": "schedule",
-    "search": "schedule",
+    "ditto-schedule": "ditto_schedule",
+    "search": "ditto_search",
     "audit": "audit",
-    "ledger": "ledger",
+    "ledger": "population",
     "export": "export",
-    "settings": "settings",
+    "settings": "settings_table",
     "compile": "compile",
 }
 """Names of the commands, each with the module of this package that has a function of that name."""
@@ -66,12 +66,16 @@ class Commands(TyperGroup):
 def _docstring(name: str) -> str | None:
     source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text(encoding="utf-8")
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return next(ast.get_docstring(node) for node in functions if node.name == name)
+    return next(ast.get_docstring(node) for node in functions if node.name == _function(name))
+
+
+def _function(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _loaded(name: str) -> click.Command:
     alone = typer.Typer(**_PLAIN)
-    function = getattr(import_module(f"flower_ext.cli.{COMMANDS[name]}"), name)
+    function = getattr(import_module(f"flower_ext.cli.{COMMANDS[name]}"), _function(name))
     alone.command(name, cls=Command)(function)
     command = get_command(alone)
     _restore_help(command, function)

@@ -53,8 +53,8 @@ def new(
         raise InvalidValue(f"app={app!r}: expected one of {', '.join(known)}")
     folder = Path(app) if folder is None else folder
     copy(known[app], folder)
-    told = f"{folder} is yours: cd {shlex.quote(str(folder))} && flower-ext run ."
-    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    message = f"{folder} is yours: cd {shlex.quote(str(folder))} && flower-ext run ."
+    console.print(message, highlight=False, markup=False, soft_wrap=True)
 
 
 def templates() -> dict[str, Path]:

@@ -19,7 +19,6 @@ from flower_ext.runs.settings import (
     RECORDED,
     UnfitSetting,
     clients_setting,
-    integer,
     num_nodes,
 )
 
@@ -36,8 +35,6 @@ class Prepared:
         The settings that override the app's defaults.
     path : Path, optional
         The run directory, if the command chooses it.
-    here : bool
-        True if all processes of the run see the files of this machine.
     nodes : int, optional
         Number of nodes to simulate.
     resumable : bool
@@ -47,103 +44,137 @@ class Prepared:
     config: Mapping[str, Any]
     changes: Mapping[str, Any]
     path: Path | None
-    here: bool
     nodes: int | None
     resumable: bool
 
 
-def prepare(
-    app: Path,
-    *,
-    superlink: str | None = None,
-    nodes: int | None = None,
-    settings: Sequence[str] = (),
-    runs: Path | None = None,
-    in_process: bool = False,
-    clients: int | None = None,
-    workers: int = 1,
-    resume: Path | None = None,
-    ray: str | None = None,
-) -> Prepared:
-    """Return the run that the options of `launch.launch` describe; start and write nothing.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of ``flower-ext run``, which explains them, for every command that runs an app.
+
+    With ``superlink``, ``nodes`` is the number of its nodes, which also sets the app's number of
+    clients. Give it only if all processes of the SuperLink see the files of this machine.
 
     Raises
     ------
     InvalidValue
-        The options contradict each other or the app, a setting has a value that it cannot have, or
-        there is no run of this app to resume.
+        The options contradict each other.
+    """
+
+    app: Path
+    superlink: str | None = None
+    nodes: int | None = None
+    settings: Sequence[str] = ()
+    runs: Path | None = None
+    in_process: bool = False
+    clients: int | None = None
+    workers: int = 1
+    resume: Path | None = None
+    ray: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_in_process and self.superlink is not None:
+            raise InvalidValue(
+                "a run in one process has no SuperLink: leave out either the SuperLink, or "
+                "--in-process and --clients"
+            )
+        if self.workers > 1 and not self.is_in_process:
+            raise InvalidValue(
+                f"workers={self.workers}: Ray starts its own workers; add --in-process or --clients"
+            )
+        if self.ray is not None and (self.is_in_process or self.superlink is not None):
+            raise InvalidValue(
+                f"ray={self.ray}: only a simulation runs on Ray; leave out the other engine"
+            )
+
+    @property
+    def is_in_process(self) -> bool:
+        """True if all clients run in one process."""
+        return self.in_process or self.clients is not None
+
+    @property
+    def is_local(self) -> bool:
+        """True if all processes of the run see the files of this machine."""
+        return self.superlink is None or self.nodes is not None
+
+
+def prepare(options: RunOptions) -> Prepared:
+    """Return the run that the options describe; start and write nothing.
+
+    Raises
+    ------
+    InvalidValue
+        The options do not fit the app, a setting has a value that it cannot have, or there is no
+        run of this app to resume.
     InUse
         A process still writes the run to resume.
     """
-    in_process = in_process or clients is not None
-    if in_process and superlink is not None:
-        raise InvalidValue(
-            "a run in one process has no SuperLink: leave out either the SuperLink, or "
-            "--in-process and --clients"
-        )
-    if workers > 1 and not in_process:
-        raise InvalidValue(
-            f"workers={workers}: Ray starts its own workers; add --in-process or --clients"
-        )
-    if ray is not None and (in_process or superlink is not None):
-        raise InvalidValue(f"ray={ray}: only a simulation runs on Ray; leave out the other engine")
-    defaults, changes = checked_settings(app, settings)
-    if resume is not None:
-        changes = {**begun_with(resume, app, defaults), **changes}
+    app, superlink, is_local = options.app, options.superlink, options.is_local
+    defaults, changes = checked_settings(app, options.settings)
+    if options.resume is not None:
+        changes = {**begun_with(options.resume, app, defaults), **changes}
     config = ChainMap(changes, defaults)
-    setting = clients_setting(defaults)
-    here = superlink is None or nodes is not None
-    if nodes is not None and setting is not None:
-        if superlink is None:
-            raise InvalidValue(
-                f"--nodes={nodes}: {app} has a setting for the number of nodes; give --set "
-                f"{setting}=N in place of --nodes"
-            )
-        changes.setdefault(setting, nodes * (config.get("clients-per-node") or 1))
-    if clients is not None:
-        if setting is None:
-            raise InvalidValue(
-                f"--clients={clients}: {app} has no setting for the number of clients; give "
-                f"--in-process --nodes={clients}, or add 'clients' to [tool.flwr.app.config] of "
-                "its pyproject.toml"
-            )
-        changes[setting] = clients
-    if (here or runs is not None) and not config.get("run-directory", True):
-        name, folder = str(config.get("method", app.name)), runs or Path("runs")
-        folder = folder.absolute() if here else folder
+    changes.update(_number_of_clients(options, config, changes))
+    if (is_local or options.runs is not None) and not config.get("run-directory", True):
+        name, folder = str(config.get("method", app.name)), options.runs or Path("runs")
+        folder = folder.absolute() if is_local else folder
         changes["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
-    changes |= _absolute(config, here=here)
+    changes |= _absolute(config, is_local=is_local)
     path = Path(config["run-directory"]) if config.get("run-directory") else None
-    if here and path and defaults.get("state-folder") == "" and superlink is None:
+    if is_local and path and defaults.get("state-folder") == "" and superlink is None:
         changes.setdefault("state-folder", _state_in(path))  # for --resume
-    if in_process and "clients-per-node" in config:
+    if options.is_in_process and "clients-per-node" in config:
         changes["clients-per-node"] = 1
     if superlink is None and config.get("clients-per-node") == 0:
         changes["clients-per-node"] = per_node = clients_per_node(config)
         console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
-    count = nodes if setting is None else num_nodes(config)
-    if superlink is None and count is None:
+    nodes = options.nodes if clients_setting(defaults) is None else num_nodes(config)
+    if superlink is None and nodes is None:
         raise InvalidValue(
             f"{app} has no setting 'clients', so the number of clients is unknown; add clients = N "
             "to [tool.flwr.app.config] of its pyproject.toml, or give --nodes=N"
         )
-    if here and not config.get("data-folder", True):
+    if is_local and not config.get("data-folder", True):
         from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds
 
-        changes |= _absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, here=True)
+        changes |= _absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True)
     return Prepared(
         config=dict(config),
         changes=changes,
         path=path,
-        here=here,
-        nodes=count,
+        nodes=nodes,
         resumable="resume" in defaults,
     )
 
 
+def _number_of_clients(
+    options: RunOptions, config: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the setting of the number of clients, if ``--nodes`` or ``--clients`` changes it."""
+    setting = clients_setting(config)
+    number: dict[str, int] = {}
+    if options.nodes is not None and setting is not None:
+        if options.superlink is None:
+            raise InvalidValue(
+                f"--nodes={options.nodes}: {options.app} has a setting for the number of nodes; "
+                f"give --set {setting}=N in place of --nodes"
+            )
+        if setting not in changes:
+            number[setting] = options.nodes * (config.get("clients-per-node") or 1)
+    if options.clients is not None:
+        if setting is None:
+            raise InvalidValue(
+                f"--clients={options.clients}: {options.app} has no setting for the number of "
+                f"clients; give --in-process --nodes={options.clients}, or add 'clients' to "
+                "[tool.flwr.app.config] of its pyproject.toml"
+            )
+        number[setting] = options.clients
+    return number
+
+
 def clients_per_node(config: Mapping[str, Any]) -> int:
     """Return the number of clients on each node: equal for all, with at most one node per core."""
-    clients = integer(config, "clients", least=1)
+    clients = int(config["clients"])
     nodes = range(min(clients, _cores()), 0, -1)
     return next(clients // count for count in nodes if clients % count == 0)
 
@@ -183,14 +214,14 @@ def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, A
     return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
 
 
-def _absolute(config: Mapping[str, Any], *, here: bool) -> dict[str, str]:
+def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
     """Return the paths among an app's settings as absolute paths, for every process of the run.
 
     If the run is on other machines, a relative ``data-folder`` stays relative, because each node
     has its own files.
     """
     paths = {name: str(config[name]) for name in PATHS if config.get(name)}
-    if here:
+    if is_local:
         return {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}
     for name, path in paths.items():
         if name != "data-folder" and not path.startswith(("/", "~")):

@@ -12,7 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from flower_ext.cli.reaper import descendants, still
+import psutil
+
 from flower_ext.errors import FlowerExtError
 
 HOST = "127.0.0.1"
@@ -31,12 +32,12 @@ def executable(name: str) -> str:
         The program is not installed.
     """
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise ProcessFailed(
             f"the command {name} was not found; install it: pip install 'flwr[simulation]'"
         )
-    return found
+    return path
 
 
 def environment() -> dict[str, str]:
@@ -127,14 +128,21 @@ def end_tree(process: subprocess.Popen[bytes], *, seconds: float = 20) -> None:
     The process gets SIGTERM and ``seconds`` to end; whatever is left then gets SIGKILL. Ray's
     agents need this, because they live in sessions of their own and outlive their parents.
     """
-    family = descendants(process.pid)
+    family = _descendants(process.pid)
     with suppress(ProcessLookupError):
         process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    family |= descendants(process.pid)
+    family |= _descendants(process.pid)
     process.kill()
     process.wait()
-    for pid in still(family):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    for descendant in family:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            descendant.kill()
+
+
+def _descendants(pid: int) -> set[psutil.Process]:
+    try:
+        return {*psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()

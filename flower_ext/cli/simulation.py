@@ -78,9 +78,9 @@ def simulation_superlink(
             try:
                 wait_for_port(port, process)
             except ProcessFailed as error:
-                said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise ProcessFailed(
-                    f"Flower's SuperLink did not start: {error}{hint_on_spaces()}\n{said}"
+                    f"Flower's SuperLink did not start: {error}{hint_on_spaces()}\n{last_lines}"
                 ) from None
             yield env
         finally:
@@ -130,9 +130,9 @@ def cluster_watch(address: str) -> Callable[[], None]:
 
 
 def _answers(address: str) -> bool:
-    asked = [executable("ray"), "health-check", "--address", address]
+    command = [executable("ray"), "health-check", "--address", address]
     try:
-        done = subprocess.run(asked, capture_output=True, timeout=_PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0

@@ -25,7 +25,6 @@ from flower_ext.federation.recording import (
     recorded_run,
     save_outcome,
     settings_of,
-    shared_budget,
 )
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
@@ -75,5 +74,4 @@ __all__ = [
     "run_in_process",
     "save_outcome",
     "settings_of",
-    "shared_budget",
 ]

@@ -1,25 +1,31 @@
 """Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
 
-All apps read the same settings by the same names (``docs/settings.md``)::
+An app's class of settings inherits the shared ones (`flower_ext.runs.shared_settings`)::
 
-    def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
-        plan, local = configured.release_plan(config), configured.training(config)
-        return FederatedStrategy(DPFedAvg(local=local), **configured.options(config, run, plan))
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
+        ...
+
+    def strategy_of(settings: Settings, run: RunDirectory) -> FederatedStrategy:
+        plan = configured.release_plan(settings, configured.sampling(settings))
+        local = configured.training(settings)
+        return FederatedStrategy(DPFedAvg(local=local), **configured.options(settings, run, plan))
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        configured.start(grid, context, task, strategy_of)
+        configured.start(grid, context, Settings, task, strategy_of)
 
-Each function raises `UnfitSetting` if a setting is missing or out of range.
+Each function raises `UnfitSetting` if settings contradict each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -30,21 +36,15 @@ from flower_ext.federation.recording import (
     first_config,
     record,
     recorded_run,
-    shared_budget,
 )
-from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     Budget,
-    ClippedSteps,
     FixedSizeSampling,
     FullParticipation,
-    LocalObjective,
     NonPrivatePlan,
-    ObjectivePerturbation,
-    OutputPerturbation,
-    PerturbationPlan,
     PoissonSampling,
     PrivacyPlan,
+    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
@@ -54,205 +54,150 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.privacy.accounting.calibration import default_relation
-from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
 from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
-from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_shareable
+from flower_ext.runs.callbacks import Callback
+from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
+from flower_ext.runs.shared_settings import (
+    CohortSettings,
+    PrivacySettings,
+    ReleaseSettings,
+    RunSettings,
+    TrainingSettings,
+)
+from flower_ext.training import LocalTraining, Task, check_shareable
 from flower_ext.training.params import require_modules
 
-BASES: tuple[Basis, ...] = get_args(Basis)
-"""Values of the setting ``calibration``: the bound by which noise is calibrated."""
-
-_CHOICES = {
-    "sampling": ("poisson", "fixed-size", "everyone"),
-    "noise-placement": ("client", "server"),
-    "dropout-policy": ("top-up", "discard"),
-    "aggregation": ("plain", "secure"),
-    "evaluation": ("plain", "secure"),
-    "weighting": ("clients", "examples"),
-    "calibration": BASES,
-}
-"""Words of the settings that all apps share; a word is checked even if the method ignores it."""
-
-_SETTINGS = {
-    "rate": "sampling-rate",
-    "population": "clients",
-    "colluding": "colluding-share",
-    "dropouts": "dropout-share",
-    "batch_size": "batch-size",
-}
-"""Settings by the names of fields that do not end like them, or end like several."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
+AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
 
-def _naming_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function of a configuration name the setting in a refusal, in place of a field."""
-
-    @wraps(function)
-    def renamed(*args: P.args, **options: P.kwargs) -> R:
-        try:
-            return function(*args, **options)
-        except InvalidValue as error:
-            config = cast(UserConfig, args[0] if args else options["config"])
-            field, separator, more = str(error).partition("=")
-            setting = _setting_of(config, field, more.partition(":")[0]) if separator else None
-            if setting is None:
-                raise
-            raise UnfitSetting(f"run-config {setting}={more}") from error
-
-    return renamed
+@contextmanager
+def _naming_settings(settings: Settings) -> Iterator[None]:
+    """Name the setting in the refusal of a field that has the setting's name."""
+    try:
+        yield
+    except InvalidValue as error:
+        field, separator, rest = str(error).partition("=")
+        if not separator or not hasattr(settings, field):
+            raise
+        raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error
 
 
-def _setting_of(config: UserConfig, field: str, value: str) -> str | None:
-    """Return the setting from which a field got its value; None if no setting has that value."""
-    end = field.replace("_", "-")
-    names = [_SETTINGS.get(field, end), *(name for name in config if name.endswith(f"-{end}"))]
-    fitting = (name for name in names if name in config and value in _written(config[name]))
-    return next(fitting, None)
-
-
-def _written(value: object) -> tuple[str, ...]:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (repr(value), repr(float(value))) if number else (repr(value),)  # type: ignore[arg-type]
-
-
-@_naming_settings
-def sampling(config: UserConfig) -> Sampling:
-    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling-rate``."""
-    clients, rate = integer(config, "clients"), number(config, "sampling-rate", above=0)
-    match choice(config, "sampling", _CHOICES["sampling"]):
+def sampling(settings: CohortSettings) -> Sampling:
+    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling_rate``."""
+    clients, rate = settings.clients, settings.sampling_rate
+    match settings.sampling:
         case "poisson":
             return PoissonSampling(population=clients, rate=rate)
         case "fixed-size":
             return FixedSizeSampling(population=clients, size=size_for_rate(clients, rate))
-        case _:
+        case "everyone":
             return FullParticipation(population=clients)
 
 
-@_naming_settings
-def training(config: UserConfig, **changes: Any) -> LocalTraining:
-    """Return the local training, from ``local-epochs``, ``batch-size`` and ``learning-rate``.
-
-    Also reads ``learning-rate-decay``, ``momentum``, ``optimizer`` and ``weight-decay`` if the app
-    has them. ``changes`` are fields of `LocalTraining` that override all settings.
-    """
-    facts = {
-        "epochs": integer(config, "local-epochs", least=1),
-        "batch_size": integer(config, "batch-size"),
-        "learning_rate": number(config, "learning-rate"),
-        **_those_there(config, number, "learning-rate-decay", "momentum", "weight-decay"),
-        **_those_there(config, text, "optimizer"),
+def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
+    """Return the local training; ``changes`` are fields of `LocalTraining` that come first."""
+    options = {
+        "epochs": settings.local_epochs,
+        "batch_size": settings.batch_size,
+        "learning_rate": settings.learning_rate,
+        "learning_rate_decay": settings.learning_rate_decay,
+        "momentum": settings.momentum,
+        "optimizer": settings.optimizer,
+        "weight_decay": settings.weight_decay,
     }
-    return LocalTraining(**{**facts, **changes})
+    with _naming_settings(settings):
+        return LocalTraining(**{**options, **changes})
 
 
-@_naming_settings
-def dp_sgd(config: UserConfig) -> DpSgdTraining:
-    """Return DP-SGD that passes over the records ``local-epochs`` times on average.
-
-    Also reads ``record-sampling-rate``, ``expected-batch-size``, ``learning-rate``,
-    ``record-clipping-norm`` and ``noise-multiplier``.
-    """
-    rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs", least=1)
-    return DpSgdTraining(
-        steps=max(1, round(epochs / rate)) if rate > 0 else 0,
-        sampling_rate=rate,
-        batch_size=number(config, "expected-batch-size"),
-        learning_rate=number(config, "learning-rate"),
-        clipping_norm=number(config, "record-clipping-norm"),
-        noise_multiplier=number(config, "noise-multiplier"),
-    )
-
-
-@_naming_settings
-def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
+def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPrivatePlan:
     """Return the plan of a mean over sampled clients, without privacy.
 
-    Reads the settings of `sampling`, and ``weighting`` if the app has it. ``changes`` are fields of
-    `NonPrivatePlan` that override all settings.
+    Raises
+    ------
+    UnfitSetting
+        The settings ask for secure sums, which need clipped and noised updates.
     """
-    if _secure_sum(config) is not None:
+    if getattr(settings, "aggregation", "plain") != "plain":
         raise UnfitSetting(
-            f"run-config aggregation='secure' with method={config.get('method')!r}: expected "
-            "'plain', because a secure sum needs clipped and noised updates"
+            f"run-config aggregation='secure'{_with_method(settings)}: expected 'plain', because a "
+            "secure sum needs clipped and noised updates"
         )
-    if config.get("evaluation", "plain") != "plain":
+    if getattr(settings, "evaluation", "plain") != "plain":
         raise UnfitSetting(
-            f"run-config evaluation={config['evaluation']!r} with method={config.get('method')!r}: "
-            "expected 'plain', because this method noises nothing, and secure scores are noised"
+            f"run-config evaluation='secure'{_with_method(settings)}: expected 'plain', because "
+            "this method noises nothing, and secure scores are noised"
         )
-    told = _words(config, "weighting")
-    drawn = changes.get("sampling") or sampling(config)
-    return NonPrivatePlan(**{"sampling": drawn, **told, **changes})
+    return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
 
-@_naming_settings
-def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
+def release_plan(settings: ReleaseSettings, sampling: Sampling, **changes: Any) -> ReleasePlan:
     """Return the plan under which the server releases noised sums of sampled clients' updates.
 
-    The function reads these settings:
+    Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
+    ``epsilon``. The setting ``calibration`` says by which bound: the provable one, or the published
+    one. A ``delta`` of 0 stands for one over the number of clients.
 
-    * the settings of `sampling`, ``clipping-norm``, ``rounds`` and ``noise-multiplier``;
-    * ``delta``, where 0 stands for one over ``clients``;
-    * if the app has them, ``noise-placement`` and ``dropout-policy``;
-    * if the app has it, ``aggregation``; for ``secure``, also ``colluding-share`` and
-      ``dropout-share``;
-    * if the app has it, ``evaluation``; for ``secure``, also ``evaluation-share``,
-      ``evaluation-noise-multiplier`` and ``evaluation-loss-bound``.
-
-    If the app has ``epsilon`` and no ``noise-multiplier`` above 0, the function chooses the least
-    noise that keeps ``epsilon``. The setting ``calibration`` says by which bound: the provable
-    one, or the published one.
-
-    ``changes`` are fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot
-    be among them.
+    Parameters
+    ----------
+    settings : ReleaseSettings
+    sampling : Sampling
+    **changes
+        Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
+        them.
     """
-    _refuse_weights(config)
-    facts: dict[str, Any] = {
-        "sampling": changes.get("sampling") or sampling(config),
-        "clipping_norm": number(config, "clipping-norm"),
-        "rounds": integer(config, "rounds", least=1),
-        "delta": _delta(config),
-        **_words(config, "noise-placement", "dropout-policy"),
-        "secure_aggregation": _secure_sum(config),
+    _refuse_weights(settings)
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "clipping_norm": settings.clipping_norm,
+        "rounds": settings.rounds,
+        "delta": _delta(settings, sampling, changes.get("unit", PrivacyUnit.CLIENT)),
+        "noise_placement": settings.noise_placement,
+        "dropout_policy": settings.dropout_policy,
+        "secure_aggregation": _secure_sum(settings),
         **changes,
     }
-    epsilon = _target(config)
-    if (scores := _secure_scores(config, facts, epsilon)) is not None:
-        facts["scores"] = scores
-    if epsilon is None:
-        return ReleasePlan(noise_multiplier=number(config, "noise-multiplier"), **facts)
-    if _basis(config) == "provable":
-        return ReleasePlan.for_target(epsilon=epsilon, **facts)
-    multiplier = dp2_fedsam_theorem2_noise_multiplier(
-        epsilon=epsilon,
-        delta=facts["delta"],
-        rounds=facts["rounds"],
-        sampling_rate=facts["sampling"].sampling_rate,
-    )
-    return ReleasePlan(noise_multiplier=multiplier, **facts)
+    epsilon = settings.target
+    with _naming_settings(settings):
+        if (scores := _secure_scores(settings, options)) is not None:
+            options["scores"] = scores
+        if epsilon is None:
+            return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
+        if settings.calibration == "provable":
+            return ReleasePlan.for_target(epsilon=epsilon, **options)
+        multiplier = dp2_fedsam_theorem2_noise_multiplier(
+            epsilon=epsilon,
+            delta=options["delta"],
+            rounds=options["rounds"],
+            sampling_rate=sampling.sampling_rate,
+        )
+        return ReleasePlan(noise_multiplier=multiplier, **options)
 
 
-def _secure_sum(config: UserConfig) -> SecureSum | None:
-    if _words(config, "aggregation").get("aggregation", "plain") == "plain":
+def _delta(settings: PrivacySettings, sampling: Sampling, unit: PrivacyUnit) -> float:
+    if settings.delta or unit is not PrivacyUnit.CLIENT:
+        return settings.delta
+    if sampling.population == 1:
+        raise UnfitSetting(
+            f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
+            "more clients, because delta=0 stands for 1 / clients"
+        )
+    return 1 / sampling.population
+
+
+def _secure_sum(settings: ReleaseSettings) -> SecureSum | None:
+    if settings.aggregation == "plain":
         return None
-    return SecureSum(
-        colluding=number(config, "colluding-share"), dropouts=number(config, "dropout-share")
-    )
+    return SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
 
 
-def _secure_scores(
-    config: UserConfig, facts: Mapping[str, Any], epsilon: float | None
-) -> SecureScores | None:
+def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> SecureScores | None:
     """Return how evaluations release scores, by ``evaluation`` and the settings beside it."""
-    if _words(config, "evaluation").get("evaluation", "plain") == "plain":
+    if settings.evaluation == "plain":
         return None
-    rounds, every = integer(config, "rounds", least=1), integer(config, "evaluate-every")
-    if facts["secure_aggregation"] is None:
+    every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
+    if options["secure_aggregation"] is None:
         raise UnfitSetting(
             "run-config evaluation='secure' with aggregation='plain': expected "
             "aggregation='secure', because clients send scores in the same kind of secure sum as "
@@ -262,169 +207,115 @@ def _secure_scores(
         raise UnfitSetting(
             f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
         )
-    evaluations = -(-rounds // every)
-    multiplier = number(config, "evaluation-noise-multiplier")
+    evaluations = -(-settings.rounds // every)
     if not multiplier:
-        if epsilon is None:
+        if (epsilon := settings.target) is None:
             raise UnfitSetting(
                 f"run-config evaluation-noise-multiplier={multiplier!r} without an epsilon that "
                 "evaluations could have a share of: expected above 0"
             )
-        share, drawn = number(config, "evaluation-share", above=0), facts["sampling"]
-        if not share < 1:
-            raise UnfitSetting(f"run-config evaluation-share={share!r}: expected below 1")
         multiplier = calibrate_noise_multiplier(
-            epsilon=share * epsilon,
-            delta=facts["delta"],
-            sampling=FullParticipation(drawn.population),
+            epsilon=settings.evaluation_share * epsilon,
+            delta=options["delta"],
+            sampling=FullParticipation(options["sampling"].population),
             rounds=evaluations,
-            relation=default_relation(drawn),
+            relation=default_relation(options["sampling"]),
         )
-    bound = number(config, "evaluation-loss-bound")
+    bound = settings.evaluation_loss_bound
     bounds = (*ACCURACY, ("loss", 0.0, bound)) if bound else ACCURACY
     return SecureScores(noise_multiplier=multiplier, evaluations=evaluations, bounds=bounds)
 
 
-def _refuse_weights(config: UserConfig) -> None:
-    if config.get("weighting", "clients") != "clients":
+def _refuse_weights(settings: Settings) -> None:
+    weighting = getattr(settings, "weighting", "clients")
+    if weighting != "clients":
         raise UnfitSetting(
-            f"run-config weighting={config['weighting']!r} with method={config.get('method')!r}: "
-            "expected 'clients', because a private mean weights all clients equally"
+            f"run-config weighting={weighting!r}{_with_method(settings)}: expected 'clients', "
+            "because a private mean weights all clients equally"
         )
 
 
-def _target(config: UserConfig) -> float | None:
-    """Return the ε to calibrate noise for; None if the settings fix the noise itself."""
-    noise = number({"noise-multiplier": 0, **config}, "noise-multiplier")
-    return None if noise or "epsilon" not in config else number(config, "epsilon")
-
-
-def _basis(config: UserConfig) -> Basis:
-    return choice({"calibration": "provable", **config}, "calibration", BASES)
-
-
-def _delta(config: UserConfig) -> float:
-    delta = number(config, "delta")
-    if delta or "clients" not in config:
-        return delta
-    clients = integer(config, "clients")
-    if clients == 1:
-        raise UnfitSetting(
-            f"run-config clients={clients} with delta={config['delta']!r}: expected a delta in "
-            "(0, 1), or more clients, because delta=0 stands for 1 / clients"
-        )
-    return 1 / clients
-
-
-@_naming_settings
-def perturbation_plan(
-    config: UserConfig, objective: LocalObjective
-) -> NonPrivatePlan | PerturbationPlan:
-    """Return the plan of local models that the mechanism ``perturbation`` perturbs.
-
-    Reads the settings of `sampling`, ``delta``, and the numbers of the mechanism:
-    ``clipping-norm`` and ``noise-stddev``, or ``noise-rate``.
-
-    Raises
-    ------
-    PreconditionFailed
-        The settings ask for objective perturbation of a problem that Theorem 6.3 of Upcycled-FL
-        does not cover.
-    """
-    perturbation: OutputPerturbation | ObjectivePerturbation
-    match choice(config, "perturbation", ("none", "output", "objective")):
-        case "none":
-            return non_private_plan(config)
-        case "output":
-            perturbation = OutputPerturbation(
-                clipping_norm=number(config, "clipping-norm"),
-                noise_stddev=number(config, "noise-stddev"),
-            )
-        case _:
-            perturbation = ObjectivePerturbation(rate=number(config, "noise-rate"))
-    return PerturbationPlan(
-        sampling=sampling(config),
-        perturbation=perturbation,
-        objective=objective,
-        delta=number(config, "delta"),
-    )
-
-
-@_naming_settings
-def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) -> RecordLevelPlan:
-    """Return a record-level plan for all ``clients``: noise on uploads, or in ``local``'s steps.
-
-    Reads ``noise``, ``examples-per-client``, ``clipping-norm``, ``calibration``, ``epsilon``,
-    ``delta``, and for noise in steps ``gradient-clipping-norm``.
-    """
-    _refuse_weights(config)
-    size, steps = integer(config, "examples-per-client"), None
-    if choice(config, "noise", ("upload", "steps")) == "steps":
-        steps = ClippedSteps(
-            learning_rate=local.learning_rate,
-            gradient_clipping_norm=number(config, "gradient-clipping-norm"),
-            num_examples=size,
-            local_steps=local.num_steps(size),
-            batch_size=min(local.batch_size, size),
-        )
-    return RecordLevelPlan.for_target(
-        epsilon=number(config, "epsilon"),
-        delta=number(config, "delta"),
-        sampling=FullParticipation(integer(config, "clients")),
-        num_examples=size,
-        rounds=rounds,
-        clipping_norm=number(config, "clipping-norm"),
-        basis=_basis(config),
-        steps=steps,
-    )
+def _with_method(settings: Settings) -> str:
+    """Name the method in a message, if the app has several."""
+    method = getattr(settings, "method", None)
+    return "" if method is None else f" with method={method!r}"
 
 
 def options(
-    config: UserConfig, run: RunDirectory, plan: PrivacyPlan | None = None
+    settings: RunSettings, run: RunDirectory, plan: PrivacyPlan | None = None
 ) -> dict[str, Any]:
-    """Return the options that every strategy takes, from those settings that the app has.
+    """Return the options that every strategy takes.
 
-    Reads ``seed`` (0: none), ``seeded-noise``, ``evaluate-every``, ``diagnostics``,
-    ``training-loss`` and ``connect-timeout``. A run with privacy ends at the provable ε ``budget``
-    (0: none), at the ``epsilon`` for which its noise is provably calibrated, or at the budget of
-    `shared_budget`. The run's ledger records the releases of a `ReleasePlan`.
+    A run with privacy ends at the provable ε ``budget`` (0: none), at the ``epsilon`` for which its
+    noise is provably calibrated, or at the budget of all runs that share the account
+    ``budget_ledger``. The run's ledger records the releases of a `ReleasePlan`.
 
     Parameters
     ----------
-    config : UserConfig
-        The run's settings.
+    settings : RunSettings
     run : RunDirectory
     plan : PrivacyPlan, optional
         The strategy's plan; None if the strategy makes its own.
     """
-    told = _those_there(config, flag, "seeded-noise", "diagnostics", "training-loss")
-    told |= _those_there(config, integer, "evaluate-every")
-    if "connect-timeout" in config:
-        told["timeout"] = number(config, "connect-timeout", above=0)
-    if "seed" in config:
-        told["seed"] = integer(config, "seed") or None
+    options: dict[str, Any] = {
+        "seed": settings.seed or None,
+        "seeded_noise": settings.seeded_noise,
+        "evaluate_every": settings.evaluate_every,
+        "training_loss": settings.training_loss,
+        "diagnostics": settings.diagnostics,
+        "timeout": settings.connect_timeout,
+        "budget": None,
+        "run": run,
+    }
     if plan is not None:
-        told["plan"] = plan
-    budget = aim = None
-    if not isinstance(plan, NonPrivatePlan) and (end := number({"budget": 0, **config}, "budget")):
-        budget = Budget(epsilon=end, delta=number(config, "delta"))
-    if isinstance(plan, ReleasePlan | RecordLevelPlan) and _basis(config) == "provable":
-        epsilon = _target(config)
-        aim = None if epsilon is None else Budget(epsilon=epsilon, delta=plan.delta)
+        options["plan"] = plan
+    if not isinstance(settings, PrivacySettings):
+        return options
+    budget = target = None
+    if settings.budget and not isinstance(plan, NonPrivatePlan):
+        budget = Budget(epsilon=settings.budget, delta=settings.delta)
+    if _is_calibrated(settings, plan) and settings.target is not None:
+        assert isinstance(plan, ReleasePlan | RecordLevelPlan)
+        target = Budget(epsilon=settings.target, delta=plan.delta)
     if isinstance(plan, ReleasePlan):
-        told["ledger"] = run.open_ledger(budget=aim)
-        aim = None  # the ledger ends the run at this ε
-    return {**told, "budget": shared_budget(config, budget or aim), "run": run}
+        # The ledger ends the run at this ε, so the strategy needs no budget for it.
+        options["ledger"], target = run.open_ledger(budget=target), None
+    return {**options, "budget": _shared_budget(settings) or budget or target}
+
+
+def _is_calibrated(settings: PrivacySettings, plan: PrivacyPlan | None) -> bool:
+    """Return True if the plan's noise was calibrated for a provable ε."""
+    return isinstance(plan, ReleasePlan | RecordLevelPlan) and settings.calibration == "provable"
+
+
+def _shared_budget(settings: PrivacySettings) -> Budget | None:
+    """Return the budget of all runs that share an account; None if the settings name none."""
+    if (path := absolute_path(settings.budget_ledger)) is None:
+        return None
+    for name in ("population_epsilon", "population_delta"):
+        if not getattr(settings, name):
+            raise UnfitSetting(
+                f"run-config {name.replace('_', '-')}={getattr(settings, name)!r} with a "
+                "budget-ledger: expected a number > 0"
+            )
+    return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
+
+
+def begun(kind: type[AppSettings], context: Context) -> AppSettings:
+    """Return the settings for the run's plan: those of the run, with its first number of rounds."""
+    return kind.of(first_config(context.run_config))
 
 
 def start(
     grid: Grid,
     context: Context,
+    kind: type[AppSettings],
     task: Task,
-    strategy_of: Callable[[UserConfig, RunDirectory], Strategy],
+    strategy_of: Callable[[AppSettings, RunDirectory], Strategy],
     *,
     planned_rounds: int | None = None,
     facts: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Run a strategy for ``rounds`` rounds in a run directory, and write its report there.
 
@@ -432,14 +323,18 @@ def start(
     ----------
     grid, context
         The arguments of the ServerApp.
+    kind : type[AppSettings]
+        The app's class of settings.
     task : Task
-    strategy_of : Callable[[UserConfig, RunDirectory], Strategy]
+    strategy_of : Callable[[AppSettings, RunDirectory], Strategy]
         Function that takes the settings with which the run began, and its directory. It returns a
         strategy of this package, or a wrapper whose ``base`` is such a strategy.
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     facts : Mapping, optional
         Further facts to record beside the settings.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
 
     Raises
     ------
@@ -450,54 +345,41 @@ def start(
         model, or `recorded_run` refuses the settings.
     """
     config = first_config(context.run_config)
-    _words(config, *_CHOICES)
-    rounds = integer(context.run_config, "rounds", least=1)
-    recorded = {**config, **(facts or {})}
+    settings = kind.of(config)
+    number: Any = context.run_config["rounds"]
+    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
+    rounds, recorded = last, {**config, **(facts or {})}
     if planned_rounds is not None:
-        rounds += planned_rounds - integer(config, "rounds")
+        rounds += planned_rounds - settings.rounds
         recorded["planned-rounds"] = planned_rounds
     name = [str(config[part]) for part in ("method", "dataset") if part in config]
-    with recorded_run(recorded, "-".join(name) or "run") as run:
-        strategy = strategy_of(config, run)
+    with recorded_run(recorded, "-".join(name) or "run", callbacks) as run:
+        strategy = strategy_of(settings, run)
         base = base_of(strategy)
         require_modules("personal", base.method.personal, task.shapes, task.blueprint.tied)
         check_shareable(task.model(), base.method.personal)
         base.run.frozen = base.run.frozen or task.fingerprint
         if run.resumed and strategy is base:  # a wrapper need not train in every round
-            _refuse_more_rounds(config, integer(context.run_config, "rounds"), base)
+            _refuse_more_rounds(settings, last, base.run.plan)
         record(
             run,
             strategy,
-            clients_of(grid, config),
-            ArrayRecord(task.initial_params(integer({"seed": 0, **config}, "seed"))),
+            clients_of(grid, getattr(settings, "clients_per_node", 1)),
+            ArrayRecord(task.initial_params(settings.seed)),
             num_rounds=rounds,
-            timeout=number({"round-timeout": 3600, **config}, "round-timeout", above=0),
+            timeout=settings.round_timeout,
         )
 
 
-def _refuse_more_rounds(config: UserConfig, rounds: int, strategy: FederatedStrategy) -> None:
+def _refuse_more_rounds(settings: RunSettings, rounds: int, plan: PrivacyPlan) -> None:
     """Refuse to extend a run whose budget is the ε for which its noise was calibrated."""
-    first, epsilon, plan = integer(config, "rounds"), _target(config), strategy.run.plan
-    calibrated = isinstance(plan, ReleasePlan | RecordLevelPlan) and _basis(config) == "provable"
-    if not calibrated or epsilon is None or rounds <= first:
+    if not isinstance(settings, PrivacySettings) or not _is_calibrated(settings, plan):
+        return
+    first, epsilon = settings.rounds, settings.target
+    if epsilon is None or rounds <= first:
         return
     raise UnfitSetting(
         f"run-config rounds={rounds} of a resumed run: expected at most {first}, because its "
         f"noise stays as it is and spends epsilon={epsilon:g} in these rounds. To train longer "
         f"under that epsilon, begin a new run: leave out --resume, and give --set rounds={rounds}"
     )
-
-
-def _words(config: UserConfig, *names: str) -> dict[str, str]:
-    """Return those of these settings that the app has, by the names of fields."""
-    return {
-        name.replace("-", "_"): choice(config, name, _CHOICES[name])
-        for name in names
-        if name in config
-    }
-
-
-def _those_there(
-    config: UserConfig, read: Callable[[UserConfig, str], Any], *names: str
-) -> dict[str, Any]:
-    return {name.replace("-", "_"): read(config, name) for name in names if name in config}

@@ -17,12 +17,11 @@ from flower_ext.federation.recording import base_of, record, recorded_run, runs_
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
-from flower_ext.runs.trackers import callbacks_of
 from flower_ext.training import LocalTraining
 
 
 def recorded(
-    strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[str | Callback] = ()
+    strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[Callback] = ()
 ) -> Recorded:
     """Give a strategy a run directory, so that its ``start`` records the run and can resume it.
 
@@ -49,15 +48,13 @@ def recorded(
         ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
         that of the SuperLink: look for the line ``Run directory:`` in the log. If the name is
         empty, the method and the time name the directory.
-    callbacks : Sequence[str | Callback]
-        Callbacks that follow the run: a `Callback` of your own, or ``"tensorboard"``, ``"mlflow"``
-        or ``"wandb"``.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
 
     Raises
     ------
     InvalidValue
-        The strategy is not of this package (run Flower's strategies inside `Hosted`), or a tracker
-        is unknown or not installed.
+        The strategy is not of this package: run Flower's strategies inside `Hosted`.
     """
     return Recorded(strategy, name, callbacks)
 
@@ -71,14 +68,12 @@ class Recorded:
         The directory of the last start; None before the first.
     """
 
-    def __init__(
-        self, strategy: Strategy, name: str | Path, callbacks: Sequence[str | Callback]
-    ) -> None:
+    def __init__(self, strategy: Strategy, name: str | Path, callbacks: Sequence[Callback]) -> None:
         self.strategy = strategy
         self.run: RunDirectory | None = None
         self._base = base_of(strategy)
         self._path = runs_folder() / Path(name).expanduser() if str(name) else None
-        self._callbacks = callbacks_of(callbacks)
+        self._callbacks = callbacks
 
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
@@ -109,7 +104,7 @@ class Recorded:
         config: dict[str, Any] = {
             "method": method,
             "rounds": num_rounds,
-            **_facts(self.strategy, self._base, initial_arrays),
+            **_identity(self.strategy, self._base, initial_arrays),
         }
         if self._path is not None:
             _refuse_complete(self._path, num_rounds)
@@ -145,12 +140,12 @@ def _method(strategy: Strategy) -> str:
     return method.name if method.label == method.name else f"{method.name}-{method.label}"
 
 
-def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
+def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
     """Return the facts that identify a run, as settings: plan, model, options and training."""
     run, method = base.run, base.method
     plan = {name: _plain(getattr(run.plan, name)) for name in _names(run.plan)}
     plan["planned-rounds"] = plan.pop("rounds", 0)
-    facts = {
+    identity = {
         "plan": type(run.plan).__name__,
         **plan,
         "parameters": sum(array.numpy().size for array in arrays.values()),
@@ -168,8 +163,8 @@ def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> 
     for phase, training in method.training.items():
         # A ClientApp that does not use this package defines its own training.
         if not method.any_client_app or training != LocalTraining():
-            facts[f"training-{phase}"] = training
-    settings = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
+            identity[f"training-{phase}"] = training
+    settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
     return {name: value for name, value in settings.items() if value not in ("", None)}
 
 
@@ -188,7 +183,7 @@ def _plain(value: Any) -> str | int | float | bool:
     if isinstance(value, tuple | list):
         return ", ".join(str(_plain(each)) for each in value)
     if names := _names(value):
-        values = {name: _plain(getattr(value, name)) for name in names}
-        parts = (f"{name}={one}" for name, one in values.items() if one != "")
+        plain_values = {name: _plain(getattr(value, name)) for name in names}
+        parts = (f"{name}={plain}" for name, plain in plain_values.items() if plain != "")
         return f"{type(value).__name__}({', '.join(parts)})"
     return getattr(value, "__qualname__", type(value).__name__)

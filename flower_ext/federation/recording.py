@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid
@@ -19,15 +19,14 @@ from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.score_round import query_records
 from flower_ext.federation.strategy import FederatedStrategy
-from flower_ext.privacy import Budget
 from flower_ext.runs import RunDirectory, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
-from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, absolute_path, flag, number, words
-from flower_ext.runs.trackers import callbacks_of
+from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
 
 log = getLogger("flwr")
 
+AppSettings = TypeVar("AppSettings", bound=Settings)
 
 CHANGEABLE = INCIDENTAL | {"rounds"}
 """Settings that may change when a run is resumed: its end, its paths and its timeouts."""
@@ -45,7 +44,7 @@ def first_config(config: UserConfig) -> UserConfig:
 
 @contextmanager
 def recorded_run(
-    config: UserConfig, name: str, callbacks: Sequence[str | Callback] = ()
+    config: UserConfig, name: str, callbacks: Sequence[Callback] = ()
 ) -> Iterator[RunDirectory]:
     """Open a run directory for the block; after the block, write the report.
 
@@ -59,17 +58,15 @@ def recorded_run(
         The run configuration; its ``run-directory`` names the directory, if it is not empty.
     name : str
         Part of the name of the directory otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
-    callbacks : Sequence[str | Callback]
-        Callbacks that follow the run, besides the trackers in the setting ``trackers``.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
 
     Raises
     ------
     UnfitSetting
         The run to continue began with other settings; the message names them.
-    InvalidValue
-        A tracker is unknown, or not installed.
     """
-    following = Callbacks(callbacks_of([*words(config, "trackers"), *callbacks]))
+    following = Callbacks(callbacks)
     run = _opened(config, name)
     log.info("Run directory: %s", run.path)
     run.on_round = partial(following.round, run)
@@ -124,32 +121,13 @@ def _report(run: RunDirectory) -> None:
     print(f"Report: {runs.write_report(run)}", flush=True)
 
 
-def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:
-    """Return ``own``, or the budget of all runs that share the account ``budget-ledger``.
-
-    Raises
-    ------
-    UnfitSetting
-        ``budget-ledger`` is a relative path, or there is no budget for it.
-    """
-    if config.keys().isdisjoint(("budget-ledger", "population-epsilon", "population-delta")):
-        return own  # the app has no such accounts; one that misspells a name still has the others
-    if (path := absolute_path(config, "budget-ledger")) is None:
-        return own
-    return Budget(
-        epsilon=number(config, "population-epsilon", above=0),
-        delta=number(config, "population-delta", above=0),
-        ledger=path,
-    )
-
-
 def _named(config: UserConfig) -> Path:
     return Path(str(config["run-directory"])).expanduser().absolute()
 
 
 def _path_to_resume(config: UserConfig) -> Path | None:
     """Return the directory of the run to continue; None if a new run begins."""
-    if "resume" not in config or not flag(config, "resume"):
+    if not config.get("resume", False):
         return None
     if not config.get("run-directory"):
         raise UnfitSetting("run-config resume=true: expected the run's path as run-directory")
@@ -234,12 +212,12 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     run.save_client_metrics(
         [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
     )
-    asked = query_records(strategy.run)
+    requests = query_records(strategy.run)
     run.save_use(
         {
             "method": strategy.method.client.name,
             "clients": strategy.run.population.num_nodes,
-            "records": {name: dict(record) for name, record in asked.items()},
+            "records": {name: dict(record) for name, record in requests.items()},
             "remembered": strategy.run.remembered,
             "frozen": strategy.run.frozen,
         }
@@ -248,11 +226,12 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     run.finish(status, strategy.stopped, refused=len(strategy.refusals))
 
 
-def settings_of(context: Context) -> UserConfig:
-    """Return the run's configuration, with the data folder that the node's owner sets.
+def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
+    """Return the run's settings, with the data folder that the node's owner sets.
 
     A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) overrides that of
     the run.
     """
-    own = context.node_config.get("data-folder")
-    return context.run_config if own is None else {**context.run_config, "data-folder": own}
+    folder = context.node_config.get("data-folder")
+    config = context.run_config
+    return kind.of(config if folder is None else {**config, "data-folder": folder})

@@ -1,4 +1,4 @@
-"""(T*, λ*) for a privacy budget, as published and provable: the answers of ``flower-ext plan``."""
+"""(T*, λ*) for a privacy budget, as published and provable, for ``flower-ext ditto-schedule``."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ v_n*(λ)               ``personal_models``
 ====================  =====================================================
 
 Every loss F_n(u) = ‖X_n u − Y_n‖²/b has the curvature 2ρ/b in all directions, and its gradients are
-cheap and exact. Theory and pilot runs can therefore be checked on it, as ``flower-ext plan
---worlds`` does.
+cheap and exact. Theory and pilot runs can therefore be checked on it, as ``flower-ext
+ditto-schedule`` does.
 """
 
 from __future__ import annotations

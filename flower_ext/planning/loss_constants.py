@@ -30,7 +30,7 @@ class PilotEstimates:
     initial_distance: float
 
     def save(self, path: Path, *, dimension: int) -> None:
-        """Write the estimates and d as JSON, which ``flower-ext plan --pilot`` reads."""
+        """Write the estimates and d as JSON, which ``flower-ext ditto-schedule`` reads."""
         path.write_text(json.dumps({**asdict(self), "dimension": dimension}, indent=2) + "\n")
 
     @classmethod

@@ -12,7 +12,7 @@ from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_comparison
-from flower_ext.runs.page import table, write_page
+from flower_ext.runs.page import write_page
 from flower_ext.runs.scores import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
@@ -41,27 +41,17 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
-    secure = any(_noised(run) is not None for run in runs)
-    figures = _figures(groups, folder / "figures")
-    short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
-    text = "\n\n".join(
-        [
-            f"# {title}",
-            table(list(rows[0]), [list(row.values()) for row in rows]),
-            "Accuracies: mean ± sample standard deviation over runs. A run's accuracy is the mean "
-            "over all clients of the accuracy of the client's own model on its own test examples. "
-            "Messages, megabytes (model arrays) and seconds: of training, both ways, mean over "
-            "runs.",
-            *(
-                ["± by noise: standard error due to the noise of secure evaluations."]
-                if secure
-                else []
-            ),
-            *([f"Stopped early by their budget: {', '.join(short)}."] if short else []),
-            *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
-        ]
+    stopped = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
+    return write_page(
+        folder,
+        "comparison",
+        title=title,
+        columns=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
+        has_noised_scores=any(_noised(run) is not None for run in runs),
+        stopped_early=stopped,
+        figures=_figures(groups, folder / "figures"),
     )
-    return write_page(folder, "comparison", text, title=title)
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
@@ -84,15 +74,15 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
             if name not in NOT_COMPARED
             and any(config.get(name) != configs[0].get(name) for config in configs)
         )
-        facts = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
-        groups.setdefault(", ".join([method, *facts]), []).append(run)
+        changes = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
+        groups.setdefault(", ".join([method, *changes]), []).append(run)
     return groups
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
     """Return the run's settings, with the rounds it made; a budget or a resume may change them."""
-    made = int(max((row["round"] for row in run.metrics()), default=0))
-    return {**run.config, "rounds": made} if "rounds" in run.config else run.config
+    num_rounds = int(max((row["round"] for row in run.metrics()), default=0))
+    return {**run.config, "rounds": num_rounds} if "rounds" in run.config else run.config
 
 
 def method_name(run: RunDirectory) -> str:
@@ -103,14 +93,14 @@ def method_name(run: RunDirectory) -> str:
 
 def _noised(run: RunDirectory) -> tuple[float, float] | None:
     """Return the mean accuracy that a secure evaluation released, and its standard error."""
-    found = noised_scores(run.metrics())
-    if found is None or "accuracy" not in found.means:
+    scores = noised_scores(run.metrics())
+    if scores is None or "accuracy" not in scores.means:
         return None
-    return found.means["accuracy"], found.errors["accuracy"]
+    return scores.means["accuracy"], scores.errors["accuracy"]
 
 
 def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
-    noised = [found for run in runs if (found := _noised(run)) is not None]
+    noised = [scores for run in runs if (scores := _noised(run)) is not None]
     spreads = [
         summarize([row["accuracy"] for row in run.client_metrics()])
         for run in runs
@@ -146,8 +136,8 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
     def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
         return {
-            group: [cumulative(line, scale=scale) for line in found]
-            for group, found in lines(name).items()
+            group: [cumulative(line, scale=scale) for line in group_lines]
+            for group, group_lines in lines(name).items()
         }
 
     accuracy, messages = lines("accuracy_mean"), sums("messages")
@@ -161,10 +151,14 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
         ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
-        measured = {group: found for group, found in measured.items() if all(x for x, _ in found)}
+        measured = {
+            group: group_lines
+            for group, group_lines in measured.items()
+            if all(x for x, _ in group_lines)
+        }
         if measured:
             drawn[title] = draw_comparison(folder, name, title, ylabel, measured)
-    if all(x for found in messages.values() for x, _ in found):
+    if all(x for group_lines in messages.values() for x, _ in group_lines):
         title = "Mean accuracy for the messages it took"
         drawn[title] = draw_comparison(
             folder,
@@ -191,11 +185,11 @@ def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
     """
     largest: list[Guarantee] = []
     for run in runs:
-        found = [g for g in run.guarantees() if g.basis == basis]
-        against_models = [g for g in found if g.view is AdversaryView.RELEASED_MODELS]
-        if not found:
+        guarantees = [g for g in run.guarantees() if g.basis == basis]
+        against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
+        if not guarantees:
             return "none"
-        largest.append(max(against_models or found, key=lambda g: g.epsilon))
+        largest.append(max(against_models or guarantees, key=lambda g: g.epsilon))
     worst = max(largest, key=lambda g: g.epsilon)
     deltas = ", ".join(f"{delta:.3g}" for delta in sorted({g.delta for g in largest}))
     return f"{epsilon_text(worst.epsilon)} ({worst.unit.value}, {worst.view.value}, δ = {deltas})"

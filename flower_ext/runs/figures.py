@@ -154,10 +154,10 @@ def draw_comparison(
         if not rounds:
             continue
         values = np.asarray([[one[r] for r in rounds] for one in measured])
-        own, other = values[: len(lines)], values[len(lines) :]
+        drawn, other = values[: len(lines)], values[len(lines) :]
         x = other.mean(axis=0) if against else np.asarray(rounds, dtype=float)
-        mean = own.mean(axis=0)
-        deviation = own.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
+        mean = drawn.mean(axis=0)
+        deviation = drawn.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=_marker(x))
@@ -227,8 +227,8 @@ def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None
     figure, axes = _canvas(title, "user", "records")
     silos, users = held.shape
     edges, base = np.arange(users + 1) - 0.5, np.zeros(users)
-    for silo, own in enumerate(held):
-        top = base + own
+    for silo, records in enumerate(held):
+        top = base + records
         axes.stairs(
             top,
             edges,

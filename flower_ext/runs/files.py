@@ -8,14 +8,16 @@ import io
 import json
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
+from math import nan
 from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
+
+import psutil
 
 from flower_ext.errors import FlowerExtError
 
@@ -139,6 +141,9 @@ def is_locked(path: Path) -> bool:
 _LAST_MOMENTS = 10
 """Seconds to wait for processes that have inherited the lock of a process that has ended."""
 
+_CLOCK_TOLERANCE = 2.0
+"""Seconds by which two readings of a process's beginning may differ."""
+
 
 def _locked(stream: IO[bytes]) -> bool:
     try:
@@ -171,7 +176,8 @@ def _runs(holder: Mapping[str, Any] | None) -> bool:
     if holder is None:
         return False
     elsewhere = bool(holder["host"] != socket.gethostname())
-    return elsewhere or _began(holder["pid"]) == str(holder["began"])
+    # The clock may have been set since, by less than the system takes to use up all its pids.
+    return elsewhere or abs(_began(holder["pid"]) - holder["began"]) < _CLOCK_TOLERANCE
 
 
 def _named(holder: Mapping[str, Any] | None) -> str:
@@ -185,16 +191,13 @@ def _named(holder: Mapping[str, Any] | None) -> str:
     )
 
 
-def _began(pid: int) -> str:
-    """Return when a process began, which tells it from a later one; empty if it has ended."""
-    if Path("/proc/self/stat").exists():  # Linux: small container images have no ps
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
-        except OSError:
-            return ""
-        return "" if fields.split()[0] == "Z" else fields.split()[19]
-    asked = ["ps", "-o", "lstart=", "-p", str(pid)]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+def _began(pid: int) -> float:
+    """Return when a process began, which tells it from a later one; NaN if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return nan if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return nan
 
 
 def not_written(path: Path, error: OSError) -> OSError:
@@ -215,15 +218,5 @@ def _remove_drafts_of_the_dead(path: Path) -> None:
     """Remove drafts of a file that killed processes of this machine left; they may hold secrets."""
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
-        if writer.isdecimal() and not _lives(int(writer)):
+        if writer.isdecimal() and not psutil.pid_exists(int(writer)):
             draft.unlink(missing_ok=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's process
-        return True
-    return True

@@ -1,110 +1,251 @@
-"""Readers of settings: each accepts one type, so the words "false" and "2" are refused.
+"""Settings of a run: declared once as a frozen dataclass, read once, checked at construction.
 
-Every reader raises `UnfitSetting` for a value of another type.
+An app declares its settings as fields of a class of its own, and inherits those that all apps share
+from `flower_ext.runs.shared_settings`::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
+        head_epochs: Count = setting("passes of each client's own head")
+
+The field ``head_epochs`` is the setting ``head-epochs`` of ``[tool.flwr.app.config]``, which holds
+its default. A field with a default of its own may be absent there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from flower_ext.errors import InvalidValue
-
-Word = TypeVar("Word", bound=str)
 
 PATHS = ("run-directory", "data-folder", "state-folder")
 """Settings that name places."""
 
-INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout", "trackers"})
+INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 """Settings of places and waiting times, on which no result depends."""
-
 
 RECORDED = ("planned-rounds", "data-source")
 """Names of facts that apps record in a run's configuration beside their settings."""
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}
 
 
 class UnfitSetting(InvalidValue):
     """A setting has a value that the app cannot use; the message says what it expects."""
 
 
-def flag(config: Mapping[str, Any], name: str) -> bool:
-    """Read true or false."""
-    return bool(_read(config, name, lambda value: isinstance(value, bool), "true or false"))
+@dataclass(frozen=True)
+class Rule:
+    """A condition on the values of a setting, beyond their type.
+
+    Parameters
+    ----------
+    expected : str
+        The accepted values, in words.
+    accepts : Callable[[Any], bool]
+        Function that returns True for an accepted value of the setting's type.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
 
 
-def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -> int:
-    """Read an integer that is not below ``least``."""
-
-    def fits(value: Any) -> bool:
-        return _is_a(value, int) and (least is None or value >= least)
-
-    expected = "an integer" if least is None else f"an integer >= {least}"
-    return int(_read(config, name, fits, expected))
+def _is_absolute_or_empty(text: str) -> bool:
+    return not text or Path(text).expanduser().is_absolute()
 
 
-def number(config: Mapping[str, Any], name: str, *, above: float | None = None) -> float:
-    """Read a number, with or without a decimal point, that is above ``above``."""
-
-    def fits(value: Any) -> bool:
-        return _is_a(value, int | float) and (above is None or value > above)
-
-    expected = "a number" if above is None else f"a number > {above:g}"
-    return float(_read(config, name, fits, expected))
+def _are_integers(text: str) -> bool:
+    return not text or all(part.strip().isdecimal() for part in text.split(","))
 
 
-def text(config: Mapping[str, Any], name: str) -> str:
-    """Read a text, which may be empty."""
-    return str(_read(config, name, lambda value: isinstance(value, str), "a text"))
+Positive = Annotated[float, Rule("a finite number > 0", lambda value: value > 0)]
+NotNegative = Annotated[float, Rule("a finite number >= 0", lambda value: value >= 0)]
+Fraction = Annotated[float, Rule("a number in (0, 1]", lambda value: 0 < value <= 1)]
+ProperFraction = Annotated[float, Rule("a number in (0, 1)", lambda value: 0 < value < 1)]
+FractionBelowOne = Annotated[float, Rule("a number in [0, 1)", lambda value: 0 <= value < 1)]
+Count = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
+CountOrZero = Annotated[int, Rule("an integer >= 0", lambda value: value >= 0)]
+AbsolutePath = Annotated[str, Rule("an absolute path", _is_absolute_or_empty)]
+Integers = Annotated[str, Rule("integers with commas between them", _are_integers)]
 
 
-def absolute_path(config: Mapping[str, Any], name: str) -> Path | None:
-    """Read a path that is the same in every process; None if the text is empty."""
-    if not (named := text(config, name)):
-        return None
-    path = Path(named).expanduser()
-    if not path.is_absolute():
-        raise UnfitSetting(f"run-config {name}={named!r}: expected an absolute path")
-    return path
+def setting(meaning: str, default: Any = MISSING) -> Any:
+    """Declare a field of a `Settings` class.
+
+    Parameters
+    ----------
+    meaning : str
+        The text that ``flower-ext settings`` and the documentation show.
+    default : Any
+        Value of the setting in apps that leave it out; without it, an app has to have the setting.
+    """
+    return field(default=default, metadata={"meaning": meaning})
 
 
-def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Read integers separated by commas; None if the text is empty."""
+@dataclass(frozen=True)
+class Declaration:
+    """The name of a setting, the values that it accepts, and its meaning."""
 
-    def fits(value: Any) -> bool:
-        parts = value.split(",") if isinstance(value, str) else ["none"]
-        return value == "" or all(part.strip().isdecimal() for part in parts)
+    name: str
+    kind: type
+    choices: tuple[str, ...] = ()
+    rule: Rule | None = None
+    meaning: str = ""
+    is_required: bool = True
 
-    listed = _read(config, name, fits, "integers with commas between them")
-    return tuple(map(int, listed.split(","))) if listed else None
+    @property
+    def expected(self) -> str:
+        """The accepted values, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        return _KINDS[self.kind] if self.rule is None else self.rule.expected
+
+    def check(self, value: Any, origin: str = "run-config") -> None:
+        """Refuse a value that the setting cannot have; the message begins with ``origin``.
+
+        Raises
+        ------
+        UnfitSetting
+            The value is of another type, not finite, or out of range.
+        """
+        if not self._accepts(value):
+            raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.expected}")
+
+    def _accepts(self, value: Any) -> bool:
+        # Python's booleans are integers, but `true` is no number of rounds.
+        if isinstance(value, bool) is not (self.kind is bool):
+            return False
+        kind: Any = int | float if self.kind is float else self.kind
+        if not isinstance(value, kind):
+            return False
+        if self.kind is float and not math.isfinite(value):
+            return False
+        if self.choices and value not in self.choices:
+            return False
+        return self.rule is None or self.rule.accepts(value)
+
+    def parse(self, text: str) -> Any:
+        """Return the value that a text on a command line stands for; refuse one that does not fit.
+
+        Raises
+        ------
+        UnfitSetting
+            The text is no value of the setting's type, or `check` refuses the value.
+        """
+        try:
+            value = _TRUTH[text] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
+            raise UnfitSetting(f"setting {self.name}={text!r}: expected {self.expected}") from None
+        self.check(value, "setting")
+        return value
 
 
-def words(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Read words separated by commas; empty if the text is, or if the app has no such setting."""
-    listed = text({name: "", **config}, name)
-    return tuple(word.strip() for word in listed.split(",")) if listed.strip() else ()
+_TRUTH = {"true": True, "false": False}
 
 
-def choice(config: Mapping[str, Any], name: str, allowed: Sequence[Word]) -> Word:
-    """Read one of the ``allowed`` words; the error lists them."""
-    expected = f"one of {', '.join(allowed)}"
-    word: Word = _read(config, name, lambda value: value in allowed, expected)
-    return word
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of an app; the class of an app inherits from this one and adds fields.
+
+    Raises
+    ------
+    UnfitSetting
+        A value does not fit its setting; the message names the setting and the accepted values.
+    """
+
+    origin: ClassVar[str] = "run-config"
+    """First words of messages about a setting."""
+    place: ClassVar[str] = "[tool.flwr.app.config]"
+    """Where a user adds a setting."""
+
+    def __post_init__(self) -> None:
+        for attribute, declaration in declarations(type(self)).items():
+            if (value := getattr(self, attribute)) is not None:
+                declaration.check(value, self.origin)
+                if declaration.kind is float and type(value) is int:  # 2 in TOML, for 2.0
+                    object.__setattr__(self, attribute, float(value))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Return the settings that a run configuration holds.
+
+        Raises
+        ------
+        UnfitSetting
+            The configuration lacks a setting, has one that the app does not know, or a value does
+            not fit its setting.
+        """
+        known = declarations(cls)
+        names = {declaration.name for declaration in known.values()}
+        if unknown := [name for name in config if name not in names and name not in RECORDED]:
+            name = unknown[0]
+            raise UnfitSetting(f"{cls.origin} {name}: no such setting; {nearest(name, names)}")
+        values = {}
+        for attribute, declaration in known.items():
+            if declaration.name in config:
+                values[attribute] = config[declaration.name]
+            elif declaration.is_required:
+                raise UnfitSetting(
+                    f"{cls.origin} has no {declaration.name}: expected {declaration.expected}; add "
+                    f"it to {cls.place}"
+                )
+        return cls(**values)
 
 
-def _read(config: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-    if name not in config:
-        raise UnfitSetting(
-            f"run-config has no {name}: expected {expected}; add it to [tool.flwr.app.config]"
+def declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
+    """Return the declarations of a class of settings, by the names of its fields."""
+    if kind not in _DECLARATIONS:
+        _DECLARATIONS[kind] = _declarations(kind)
+    return _DECLARATIONS[kind]
+
+
+_DECLARATIONS: dict[type[Settings], Mapping[str, Declaration]] = {}
+
+
+def _declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        each.name: replace(
+            _accepting(hints[each.name]),
+            name=each.name.replace("_", "-"),
+            meaning=each.metadata["meaning"],
+            is_required=each.default is MISSING,
         )
-    value = config[name]
-    if not fits(value):
-        raise UnfitSetting(f"run-config {name}={value!r}: expected {expected}")
-    return value
+        for each in fields(kind)
+    }
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # Python's booleans are integers
+def _accepting(hint: Any, name: str = "") -> Declaration:
+    """Return a declaration of the values that a type hint stands for."""
+    if type(None) in get_args(hint):  # a setting that may be absent
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return Declaration(name, str, choices=get_args(hint))
+    if get_origin(hint) is Annotated:
+        kind, rule = get_args(hint)
+        return Declaration(name, kind, rule=rule)
+    return Declaration(name, hint)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a phrase that suggests the known names nearest to ``name``, or lists them all."""
+    if alike := get_close_matches(name, sorted(known)):
+        return f"did you mean {' or '.join(alike)}?"
+    return f"expected one of {', '.join(sorted(known))}"
+
+
+def integers(text: str) -> tuple[int, ...] | None:
+    """Return the integers of a setting of kind `Integers`; None if the text is empty."""
+    return tuple(map(int, text.split(","))) if text else None
+
+
+def absolute_path(text: str) -> Path | None:
+    """Return the path of a setting of kind `AbsolutePath`; None if the text is empty."""
+    return Path(text).expanduser() if text else None
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:
@@ -118,17 +259,18 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     UnfitSetting
         A setting is not a number, or the nodes would not have a whole number of clients each.
     """
-    setting = clients_setting(config)
-    if setting is None:
+    name = clients_setting(config)
+    if name is None:
         return None
-    count = integer(config, setting, least=1)
-    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=0) or 1
-    if count % per_node:
+    clients, per_node = config[name], config.get("clients-per-node", 1)
+    _accepting(Count, name).check(clients)
+    _accepting(CountOrZero, "clients-per-node").check(per_node)
+    if clients % (per_node or 1):
         raise UnfitSetting(
             f"run-config clients-per-node={per_node}: expected an integer that divides "
-            f"{setting}={count}"
+            f"{name}={clients}"
         )
-    return count // per_node
+    return int(clients // (per_node or 1))
 
 
 def clients_setting(config: Mapping[str, Any]) -> str | None:

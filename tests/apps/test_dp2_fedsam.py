@@ -97,10 +97,10 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"method": "fedsam2"}, "method='fedsam2': expected one of"),
         ({"sampling": "often"}, "sampling='often': expected one of poisson"),
         ({"dataset": "imagenet"}, "dataset='imagenet': expected one of digits"),
-        ({"partition": "even"}, "partition='even': expected pathological"),
+        ({"partition": "even"}, "partition='even': expected one of pathological"),
         ({"classes_per_client": 11}, "classes_per_partition=11"),
         ({"epsilon": -1.0}, r"epsilon=-1\.0: expected a finite number > 0"),
-        ({"epsilon": "two"}, "epsilon='two': expected a number"),
+        ({"epsilon": "two"}, "epsilon='two': expected a finite number > 0"),
         ({"clipping_norm": 0.0}, r"run-config clipping-norm=0\.0"),
         ({"learning_rate": 0.0}, r"run-config learning-rate=0\.0"),
         ({"model": "gpt"}, "model='gpt'"),
@@ -192,7 +192,7 @@ def test_settings_of_secure_evaluations_that_do_not_fit_are_refused_by_name(tmp_
     for wrong, said in (
         ({"aggregation": "plain"}, "evaluation='secure' with aggregation='plain'"),
         ({"evaluate_every": 0}, "evaluation='secure' with evaluate-every=0"),
-        ({"evaluation_share": 1.0}, "evaluation-share=1.0: expected below 1"),
+        ({"evaluation_share": 1.0}, r"evaluation-share=1.0: expected a number in \(0, 1\)"),
         ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 without an epsilon"),
         ({"method": "fedavg"}, "with method='fedavg'"),
     ):

@@ -180,7 +180,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"delta": 1.0}, r"delta=1\.0"),
         ({"clipping_norm": 0.0}, r"run-config clipping-norm=0\.0"),
         ({"global_weight": 2.5}, r"global_weight=2\.5: expected .* \[0, 2\]"),
-        ({"global_weight": -0.5}, r"global_weight=-0\.5"),
+        ({"global_weight": -0.5}, r"global-weight=-0\.5"),
         ({"examples_per_client": 100_000}, "examples-per-client=100000: expected 1 …"),
         ({"noise": "moon"}, "noise='moon'"),
         ({"calibration": "guess"}, "calibration='guess'"),
@@ -195,7 +195,7 @@ def test_the_shared_model_differs_by_method(tmp_path):
             {"noise": "steps", "gradient_clipping_norm": 0.0},
             r"run-config gradient-clipping-norm=0\.0",
         ),
-        ({"method": "fedala", "sample_share": 0.0}, r"sample_share=0\.0"),
+        ({"method": "fedala", "sample_share": 0.0}, r"sample-share=0\.0"),
     ],
 )
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):

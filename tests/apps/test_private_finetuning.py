@@ -152,7 +152,9 @@ def test_one_odd_label_changes_neither_the_model_nor_the_other_texts(text, tmp_p
     odd = tmp_path / "odd.csv"
     odd.write_text(Path(text["text-file"]).read_text() + "the film,unheard-of\n")
     source, other = (
-        module("texts").Texts.of(config("x", **{**text, "text-file": str(path)}))
+        module("texts").Texts.of(
+            module("settings").Settings.of(config("x", **{**text, "text-file": str(path)}))
+        )
         for path in (text["text-file"], odd)
     )
     assert other.num_classes == source.num_classes == 2
@@ -203,7 +205,7 @@ def test_a_personal_head_alone_leaves_nothing_to_share(method, tmp_path):
     [
         ({"method": "fedsam2"}, "method='fedsam2': expected one of"),
         ({"tune": "body"}, "tune='body': expected one of head, adapter, all"),
-        ({"dataset": "imagenet"}, "dataset='imagenet': expected one of digits"),
+        ({"dataset": "imagenet"}, "dataset='imagenet': expected one of cifar10"),
         ({"backbone": "vgg"}, "backbone='vgg': expected efficientnet-lite0, or torchvision:NAME"),
         ({"weights": "/nowhere.pth"}, "weights='/nowhere.pth': expected a state_dict"),
         ({"sam-radius": 0.0}, "sam-radius=0.0 with method='dp2-fedsam'"),

@@ -29,10 +29,10 @@ from tests.support.grids import grid
         ("rounds", 0, "an integer >= 1"),
         ("rounds", 2.5, "an integer >= 1"),
         ("evaluate-every", True, "an integer"),
-        ("clipping-norm", "two", "a number"),
-        ("dataset", 5, "a text"),
-        ("round-timeout", -1, "a number > 0"),
-        ("connect-timeout", 0, "a number > 0"),
+        ("clipping-norm", "two", "a finite number > 0"),
+        ("dataset", 5, "one of "),
+        ("round-timeout", -1, "a finite number > 0"),
+        ("connect-timeout", 0, "a finite number > 0"),
         ("budget-ledger", "people.jsonl", "an absolute path"),
     ],
 )
@@ -53,12 +53,12 @@ def fails(app, tmp_path, said, **settings):
 @pytest.mark.parametrize(
     ("app", "name", "value", "expected"),
     [
-        (DP2_FEDSAM, "dirichlet-alpha", -1.0, "a number > 0"),
-        (DP_DITTO, "dirichlet-alpha", -1.0, "a number > 0"),
+        (DP2_FEDSAM, "dirichlet-alpha", -1.0, "a finite number > 0"),
+        (DP_DITTO, "dirichlet-alpha", -1.0, "a finite number > 0"),
         (DP2_FEDSAM, "classes-per-client", 0, "an integer >= 1"),
         (DP_DITTO, "classes-per-client", 0, "an integer >= 1"),
-        (DP2_FEDSAM, "sampling-rate", -1.0, "a number > 0"),
-        (UPCYCLED_FL, "sampling-rate", -1.0, "a number > 0"),
+        (DP2_FEDSAM, "sampling-rate", -1.0, r"a number in \(0, 1\]"),
+        (UPCYCLED_FL, "sampling-rate", -1.0, r"a number in \(0, 1\]"),
     ],
 )
 def test_settings_are_looked_at_even_where_another_leaves_them_without_effect(

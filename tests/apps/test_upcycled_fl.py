@@ -138,7 +138,7 @@ def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(fa
         ({"coefficient": -0.5}, r"coefficient=-0\.5"),
         ({"perturbation": "input"}, "perturbation='input': expected one of none, output"),
         ({"solver": "adam"}, "solver='adam': expected one of sgd, newton"),
-        ({"dataset": "synthetic-2-2"}, "name='synthetic-2-2': expected one of"),
+        ({"dataset": "synthetic-2-2"}, "dataset='synthetic-2-2': expected one of"),
         ({"straggler_ratio": 1.5}, r"ratio=1\.5"),
         ({"model": "gpt"}, "model='gpt'"),
         ({"method": "feddyn", "regularization": 0.0}, r"regularization=0\.0"),

@@ -263,7 +263,7 @@ def test_what_is_frozen_stays_with_the_base_model_unless_all_is_asked_for(tmp_pa
     package = (folder / "own").rename(folder / "frozen_base")
     (package / "task.py").rename(package / "own_data.py")
     (package / "task.py").write_text(FROZEN_AND_TIED)
-    names = {'"own.': '"frozen_base.', "own.task": "frozen_base.task", "DPFedAvg": "DPFedAvgFT"}
+    names = {'"own.': '"frozen_base.', "from own.": "from frozen_base.", "DPFedAvg": "DPFedAvgFT"}
     for file in (folder / "pyproject.toml", *package.glob("*_app.py")):
         text = file.read_text()
         for name, other in names.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flower_ext.cli import preparing as module
-from flower_ext.cli.preparing import prepare
+from flower_ext.cli.preparing import RunOptions
 from flower_ext.cli.processes import environment
 from flower_ext.errors import InvalidValue
 from flower_ext.runs import RunDirectory
@@ -24,9 +24,13 @@ def test_flower_s_commands_print_what_the_locale_lacks_as_a_question_mark(monkey
     assert subprocess.check_output(command, env=environment()) == b"?\n"
 
 
+def prepared(app, **options):
+    return module.prepare(RunOptions(app=app, **options))
+
+
 def overrides(**options):
     """Return the overrides in the run configuration that ``flwr run`` receives."""
-    changes = prepare(DP2_FEDSAM.folder, **options).changes
+    changes = prepared(DP2_FEDSAM.folder, **options).changes
     return {name: json.dumps(value, ensure_ascii=False) for name, value in changes.items()}
 
 
@@ -39,7 +43,7 @@ def test_any_folder_s_name_reaches_flower_as_it_is(monkeypatch, tmp_path):
 
 def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it(tmp_path):
     folders = (DP2_FEDSAM.folder, ULDP_FL.folder)
-    given = [prepare(each, runs=tmp_path, clients=7, in_process=True).config for each in folders]
+    given = [prepared(each, runs=tmp_path, clients=7, in_process=True).config for each in folders]
     assert [(one.get("clients"), one.get("num-silos")) for one in given] == [(7, None), (None, 7)]
 
 
@@ -66,8 +70,8 @@ def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
 
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
     with pytest.raises(InvalidValue, match="--clients=7: .* has no setting for the number .*add"):
-        prepare(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
-    run = prepare(FOREIGN.folder, runs=tmp_path, nodes=7, in_process=True)
+        prepared(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
+    run = prepared(FOREIGN.folder, runs=tmp_path, nodes=7, in_process=True)
     assert run.nodes == 7
 
 
@@ -112,7 +116,7 @@ def test_a_folder_of_data_that_the_environment_names_is_found_from_everywhere(
 @pytest.mark.parametrize("name", ["run-directory", "state-folder"])
 def test_a_superlink_elsewhere_is_sent_no_path_from_here(name):
     with pytest.raises(InvalidValue, match=f"{name}='out': expected an absolute path"):
-        prepare(DP2_FEDSAM.folder, superlink="far", settings=[f"{name}=out"])
+        prepared(DP2_FEDSAM.folder, superlink="far", settings=[f"{name}=out"])
 
 
 @pytest.mark.parametrize("path", ["/out", "~/out"])
@@ -137,31 +141,31 @@ def test_a_superlink_elsewhere_gets_no_path_of_the_caller_that_was_not_named(mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOWER_EXT_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("FLOWER_EXT_RUNS", str(tmp_path / "runs"))
-    run = prepare(DP2_FEDSAM.folder, superlink="far")
-    assert (run.changes, run.path, run.here) == ({}, None, False)
+    run = prepared(DP2_FEDSAM.folder, superlink="far")
+    assert (run.changes, run.path) == ({}, None)
     assert str(tmp_path) not in json.dumps(dict(run.config))
-    named = prepare(DP2_FEDSAM.folder, superlink="far", runs=Path("/srv/runs"))
+    named = prepared(DP2_FEDSAM.folder, superlink="far", runs=Path("/srv/runs"))
     assert named.path is not None
     assert named.path.parent == Path("/srv/runs")
 
 
 def test_a_relative_folder_for_the_runs_of_a_superlink_elsewhere_is_refused():
     with pytest.raises(InvalidValue, match="expected an absolute path"):
-        prepare(DP2_FEDSAM.folder, superlink="far", runs=Path("mine"))
+        prepared(DP2_FEDSAM.folder, superlink="far", runs=Path("mine"))
 
 
 def test_a_simulation_without_a_number_of_clients_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(InvalidValue, match=r"add clients = N to \[tool.flwr.app.config\].*--nodes"):
-        prepare(FOREIGN.folder, runs=tmp_path)
-    assert prepare(FOREIGN.folder, runs=tmp_path, nodes=7).nodes == 7
+        prepared(FOREIGN.folder, runs=tmp_path)
+    assert prepared(FOREIGN.folder, runs=tmp_path, nodes=7).nodes == 7
 
 
 def test_a_number_of_nodes_is_refused_where_a_setting_says_it(tmp_path):
     with pytest.raises(InvalidValue, match="--nodes=7: .* --set clients=N"):
-        prepare(DP2_FEDSAM.folder, runs=tmp_path, nodes=7)
+        prepared(DP2_FEDSAM.folder, runs=tmp_path, nodes=7)
 
 
 @pytest.mark.parametrize("other", [{"in_process": True}, {"superlink": "far"}])
 def test_a_ray_cluster_is_for_simulations_on_ray(other):
     with pytest.raises(InvalidValue, match="ray=h:1: only a simulation runs on Ray"):
-        prepare(DP2_FEDSAM.folder, ray="h:1", **other)
+        prepared(DP2_FEDSAM.folder, ray="h:1", **other)

@@ -6,13 +6,13 @@ import sys
 
 from rich.console import Console
 
-from flower_ext.cli.live import RunView, panel
+from flower_ext.cli.live import RunView, details
 from flower_ext.runs import RunDirectory
 
 
 def shown(run):
     console = Console(width=120, file=(written := io.StringIO()))
-    console.print(panel(run, {}))
+    console.print(details(run.metrics(), run.config))
     return written.getvalue()
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from flower_ext.cli import main as cli
-from flower_ext.cli.settings import settings_of
+from flower_ext.cli.project import declared_settings
 from tests.support.pages import ROOT, Block, blocks, commands, is_full, pages
 
 RUN = ("python", "setup", "check")
@@ -99,7 +99,12 @@ def test_every_setting_on_a_command_line_is_one_of_its_app():
         if folder is None or not given:
             continue
         assert (ROOT / folder).is_dir(), block.name
-        known = {*settings_of(ROOT / folder), "run-directory", "resume", "trackers", "state-folder"}
+        known = {
+            *declared_settings(ROOT / folder),
+            "run-directory",
+            "resume",
+            "state-folder",
+        }
         assert {setting.partition("=")[0] for setting in given} <= known, block.name
         seen += len(given)
     assert seen > 30

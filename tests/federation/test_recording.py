@@ -17,6 +17,7 @@ from flower_ext.federation import (
 )
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.runs import NotARun, RunDirectory
+from flower_ext.runs.shared_settings import RunSettings
 from flower_ext.training import LocalTraining
 from tests.support.worlds import task
 
@@ -193,15 +194,22 @@ def test_an_unnamed_run_goes_below_the_runs_folder_under_a_name_of_its_own(
 
 def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
     run_config = {"data-folder": "/of/the/server", "rounds": 3}
-    own = {"partition-id": 0, "data-folder": "/srv/data", "rounds": 99}
+    node = {"partition-id": 0, "data-folder": "/srv/data", "rounds": 99}
 
-    def context(node_config):
-        return Context(
-            run_id=1, node_id=2, node_config=node_config, state=RecordDict(), run_config=run_config
+    def settings(node_config):
+        return settings_of(
+            RunSettings,
+            Context(
+                run_id=1,
+                node_id=2,
+                node_config=node_config,
+                state=RecordDict(),
+                run_config=run_config,
+            ),
         )
 
-    assert settings_of(context(own)) == {"data-folder": "/srv/data", "rounds": 3}
-    assert settings_of(context({"partition-id": 0})) == run_config
+    assert (settings(node).data_folder, settings(node).rounds) == ("/srv/data", 3)
+    assert settings({"partition-id": 0}).data_folder == "/of/the/server"
 
 
 @pytest.mark.report

@@ -60,7 +60,7 @@ def test_a_lock_that_a_forked_child_holds_waits_for_the_child(tmp_path, monkeypa
 
 def test_a_lock_of_another_machine_names_the_machine(tmp_path):
     process, pid = holding(tmp_path / ".lock")
-    facts = {"pid": pid, "host": "far", "began": "1", "since": time.ctime()}
+    facts = {"pid": pid, "host": "far", "began": 1.0, "since": time.ctime()}
     (tmp_path / ".lock").write_text(json.dumps(facts))
     with pytest.raises(InUse, match=rf"process {pid} on far since"):
         lock(tmp_path / ".lock")
@@ -69,7 +69,7 @@ def test_a_lock_of_another_machine_names_the_machine(tmp_path):
 
 
 def test_a_later_process_with_the_same_number_is_not_taken_for_the_holder(tmp_path):
-    here = {"pid": os.getpid(), "host": socket.gethostname(), "began": "1", "since": ""}
+    here = {"pid": os.getpid(), "host": socket.gethostname(), "began": 1.0, "since": ""}
     assert not files._runs(here)
     lock(tmp_path / ".lock").close()
     assert files._runs(json.loads((tmp_path / ".lock").read_text()))

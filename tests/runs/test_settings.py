@@ -1,82 +1,136 @@
+"""Settings are declared once; a value that does not fit, or a wrong name, is refused by name."""
+
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from flower_ext.runs.settings import (
+    AbsolutePath,
+    Count,
+    Fraction,
+    Integers,
+    Positive,
+    Settings,
     UnfitSetting,
     absolute_path,
-    choice,
-    flag,
-    integer,
+    declarations,
+    integers,
     num_nodes,
-    number,
-    text,
+    setting,
 )
 
-CONFIG = {"switch": True, "count": 3, "rate": 0.5, "word": "", "quoted": "false", "digits": "2"}
+
+@dataclass(frozen=True, kw_only=True)
+class Some(Settings):
+    switch: bool = setting("a switch")
+    count: Count = setting("a count")
+    any_rate: Positive = setting("a rate")
+    word: str = setting("a word")
+    solver: Literal["sgd", "newton"] = setting("a choice")
+    share: Fraction = setting("a share", default=1.0)
+    folder: AbsolutePath = setting("a folder", default="")
+    limits: Integers = setting("numbers", default="")
+    target: Positive | None = setting("may be absent", default=None)
+
+
+CONFIG = {"switch": True, "count": 3, "any-rate": 0.5, "word": "", "solver": "newton"}
 
 
 def test_settings_are_read_as_what_they_are():
-    assert flag(CONFIG, "switch") is True
-    assert integer(CONFIG, "count", least=3) == 3
-    assert number(CONFIG, "rate") == 0.5
-    assert text(CONFIG, "word") == ""
+    settings = Some.of(CONFIG)
+    assert (settings.switch, settings.count, settings.any_rate) == (True, 3, 0.5)
+    assert (settings.word, settings.share, settings.target) == ("", 1.0, None)
+    assert hash(settings) == hash(Some.of(dict(CONFIG)))
 
 
-def test_a_path_is_absolute_or_empty():
-    assert absolute_path({"folder": ""}, "folder") is None
-    assert absolute_path({"folder": "/a/b"}, "folder") == Path("/a/b")
-    assert absolute_path({"folder": "~/a"}, "folder") == Path.home() / "a"
-    with pytest.raises(UnfitSetting, match="run-config folder='a': expected an absolute path"):
-        absolute_path({"folder": "a"}, "folder")
+def test_a_number_without_a_decimal_point_is_a_number():
+    assert Some.of({**CONFIG, "any-rate": 2}).any_rate == 2
 
 
-def test_an_integer_is_a_number():
-    assert number(CONFIG, "count") == 3.0
+def test_declarations_hold_choices_ranges_and_meanings():
+    declared = declarations(Some)
+    assert declared["solver"].choices == ("sgd", "newton")
+    assert declared["any_rate"].name == "any-rate"
+    assert declared["any_rate"].meaning == "a rate"
+    assert declared["target"].expected == "a finite number > 0"
 
 
 @pytest.mark.parametrize(
-    ("read", "name", "said"),
+    ("name", "value", "expected"),
     [
-        (flag, "quoted", "quoted='false': expected true or false"),
-        (flag, "count", "count=3: expected true or false"),
-        (integer, "digits", "digits='2': expected an integer"),
-        (integer, "rate", r"rate=0\.5: expected an integer"),
-        (integer, "switch", "switch=True: expected an integer"),
-        (number, "digits", "digits='2': expected a number"),
-        (number, "switch", "switch=True: expected a number"),
-        (text, "count", "count=3: expected a text"),
+        ("switch", "false", "true or false"),
+        ("switch", 3, "true or false"),
+        ("count", "2", "an integer >= 1"),
+        ("count", 0.5, "an integer >= 1"),
+        ("count", True, "an integer >= 1"),
+        ("count", 0, "an integer >= 1"),
+        ("any-rate", "2", "a finite number > 0"),
+        ("any-rate", True, "a finite number > 0"),
+        ("any-rate", 0, "a finite number > 0"),
+        ("any-rate", -1, "a finite number > 0"),
+        ("any-rate", float("nan"), "a finite number > 0"),
+        ("any-rate", float("inf"), "a finite number > 0"),
+        ("share", 1.5, r"a number in \(0, 1\]"),
+        ("target", 0.0, "a finite number > 0"),
+        ("word", 3, "a text"),
+        ("solver", "", "one of sgd, newton"),
+        ("solver", "SGD", "one of sgd, newton"),
+        ("solver", 1, "one of sgd, newton"),
+        ("solver", True, "one of sgd, newton"),
+        ("folder", "a", "an absolute path"),
+        ("limits", "1,two", "integers with commas between them"),
     ],
 )
-def test_what_is_of_another_type_is_refused_by_name(read, name, said):
-    with pytest.raises(ValueError, match=f"^run-config {said}$"):
-        read(CONFIG, name)
+def test_a_value_that_does_not_fit_is_refused_by_name(name, value, expected):
+    with pytest.raises(UnfitSetting, match=f"^run-config {name}={value!r}: expected {expected}$"):
+        Some.of({**CONFIG, name: value})
 
 
-def test_an_integer_below_the_least_is_refused():
-    with pytest.raises(ValueError, match="run-config count=3: expected an integer >= 4"):
-        integer(CONFIG, "count", least=4)
+def test_a_value_is_refused_at_construction_too():
+    with pytest.raises(UnfitSetting, match="run-config any-rate=-1: expected"):
+        Some(switch=True, count=1, any_rate=-1, word="", solver="sgd")
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1, float("nan")])
-def test_a_number_that_is_not_above_another_is_refused(value):
-    with pytest.raises(ValueError, match=f"run-config rate={value!r}: expected a number > 0$"):
-        number({"rate": value}, "rate", above=0)
+def test_a_missing_setting_is_named_with_where_to_add_it():
+    without = {name: value for name, value in CONFIG.items() if name != "solver"}
+    told = r"^run-config has no solver: expected one of sgd, newton; add it to \[tool.flwr.app.con"
+    with pytest.raises(UnfitSetting, match=told):
+        Some.of(without)
 
 
-def test_a_choice_is_one_of_the_allowed_words():
-    config = {"solver": "newton"}
-    assert choice(config, "solver", ("sgd", "newton")) == "newton"
-    with pytest.raises(
-        ValueError, match=r"run-config solver='newton': expected one of sgd, lbfgs$"
-    ):
-        choice(config, "solver", ("sgd", "lbfgs"))
+def test_a_misspelt_name_is_refused_with_the_nearest_one():
+    with pytest.raises(UnfitSetting, match=r"^run-config cuont: no such setting; did you mean cou"):
+        Some.of({**CONFIG, "cuont": 2})
+    with pytest.raises(UnfitSetting, match=r"zzz: no such setting; expected one of any-rate, coun"):
+        Some.of({**CONFIG, "zzz": 2})
 
 
-@pytest.mark.parametrize("value", ["", "SGD", 1, True])
-def test_a_choice_that_only_looks_right_is_refused(value):
-    with pytest.raises(ValueError, match="run-config solver="):
-        choice({"solver": value}, "solver", ("sgd", "newton"))
+def test_a_path_is_absolute_or_empty():
+    assert absolute_path("") is None
+    assert absolute_path("/a/b") == Path("/a/b")
+    assert absolute_path("~/a") == Path.home() / "a"
+
+
+def test_integers_have_commas_between_them():
+    assert integers("") is None
+    assert integers("1, 20,3") == (1, 20, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [("switch", "true", True), ("count", "2", 2), ("any_rate", "2", 2.0), ("word", "2", "2")],
+)
+def test_a_text_of_a_command_line_is_read_by_the_type_of_its_setting(name, text, value):
+    parsed = declarations(Some)[name].parse(text)
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("name", "text"), [("switch", "yes"), ("count", "2.5"), ("solver", "x")])
+def test_a_text_that_is_no_such_value_is_refused(name, text):
+    with pytest.raises(UnfitSetting, match=f"^setting {name}='{text}': expected"):
+        declarations(Some)[name].parse(text)
 
 
 def test_a_number_of_nodes_that_is_none_is_refused_by_name():

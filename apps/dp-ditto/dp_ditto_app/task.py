@@ -4,12 +4,13 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Context, UserConfig
+from flwr.app import Context
 
+from dp_ditto_app.settings import Settings
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
-from flower_ext.runs.settings import UnfitSetting, integer, number, text
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -25,40 +26,23 @@ DEFAULT_MODELS = {
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    config = settings_of(context)
-    dataset, model = text(config, "dataset"), model_name(config)
+    settings = settings_of(Settings, context)
+    dataset, folder = settings.dataset, settings.data_folder
+    model = settings.model or DEFAULT_MODELS[dataset]
     classes = describe(dataset).num_classes
     key = (
-        text(config, "partition"),
-        integer(config, "clients"),
-        integer(config, "classes-per-client", least=1),
-        number(config, "dirichlet-alpha", above=0),
-        integer(config, "dirichlet-min-size", least=1),
-        integer(config, "seed"),
+        settings.partition,
+        settings.clients,
+        settings.classes_per_client,
+        settings.dirichlet_alpha,
+        settings.dirichlet_min_size,
+        settings.seed,
     )
-    size = integer(config, "examples-per-client")
+    size = settings.examples_per_client
     return Task(
         model=partial(build, model, num_classes=classes),
-        data=lambda client: client_data(dataset, text(config, "data-folder"), key, size, client),
+        data=lambda client: client_data(dataset, folder, key, size, client),
     )
-
-
-def model_name(config: UserConfig) -> str:
-    """Return the name of the configured model, or of the data set's."""
-    return text(config, "model") or DEFAULT_MODELS[describe_known(text(config, "dataset"))]
-
-
-def describe_known(dataset: str) -> str:
-    """Return the name of a data set that this app knows.
-
-    Raises
-    ------
-    UnfitSetting
-        The app does not know it.
-    """
-    if dataset not in DEFAULT_MODELS:
-        raise UnfitSetting(f"dataset={dataset!r}: expected one of {', '.join(DEFAULT_MODELS)}")
-    return dataset
 
 
 @cache

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Context
 
+from dp2_fedsam_app.settings import Settings
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
-from flower_ext.runs.settings import integer, number, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -25,21 +25,21 @@ DEFAULT_MODELS = {
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    config = settings_of(context)
-    dataset = text(config, "dataset")
+    settings = settings_of(Settings, context)
+    dataset, folder = settings.dataset, settings.data_folder
     classes = describe(dataset).num_classes
-    model = text(config, "model") or DEFAULT_MODELS[dataset]
+    model = settings.model or DEFAULT_MODELS[dataset]
     partitions = (
-        text(config, "partition"),
-        integer(config, "clients"),
-        integer(config, "classes-per-client", least=1),
-        number(config, "dirichlet-alpha", above=0),
-        integer(config, "dirichlet-min-size", least=1),
-        integer(config, "seed"),
+        settings.partition,
+        settings.clients,
+        settings.classes_per_client,
+        settings.dirichlet_alpha,
+        settings.dirichlet_min_size,
+        settings.seed,
     )
     return Task(
         model=partial(build, model, num_classes=classes),
-        data=lambda client: client_data(dataset, text(config, "data-folder"), partitions, client),
+        data=lambda client: client_data(dataset, folder, partitions, client),
     )
 
 

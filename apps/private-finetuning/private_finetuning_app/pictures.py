@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from flwr.app import UserConfig
 from torch import nn
 
 from flower_ext.data import Examples, describe, load
-from flower_ext.runs.settings import absolute_path, integer, text
+from flower_ext.runs.settings import absolute_path
 from flower_ext.training.models import HeadedModel
 from private_finetuning_app.backbones import Backbone
 from private_finetuning_app.parts import Adapter, without_statistics
+from private_finetuning_app.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class Pictures:
     adapts_features = True  # the adapter follows the backbone, whose features are computed once
 
     @classmethod
-    def of(cls, config: UserConfig) -> "Pictures":
+    def of(cls, settings: Settings) -> "Pictures":
         """Return the data set and backbone that the settings name."""
         return cls(
-            dataset=text(config, "dataset"),
-            folder=text(config, "data-folder"),
-            backbone=text(config, "backbone"),
-            weights=absolute_path(config, "weights"),
-            image_size=integer(config, "image-size", least=1),
-            adapter_width=integer(config, "adapter-width", least=1),
+            dataset=settings.dataset,
+            folder=settings.data_folder,
+            backbone=settings.backbone,
+            weights=absolute_path(settings.weights),
+            image_size=settings.image_size,
+            adapter_width=settings.adapter_width,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from flwr.app import Context, UserConfig
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import (
@@ -15,11 +15,12 @@ from flower_ext.algorithms import (
     UldpAvg,
     Upcycled,
 )
-from flower_ext.federation import FederatedStrategy, Method, configured, first_config
+from flower_ext.federation import FederatedStrategy, Method, configured
 from flower_ext.privacy import NonPrivatePlan, PoissonSampling, PrivacyUnit, ReleasePlan
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
-from private_finetuning_app.task import TUNES, USERS, client_data, shares_of, source_of, task_of
+from flower_ext.runs.settings import UnfitSetting
+from private_finetuning_app.settings import Settings
+from private_finetuning_app.task import USERS, client_data, shares_of, source_of, task_of
 
 SHARED_MODEL = {
     "dp-fedavg": DPFedAvg,
@@ -43,65 +44,62 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    config = first_config(context.run_config)
-    method = choice(config, "method", (*SHARED_MODEL, *PERSONAL_HEAD, USERS))
-    if method in PERSONAL_HEAD and choice(config, "tune", TUNES) == "head":
+    settings = configured.begun(Settings, context)
+    method = settings.method
+    if method in PERSONAL_HEAD and settings.tune == "head":
         raise UnfitSetting(
             f"run-config tune='head' with method={method!r}: its head is personal, and nothing "
             "would be left to share; expected tune='adapter' or 'all', or a method with one model "
             f"for all: {', '.join(SHARED_MODEL)}"
         )
-    plan = plan_of(config)
-    client_data(source_of(config), shares_of(config), 0)  # missing data end the run here
-    configured.start(grid, context, task_of(context), partial(strategy_of, plan))
+    plan = plan_of(settings)
+    client_data(source_of(settings), shares_of(settings), 0)  # missing data end the run here
+    configured.start(grid, context, Settings, task_of(context), partial(strategy_of, plan))
 
 
-def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
+def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
     """Return the plan that samples cohorts, clips and noises updates, and accounts for them."""
-    if config["method"] in WITHOUT_PRIVACY:
-        return configured.non_private_plan(config)
-    rounds = integer(config, "rounds", least=1)
-    changes = {"rounds": -(-rounds // 2)} if flag(config, "upcycled") else {}
-    if config["method"] == USERS:
-        users = PoissonSampling(
-            population=integer(config, "num-users", least=1),
-            rate=number(config, "sampling-rate", above=0),
-        )
-        changes |= {"sampling": users, "unit": PrivacyUnit.USER}
-    return configured.release_plan(config, **changes)
+    if settings.method in WITHOUT_PRIVACY:
+        return configured.non_private_plan(settings, configured.sampling(settings))
+    changes = {"rounds": -(-settings.rounds // 2)} if settings.upcycled else {}
+    if settings.method == USERS:
+        users = PoissonSampling(population=settings.num_users, rate=settings.sampling_rate)
+        return configured.release_plan(settings, users, unit=PrivacyUnit.USER, **changes)
+    return configured.release_plan(settings, configured.sampling(settings), **changes)
 
 
 def strategy_of(
-    plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
+    plan: ReleasePlan | NonPrivatePlan, settings: Settings, run: RunDirectory
 ) -> FederatedStrategy | Upcycled:
     """Return the strategy of a method, upcycled if the settings ask for it."""
-    strategy = FederatedStrategy(method_of(config), **configured.options(config, run, plan))
-    if not flag(config, "upcycled"):
+    options = configured.options(settings, run, plan)
+    strategy = FederatedStrategy(method_of(settings), **options)
+    if not settings.upcycled:
         return strategy
-    return Upcycled(strategy, number(config, "upcycling-coefficient"))
+    return Upcycled(strategy, settings.upcycling_coefficient)
 
 
-def method_of(config: UserConfig) -> Method:
+def method_of(settings: Settings) -> Method:
     """Return the method; all methods share the settings that they have."""
-    method, radius = str(config["method"]), number(config, "sam-radius")
+    method, radius = settings.method, settings.sam_radius
     if "sam" in method and radius == 0:
         raise UnfitSetting(
             f"run-config sam-radius={radius!r} with method={method!r}: expected a number > 0 "
             "(centaur, dp-fedavg and fedavg do without it)"
         )
-    sgd, sam = configured.training(config), configured.training(config, sam_radius=radius)
-    rate = {"server_learning_rate": number(config, "server-learning-rate")}
+    sgd, sam = configured.training(settings), configured.training(settings, sam_radius=radius)
+    rate = {"server_learning_rate": settings.server_learning_rate}
     if method == USERS:
-        silos = integer(config, "clients")
+        silos = settings.clients
         return UldpAvg(weighting="by-records", num_silos=silos, local=sgd, **rate)
     if method in SHARED_MODEL:
         return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **rate)
     head = configured.training(
-        config,
-        epochs=integer(config, "head-epochs"),
-        learning_rate=number(config, "head-learning-rate"),
+        settings,
+        epochs=settings.head_epochs,
+        learning_rate=settings.head_learning_rate,
     )
     if method == OWN_HEAD:
-        sam = configured.training(config, epochs=0)
-    adapt = flag(config, "adapt-before-evaluation")
+        sam = configured.training(settings, epochs=0)
+    adapt = settings.adapt_before_evaluation
     return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **rate)

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.app import Context, UserConfig
+from flwr.app import Context
 from torch import nn
 
 from flower_ext.data import ClientData, Examples, SiloData, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
-from flower_ext.runs.settings import absolute_path, choice, integer, number, text
+from flower_ext.runs.settings import absolute_path
 from flower_ext.training import Features, Task
 from flower_ext.training.models import HeadedModel
 from private_finetuning_app.pictures import Pictures
+from private_finetuning_app.settings import Settings
 from private_finetuning_app.texts import Texts
 
 TEXT = "text"
-TUNES = ("head", "adapter", "all")
 USERS = "uldp-avg-w"
 """The method whose clients are silos, in which users have records."""
 
@@ -41,30 +41,30 @@ class Shares:
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    config = settings_of(context)
-    source, tune = source_of(config), choice(config, "tune", TUNES)
-    data: Callable[[int], ClientData] = partial(whole_data, source, shares_of(config))
+    settings = settings_of(Settings, context)
+    source, tune = source_of(settings), settings.tune
+    data: Callable[[int], ClientData] = partial(whole_data, source, shares_of(settings))
     if tune == "head" or (tune == "adapter" and source.adapts_features):
-        data = features(source, shares_of(config), absolute_path(config, "features-folder"))
+        data = features(source, shares_of(settings), absolute_path(settings.features_folder))
     return Task(model=partial(build, source, tune), data=data)
 
 
-def source_of(config: UserConfig) -> Pictures | Texts:
+def source_of(settings: Settings) -> Pictures | Texts:
     """Return the data set that the settings name, with its pretrained model."""
-    return Texts.of(config) if text(config, "dataset") == TEXT else Pictures.of(config)
+    return Texts.of(settings) if settings.dataset == TEXT else Pictures.of(settings)
 
 
-def shares_of(config: UserConfig) -> Shares:
+def shares_of(settings: Settings) -> Shares:
     """Return the division that the settings ask for."""
     return Shares(
-        examples=integer(config, "examples", least=0),
-        partition=text(config, "partition"),
-        clients=integer(config, "clients"),
-        classes=integer(config, "classes-per-client", least=1),
-        alpha=number(config, "dirichlet-alpha", above=0),
-        min_size=integer(config, "dirichlet-min-size", least=1),
-        users=integer(config, "num-users", least=1) if config["method"] == USERS else 0,
-        seed=integer(config, "seed"),
+        examples=settings.examples,
+        partition=settings.partition,
+        clients=settings.clients,
+        classes=settings.classes_per_client,
+        alpha=settings.dirichlet_alpha,
+        min_size=settings.dirichlet_min_size,
+        users=settings.num_users if settings.method == USERS else 0,
+        seed=settings.seed,
     )
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import UserConfig
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from flower_ext.data import DataNotFound, Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.runs.settings import UnfitSetting, absolute_path, flag, integer, text
+from flower_ext.runs.settings import UnfitSetting, absolute_path
 from flower_ext.training.models import HeadedModel
+from private_finetuning_app.settings import Settings
 
 
 class Encoder(nn.Module):
@@ -58,10 +58,10 @@ class Texts:
     adapts_features = False  # LoRA lies within the transformer, so every step passes through it
 
     @classmethod
-    def of(cls, config: UserConfig) -> "Texts":
+    def of(cls, settings: Settings) -> "Texts":
         """Return the file and model that the settings name."""
-        file, model = absolute_path(config, "text-file"), text(config, "text-model")
-        labels = tuple(filter(None, map(str.strip, text(config, "text-labels").split(","))))
+        file, model = absolute_path(settings.text_file), settings.text_model
+        labels = tuple(filter(None, map(str.strip, settings.text_labels.split(","))))
         if file is None:
             raise UnfitSetting(
                 "run-config text-file='': expected the absolute path of a CSV file with columns "
@@ -82,9 +82,9 @@ class Texts:
             file=file,
             labels=labels,
             model=model,
-            max_tokens=integer(config, "max-tokens", least=1),
-            lora_rank=integer(config, "lora-rank", least=1),
-            lora_only_b=flag(config, "lora-only-b"),
+            max_tokens=settings.max_tokens,
+            lora_rank=settings.lora_rank,
+            lora_only_b=settings.lora_only_b,
         )
 
     @property

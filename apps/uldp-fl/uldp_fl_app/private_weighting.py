@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flwr.app import UserConfig
-
 from flower_ext.federation import Summation
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
+from flower_ext.runs.settings import UnfitSetting, integers
+from uldp_fl_app.settings import Settings
 
 if TYPE_CHECKING:
     from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
 
 
-def private_sum_of(config: UserConfig) -> Callable[[PrivacyPlan], Summation]:
+def private_sum_of(settings: Settings) -> Callable[[PrivacyPlan], Summation]:
     """Return the sum whose weights no party learns, which needs the extra ``weighting``."""
     from flower_ext.algorithms.uldp import weighted_sum
 
-    return weighted_sum(protocol_of(config))
+    return weighted_sum(protocol_of(settings))
 
 
-def protocol_of(config: UserConfig) -> WeightingProtocol:
+def protocol_of(settings: Settings) -> WeightingProtocol:
     """Return the protocol that keeps weights private, with its settings.
 
     Raises
@@ -32,23 +31,23 @@ def protocol_of(config: UserConfig) -> WeightingProtocol:
     """
     from flower_ext.algorithms.uldp import LatticeWeighting, PrivateWeighting
 
-    if choice(config, "protocol", ("paillier", "lattice")) == "lattice":
-        if config["allowed-totals"]:
+    if settings.protocol == "lattice":
+        if settings.allowed_totals:
             raise UnfitSetting(
-                f"run-config allowed-totals={config['allowed-totals']!r} with protocol='lattice': "
+                f"run-config allowed-totals={settings.allowed_totals!r} with protocol='lattice': "
                 "expected protocol='paillier', or no allowed-totals"
             )
         return LatticeWeighting(
-            max_records_per_user=integer(config, "max-records-per-user"),
-            silo_record_limits=integers(config, "silo-record-limits"),
-            draw_choices=integer(config, "draw-choices") or None,
+            max_records_per_user=settings.max_records_per_user,
+            silo_record_limits=integers(settings.silo_record_limits),
+            draw_choices=settings.draw_choices or None,
         )
     return PrivateWeighting(
-        key_bits=integer(config, "key-bits"),
-        precision=number(config, "precision"),
-        max_records_per_user=integer(config, "max-records-per-user"),
-        allowed_totals=integers(config, "allowed-totals"),
-        silo_record_limits=integers(config, "silo-record-limits"),
-        draw_choices=integer(config, "draw-choices") or None,
-        allow_insecure_key_size=flag(config, "allow-insecure-keys"),
+        key_bits=settings.key_bits,
+        precision=settings.precision,
+        max_records_per_user=settings.max_records_per_user,
+        allowed_totals=integers(settings.allowed_totals),
+        silo_record_limits=integers(settings.silo_record_limits),
+        draw_choices=settings.draw_choices or None,
+        allow_insecure_key_size=settings.allow_insecure_keys,
     )

@@ -4,16 +4,17 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 
-from flwr.app import Context, UserConfig
+from flwr.app import Context
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import SiloData, describe_silos, load_silos
 from flower_ext.evaluation import average_precision, concordance_index, roc_auc
 from flower_ext.federation import settings_of
-from flower_ext.runs.settings import UnfitSetting, integer, text
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task, accuracy, cox_loss
 from flower_ext.training.models import build
+from uldp_fl_app.settings import Settings
 
 SURVIVAL = ("tcga-brca", "tcga-brca-scaled")
 METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
@@ -29,11 +30,11 @@ METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
 
 def task_of(context: Context) -> Task:
     """The task of a run, for its silos and its server alike."""
-    config = settings_of(context)
-    dataset = text(config, "dataset")
+    settings = settings_of(Settings, context)
+    dataset = settings.dataset
     info = describe_silos(dataset)
-    model = text(config, "model") or info.model
-    silos = silos_of(config)
+    model = settings.model or info.model
+    silos = silos_of(settings)
     return Task(
         model=partial(build, model, num_classes=info.num_classes),
         data=lambda silo: silos[silo],
@@ -42,29 +43,29 @@ def task_of(context: Context) -> Task:
     )
 
 
-def num_users_of(config: UserConfig) -> int:
+def num_users_of(settings: Settings) -> int:
     """|U|, by default that of the data set."""
-    return integer(config, "num-users") or describe_silos(text(config, "dataset")).num_users
+    return settings.num_users or describe_silos(settings.dataset).num_users
 
 
-def group_size_of(config: UserConfig) -> int | str:
+def group_size_of(settings: Settings) -> int | str:
     """A number, ``max`` or ``median``."""
-    value = str(config["group-size"])
+    value = settings.group_size
     if value not in ("max", "median") and not value.isdecimal():
         raise UnfitSetting(f"run-config group-size={value!r}: expected a number, max or median")
     return int(value) if value.isdecimal() else value
 
 
-def silos_of(config: UserConfig) -> list[SiloData]:
+def silos_of(settings: Settings) -> list[SiloData]:
     """All silos; the same in every process."""
     return _silos(
-        text(config, "dataset"),
-        text(config, "data-folder"),
-        num_users_of(config),
-        integer(config, "num-silos"),
-        text(config, "distribution"),
-        integer(config, "labels-per-user"),
-        integer(config, "seed"),
+        settings.dataset,
+        settings.data_folder,
+        num_users_of(settings),
+        settings.num_silos,
+        settings.distribution,
+        settings.labels_per_user,
+        settings.seed,
     )
 
 

@@ -1,20 +1,21 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
-from flwr.app import Context, UserConfig
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import coefficient_of
-from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured, first_config
-from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
+from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured
+from flower_ext.privacy import (
+    NonPrivatePlan,
+    PerturbationPlan,
+)
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
-from flower_ext.training import LocalTraining
-from upcycled_fl_app.task import data_facts, loss_of, model_name, task_of
-
-METHODS = ("fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme")
-NEWTON_TOLERANCE = 1e-10
+from flower_ext.runs.settings import UnfitSetting
+from upcycled_fl_app.plans import local_training, plan_of
+from upcycled_fl_app.settings import Settings
+from upcycled_fl_app.task import data_facts, model_name, task_of
 
 app = ServerApp()
 
@@ -22,43 +23,25 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    config = first_config(context.run_config)
-    choice(config, "method", METHODS)
-    weight = local_training(config).proximal_weight
-    coefficient = coefficient_of(config, proximal_weight=weight)
-    plan, task = plan_of(config), task_of(context)
+    settings = configured.begun(Settings, context)
+    weight = local_training(settings).proximal_weight
+    coefficient = coefficient_of(settings.schedule, settings.coefficient, proximal_weight=weight)
+    plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
 
-    def strategy(config: UserConfig, run: RunDirectory) -> FederatedStrategy | Upcycled:
-        base = strategy_of(plan, config, run)
-        return Upcycled(base, coefficient) if flag(config, "upcycled") else base
+    def strategy(settings: Settings, run: RunDirectory) -> FederatedStrategy | Upcycled:
+        base = strategy_of(plan, settings, run)
+        return Upcycled(base, coefficient) if settings.upcycled else base
 
-    facts = {"data-source": data_facts(config).source, "model": model_name(config)}
-    configured.start(grid, context, task, strategy, facts=facts)
-
-
-def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
-    """Return the plan that samples devices and perturbs their local models."""
-    return configured.perturbation_plan({"sampling": "fixed-size", **config}, loss_of(config))
-
-
-def local_training(config: UserConfig) -> LocalTraining:
-    """Return the training of every client, whatever the method."""
-    weight, method = number(config, "proximal-weight"), config["method"]
-    exact = choice(config, "solver", ("sgd", "newton")) == "newton"
-    return configured.training(
-        config,
-        proximal_weight=weight or (0.1 if method == "fedprox" else 0.0),
-        tolerance=NEWTON_TOLERANCE if exact else 0.0,
-        **({"momentum": 0.0} if method == "pfedme" else {}),
-    )
+    facts = {"data-source": data_facts(settings).source, "model": model_name(settings)}
+    configured.start(grid, context, Settings, task, strategy, facts=facts)
 
 
 def strategy_of(
-    plan: NonPrivatePlan | PerturbationPlan, config: UserConfig, run: RunDirectory
+    plan: NonPrivatePlan | PerturbationPlan, settings: Settings, run: RunDirectory
 ) -> FederatedStrategy:
     """Return the strategy of a method; all methods share the settings that they have."""
-    method, local = str(config["method"]), local_training(config)
+    method, local = settings.method, local_training(settings)
     if method in ("scaffold", "pfedme") and local.tolerance:
         raise UnfitSetting(
             f"run-config solver='newton' with method={method!r}: expected 'sgd', because the "
@@ -69,54 +52,50 @@ def strategy_of(
             f"run-config proximal-weight={local.proximal_weight!r} with method='pfedme': expected "
             "0, because its attraction is such a weight"
         )
-    rate = number(config, "server-learning-rate")
+    rate = settings.server_learning_rate
     if rate and method in ("fedavg", "fedprox", "feddyn"):
         raise UnfitSetting(
             f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, because "
             "its server takes no step of its own"
         )
-    ratio = number(config, "straggler-ratio")
+    ratio = settings.straggler_ratio
     return FederatedStrategy(
-        method_of(plan, config, local, rate),
+        method_of(plan, settings),
         stragglers=Stragglers(ratio=ratio) if ratio else None,
-        **configured.options(config, run, plan),
+        **configured.options(settings, run, plan),
     )
 
 
-def method_of(
-    plan: NonPrivatePlan | PerturbationPlan,
-    config: UserConfig,
-    local: LocalTraining,
-    rate: float,
-) -> Method:
+def method_of(plan: NonPrivatePlan | PerturbationPlan, settings: Settings) -> Method:
     """Return the method; a server learning rate of 0 stands for the method's usual one."""
+    local, rate = local_training(settings), settings.server_learning_rate
     size = round(plan.sampling.expected_cohort_size)
     nodes = {"min_train_nodes": size, "min_available_nodes": size}
-    match config["method"]:
+    match settings.method:
         case "fedavg":
             return Hosted(FedAvg(**nodes), local=local)
         case "fedavgm":
-            momentum = number(config, "server-momentum")
+            momentum = settings.server_momentum
             server = FedAvgM(server_learning_rate=rate or 1.0, server_momentum=momentum, **nodes)
             return Hosted(server, local=local)
         case "fedprox":
             return Hosted(FedProx(proximal_mu=local.proximal_weight, **nodes), local=local)
         case "fedyogi":
-            tau = number(config, "adaptivity")
+            tau = settings.adaptivity
             return Hosted(FedYogi(eta=rate or 0.01, tau=tau, **nodes), local=local)
         case "scaffold":
             return Scaffold(server_learning_rate=rate or 1.0, local=local)
         case "feddyn":
-            return FedDyn(regularization=number(config, "regularization"), local=local)
+            return FedDyn(regularization=settings.regularization, local=local)
         case _:
             personal = configured.training(
-                config,
+                settings,
                 momentum=0.0,
-                steps=integer(config, "personal-steps"),
-                learning_rate=number(config, "personal-learning-rate"),
+                steps=settings.personal_steps,
+                learning_rate=settings.personal_learning_rate,
             )
             return PFedMe(
-                attraction=number(config, "attraction"),
+                attraction=settings.attraction,
                 personal_training=personal,
                 server_learning_rate=rate or 1.0,
                 local=local,

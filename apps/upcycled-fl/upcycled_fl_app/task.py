@@ -3,7 +3,7 @@
 from functools import cache, partial
 from pathlib import Path
 
-from flwr.app import Context, UserConfig
+from flwr.app import Context
 
 from flower_ext.data import (
     ClientData,
@@ -14,9 +14,10 @@ from flower_ext.data import (
 )
 from flower_ext.federation import settings_of
 from flower_ext.privacy import LocalObjective
-from flower_ext.runs.settings import UnfitSetting, flag, integer, text
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
 from flower_ext.training.models import build
+from upcycled_fl_app.settings import Settings
 
 # Known facts about a model's cross-entropy if no record has a norm above 1. The gradient of
 # softmax regression is (p − e_y) ⊗ (x, 1): at most √2 · √2.
@@ -34,16 +35,16 @@ LOSSES = {
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    config = settings_of(context)
-    facts, model = data_facts(config), model_name(config)
+    settings = settings_of(Settings, context)
+    facts, model = data_facts(settings), model_name(settings)
     key = (
-        text(config, "dataset"),
-        text(config, "data-folder"),
-        integer(config, "clients"),
-        classes_of(config),
-        integer(config, "seed"),
-        flag(config, "generated"),
-        flag(config, "unit-features"),
+        settings.dataset,
+        settings.data_folder,
+        settings.clients,
+        classes_of(settings),
+        settings.seed,
+        settings.generated,
+        settings.unit_features,
     )
     return Task(
         model=partial(build, model, num_classes=facts.num_classes),
@@ -51,26 +52,26 @@ def task_of(context: Context) -> Task:
     )
 
 
-def data_facts(config: UserConfig) -> DevicesInfo:
+def data_facts(settings: Settings) -> DevicesInfo:
     """Return classes, model and source of the data set."""
     return describe_devices(
-        text(config, "dataset"),
-        folder(text(config, "data-folder")),
-        num_classes=classes_of(config),
-        generated=flag(config, "generated"),
+        settings.dataset,
+        folder(settings.data_folder),
+        num_classes=classes_of(settings),
+        generated=settings.generated,
     )
 
 
-def classes_of(config: UserConfig) -> int | None:
+def classes_of(settings: Settings) -> int | None:
     """Return the configured number of classes; None unless the devices are synthetic."""
-    synthetic = text(config, "dataset").startswith("synthetic")
-    return integer(config, "classes") or None if synthetic else None
+    synthetic = settings.dataset.startswith("synthetic")
+    return settings.classes or None if synthetic else None
 
 
-def model_name(config: UserConfig) -> str:
+def model_name(settings: Settings) -> str:
     """Return the name of the configured model, or of the data set's."""
-    facts = data_facts(config)
-    name = text(config, "model") or facts.model
+    facts = data_facts(settings)
+    name = settings.model or facts.model
     if name == "binary-logistic" and facts.num_classes != 2:
         raise UnfitSetting(
             f"run-config model={name!r} with {facts.num_classes} classes: expected '', the data "
@@ -79,13 +80,13 @@ def model_name(config: UserConfig) -> str:
     return name
 
 
-def loss_of(config: UserConfig) -> LocalObjective:
+def loss_of(settings: Settings) -> LocalObjective:
     """Return the properties of the model's loss that objective perturbation needs.
 
     Its bounds hold for features of norm 1 at most, so it has none without ``unit-features``.
     """
-    loss = LOSSES.get(model_name(config), LocalObjective())
-    if flag(config, "unit-features"):
+    loss = LOSSES.get(model_name(settings), LocalObjective())
+    if settings.unit_features:
         return loss
     return LocalObjective(convex=loss.convex, generalised_linear=loss.generalised_linear)
 

@@ -6,6 +6,5 @@ Personalized Federated Learning". The formulas of the planner are in `flower_ext
 
 from flower_ext.algorithms.ditto.dp_ditto import DPDitto
 from flower_ext.algorithms.ditto.pilot import pilot_run
-from flower_ext.algorithms.ditto.planned import PILOT, pilot_of, planned_rounds, problem_of
 
-__all__ = ["PILOT", "DPDitto", "pilot_of", "pilot_run", "planned_rounds", "problem_of"]
+__all__ = ["DPDitto", "pilot_run"]

@@ -1,8 +1,8 @@
 """The trainings of a silo's users: each user is trained and clipped alone, and only sums remain.
 
 Sums in the clear and weighted sums share them. Under a plan with secure sums, a silo rounds each
-user's weighted update to whole numbers of cells (`quantization.sum_rows_in_cells`) before it adds
-them.
+user's weighted update to whole numbers of cells
+(`privacy.mechanisms.quantization.sum_rows_in_cells`) before it adds them.
 """
 
 from __future__ import annotations

@@ -15,12 +15,10 @@ coefficient           c_m                                 source
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from flower_ext.checks import require_not_negative, require_positive
-from flower_ext.runs.settings import choice, number
+from flower_ext.checks import require_not_negative, require_one_of, require_positive
 
 Coefficient = Callable[[int], float]
 """A function from m = 1, 2, … to c_m, which is finite and not negative."""
@@ -84,19 +82,19 @@ class Decaying:
         return self.first / math.sqrt(m)
 
 
-def coefficient_of(config: Mapping[str, Any], *, proximal_weight: float) -> Coefficient:
-    """Return the coefficient that a run's settings ``schedule`` and ``coefficient`` describe.
+def coefficient_of(schedule: str, value: float, *, proximal_weight: float) -> Coefficient:
+    """Return the coefficient of a schedule: ``"constant"``, ``"decaying"`` and so on.
 
     Raises
     ------
     InvalidValue
         There is no such schedule, or the coefficient is out of range.
     """
-    value = number(config, "coefficient")
     schedules: dict[str, Callable[[], Coefficient]] = {
         "constant": lambda: Constant(value),
         "decaying": lambda: Decaying(value),
         "half-lambda": lambda: HalfLambda(penalty=value),
         "proximal-ratio": lambda: ProximalRatio(proximal_weight=proximal_weight, penalty=value),
     }
-    return schedules[choice(config, "schedule", list(schedules))]()
+    require_one_of("schedule", schedule, [*schedules])
+    return schedules[schedule]()

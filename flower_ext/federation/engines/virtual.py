@@ -15,14 +15,13 @@ from logging import getLogger
 from math import inf
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict, UserConfig
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.packing import TOGETHER, packed, unpacked
 from flower_ext.federation.uploads import payload_bytes
-from flower_ext.runs.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
@@ -40,10 +39,9 @@ def together(message: Message, memory_limit: int) -> int:
     return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
 
 
-def clients_of(grid: Grid, config: UserConfig) -> Grid:
-    """Return a grid of an app's clients: ``clients-per-node`` (0 means 1) on each of its nodes."""
-    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=0) or 1
-    return grid if per_node == 1 else VirtualGrid(grid, per_node)
+def clients_of(grid: Grid, clients_per_node: int) -> Grid:
+    """Return a grid of an app's clients: ``clients_per_node`` (0 means 1) on each of its nodes."""
+    return grid if clients_per_node in (0, 1) else VirtualGrid(grid, clients_per_node)
 
 
 class VirtualGrid(Grid):

@@ -14,13 +14,14 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import settings_of
 from flower_ext.training import Task
 from flower_ext.training.task import accuracy
+from texts.settings import Settings
 
 
 def task_of(context: Context) -> Task:
-    config = settings_of(context)
+    settings = settings_of(Settings, context)
     return Task(
-        model=partial(build, str(config["base"])),
-        data=partial(data, config["base"], config["texts"], config["clients"]),
+        model=partial(build, settings.base),
+        data=partial(data, settings.base, settings.texts, settings.clients),
         loss=lambda outputs, labels: cross_entropy(outputs.logits, labels),
         metrics={"accuracy": lambda outputs, labels: accuracy(outputs.logits, labels)},
     )

@@ -1,10 +1,11 @@
-"""Curves that ``flower-ext plan`` prints and draws, and its check on drawn federations."""
+"""Curves of ``flower-ext ditto-schedule``, and its check on drawn federations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,44 +20,52 @@ CURVE_ROWS = 12
 """Largest number of evenly spread rows in the printed table; a row is a number of rounds."""
 
 
-def curve_rows(found: Sequence[Answer]) -> list[int]:
-    """Return the numbers of rounds to print: evenly spaced logarithms, and each T*."""
-    last = int(found[0].schedule.candidates[-1])
+def curve_rows(schedules: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return bound and weight of each basis for some T: evenly spaced logarithms, and each T*."""
+    last = int(schedules[0].schedule.candidates[-1])
     spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
-    return sorted(
-        {*spread, *(answer.schedule.rounds for answer in found if answer.schedule.rounds)}
-    )
+    best = {answer.schedule.rounds for answer in schedules if answer.schedule.rounds}
+    return [
+        {"rounds": rounds, **{answer.basis: _at(answer, rounds) for answer in schedules}}
+        for rounds in sorted({*spread, *best})
+    ]
 
 
-def draw_plan(
-    found: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
+def _at(answer: Answer, rounds: int) -> dict[str, float]:
+    schedule = answer.schedule
+    return {
+        "bound": float(schedule.convergence[rounds - 1]),
+        "global_weight": float(schedule.global_weights[rounds - 1]),
+    }
+
+
+def draw_schedule(
+    schedules: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
 ) -> list[Path]:
     """Draw the curves; return the SVG files, each of which has its numbers in a CSV beside it."""
 
-    def planned(curve: str) -> dict[str, Line]:
-        schedules = ((answer.basis, answer.schedule) for answer in found)
-        return {name: (s.candidates.tolist(), getattr(s, curve).tolist()) for name, s in schedules}
+    def by_basis(curve: str) -> dict[str, Line]:
+        pairs = ((answer.basis, answer.schedule) for answer in schedules)
+        return {name: (s.candidates.tolist(), getattr(s, curve).tolist()) for name, s in pairs}
 
-    values = np.concatenate([answer.schedule.convergence for answer in found])
+    values = np.concatenate([answer.schedule.convergence for answer in schedules])
     with np.errstate(over="ignore"):  # a diverging bound may overflow
         convergence = draw_lines(
             folder,
             "convergence",
             "Bound h(T, λ) on the personal models' squared distance",
             "h(T, λ)",
-            planned("convergence"),
-            xlabel="planned rounds T",
+            by_basis("convergence"),
+            xlabel="rounds T",
             log=bool(values.min() > 0 and values.max() > 20 * values.min()),
         )
     if fairness is None:
         return [convergence]
-    title, weights = "Fairest λ under the noise that T rounds need", planned("global_weights")
-    fairest = draw_lines(
-        folder, "global_weight", title, "λ*(T)", weights, xlabel="planned rounds T"
-    )
+    title, weights = "Fairest λ under the noise that T rounds need", by_basis("global_weights")
+    fairest = draw_lines(folder, "global_weight", title, "λ*(T)", weights, xlabel="rounds T")
     grid = np.linspace(0, LARGEST_WEIGHT, 201)
     spread: dict[str, Line] = {}
-    for answer in found:
+    for answer in schedules:
         variance = answer.noise_stddev**2
         values = fairness.unfairness(grid, upload_variance=variance, basis=answer.basis)
         label = f"{answer.basis}, T = {answer.schedule.rounds}"
@@ -80,7 +89,7 @@ class FairnessRow:
 
 
 def fairness_rows(
-    found: Sequence[Answer], fairness: LinearFairness, worlds: int
+    schedules: Sequence[Answer], fairness: LinearFairness, worlds: int
 ) -> list[FairnessRow]:
     """Return R for λ = 0 (local), λ*, 1 and 2 (shared), under the noise of each basis.
 
@@ -90,7 +99,7 @@ def fairness_rows(
         The problem has fewer examples than dimensions, so no such federation can be drawn.
     """
     rows = []
-    for answer in found:
+    for answer in schedules:
         weights = sorted({0.0, answer.schedule.global_weight, LARGEST_WEIGHT / 2, LARGEST_WEIGHT})
         drawn, errors = drawn_unfairness(
             fairness,

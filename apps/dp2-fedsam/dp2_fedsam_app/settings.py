@@ -1,0 +1,39 @@
+"""The settings of this app; ``pyproject.toml`` holds their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flower_ext.runs.settings import CountOrZero, NotNegative, Positive, setting
+from flower_ext.runs.shared_settings import (
+    CohortSettings,
+    PartitionSettings,
+    ReleaseSettings,
+    TrainingSettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings):
+    """Client-level privacy on one data set, by seven methods."""
+
+    method: Literal[
+        "dp2-fedsam",
+        "centaur",
+        "dp-fedavg",
+        "dp-fedavg-ft",
+        "dp-fedsam",
+        "dp-fedsam-ft",
+        "fedavg",
+        "p-fedsam",
+    ] = setting("the last two without privacy")
+    dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "femnist", "letters"] = setting(
+        "digits come with the package"
+    )
+    model: str = setting("empty: the data set's default")
+    head_epochs: CountOrZero = setting("methods with a personal head")
+    head_learning_rate: Positive = setting("methods with a personal head")
+    sam_radius: NotNegative = setting("q, of sharpness-aware minimisation")
+    server_learning_rate: Positive = setting("factor of the average update")
+    adapt_before_evaluation: bool = setting("train the head on the current extractor first")

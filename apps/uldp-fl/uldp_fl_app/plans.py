@@ -1,0 +1,54 @@
+"""The plan of a run, and numbers of its training that depend on the method."""
+
+from flower_ext.algorithms.uldp import theory_learning_rate
+from flower_ext.federation import configured
+from flower_ext.privacy import (
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+)
+from flower_ext.training import DpSgdTraining
+from uldp_fl_app.settings import Settings
+from uldp_fl_app.task import num_users_of
+
+PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
+
+
+def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan | None:
+    """Return the plan of whom a round samples and how it noises; None if a method has its own."""
+    if settings.method == "default":
+        return NonPrivatePlan(sampling=FullParticipation(settings.num_silos))
+    if settings.method == "uldp-group":
+        return None
+    users, rate = num_users_of(settings), settings.user_sampling_rate
+    return configured.release_plan(
+        settings,
+        FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
+        unit=PrivacyUnit.USER,
+        **({"dropout_policy": "discard"} if settings.method in PRIVATE else {}),  # no top-up there
+    )
+
+
+def dp_sgd(settings: Settings) -> DpSgdTraining:
+    """Return DP-SGD that passes over the records ``local_epochs`` times on average."""
+    rate = settings.record_sampling_rate
+    return DpSgdTraining(
+        steps=max(1, round(settings.local_epochs / rate)),
+        sampling_rate=rate,
+        batch_size=settings.expected_batch_size,
+        learning_rate=settings.learning_rate,
+        clipping_norm=settings.record_clipping_norm,
+        noise_multiplier=settings.noise_multiplier,
+    )
+
+
+def server_learning_rate(settings: Settings) -> float:
+    """As configured; by default that of the paper's theory where users are averaged, else 1."""
+    method, rate = settings.method, settings.server_learning_rate
+    if rate or method in ("uldp-naive", "uldp-group", "default"):
+        return rate or 1.0
+    epochs = 1 if method.startswith("uldp-sgd") else settings.local_epochs
+    silos = settings.num_silos
+    return theory_learning_rate(num_silos=silos, num_users=num_users_of(settings), epochs=epochs)

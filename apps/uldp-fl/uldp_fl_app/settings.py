@@ -1,0 +1,112 @@
+"""The settings of this app; ``pyproject.toml`` holds their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flower_ext.runs.settings import (
+    Count,
+    CountOrZero,
+    Fraction,
+    FractionBelowOne,
+    Integers,
+    NotNegative,
+    Positive,
+    setting,
+)
+from flower_ext.runs.shared_settings import ReleaseSettings, TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ReleaseSettings, TrainingSettings):
+    """User-level privacy across silos, by eight methods, and one without privacy."""
+
+    method: Literal[
+        "uldp-avg",
+        "uldp-avg-w",
+        "uldp-sgd",
+        "uldp-sgd-w",
+        "uldp-naive",
+        "uldp-group",
+        "uldp-avg-private",
+        "uldp-sgd-private",
+        "default",
+    ] = setting(
+        "the private ones weight as -w does, and nobody learns the weights (extra weighting); "
+        "default is FedAvg with two learning rates, without privacy"
+    )
+
+    dataset: Literal[
+        "digits",
+        "breast-cancer",
+        "mnist",
+        "creditcard",
+        "heart-disease",
+        "tcga-brca",
+        "tcga-brca-scaled",
+    ] = setting(
+        "the first two come with the package; the last three have silos of their own (4, 6, 6)"
+    )
+    model: str = setting("empty: the data set's default")
+    num_silos: Count = setting("must equal the number of SuperNodes")
+    num_users: CountOrZero = setting("0: the data set's default")
+    distribution: Literal["uniform", "zipf"] = setting("records over users, users over silos")
+    labels_per_user: CountOrZero = setting("0: any number")
+
+    # Privacy: the unit is one user, with all records in all silos.
+    clipping_norm: Positive = setting("of a user's update in a silo, or of a silo's update")
+    noise_multiplier: NotNegative = setting("sigma")
+    delta: FractionBelowOne = setting("at which epsilon is reported")
+    user_sampling_rate: Fraction = setting("uldp-avg and uldp-sgd: the same users in every silo")
+    dropout_policy: Literal["top-up", "discard"] = setting(
+        "where a silo does not answer (private: discard)"
+    )
+    aggregation: Literal["plain", "secure"] = setting(
+        "whether the server sees silos' uploads, or sums alone (uldp-avg, -avg-w, -sgd, -sgd-w and "
+        "-naive)"
+    )
+    colluding_share: FractionBelowOne = setting(
+        "secure: of the silos, those that may collude with the server"
+    )
+    dropout_share: FractionBelowOne = setting(
+        "secure: of the silos, those that may be lost in a round; of more, the round is discarded"
+    )
+
+    # uldp-avg-private and uldp-sgd-private
+    protocol: Literal["paillier", "lattice"] = setting(
+        "lattice is faster by orders of magnitude, and experimental: nobody outside this project "
+        "has reviewed it"
+    )
+    max_records_per_user: CountOrZero = setting("in all silos together")
+    silo_record_limits: Integers = setting(
+        '"900,600,500": the most records of a user in each silo; paillier: at most '
+        "max-records-per-user in sum, so that no user can exceed that; lattice: close to the data, "
+        "because set-up takes time in proportion to their sum (empty: max-records-per-user each)"
+    )
+    key_bits: CountOrZero = setting("paillier: of the key")
+    precision: NotNegative = setting(
+        "paillier: largest error of a coordinate of the sum over silos"
+    )
+    allowed_totals: Integers = setting(
+        'paillier: "10,100,1000": every user has one of these numbers, or none'
+    )
+    draw_choices: CountOrZero = setting(
+        "P: draw users 1-out-of-P, so that not even the server knows whom"
+    )
+    allow_insecure_keys: bool = setting("paillier: keys below 3072 bits: simulation only")
+
+    # uldp-group: records kept a user, and DP-SGD on them
+    group_size: str = setting("records kept a user: a number, max or median")
+    record_clipping_norm: Positive = setting("of one record's gradient")
+    record_sampling_rate: Fraction = setting("share of a silo's records in a step, on average")
+    expected_batch_size: Positive = setting("a public number; sums of gradients are divided by it")
+
+    local_epochs: Count = setting("of every user, or of the silo")
+    learning_rate: Positive = setting("of every user, or of the silo")
+    server_learning_rate: NotNegative = setting(
+        "0: silos · sqrt(users · epochs) for uldp-avg and -sgd, else 1"
+    )
+    records_figure: bool = setting(
+        "exact numbers of records a user and silo; not covered either (private methods: never)"
+    )

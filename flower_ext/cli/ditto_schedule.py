@@ -1,0 +1,245 @@
+"""``flower-ext ditto-schedule``: choose DP-Ditto's rounds T and global weight λ by its bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+from rich.markdown import Markdown
+
+from flower_ext.cli.ditto_curves import curve_rows, draw_schedule, fairness_rows
+from flower_ext.cli.screen import console
+from flower_ext.errors import InvalidValue
+from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
+from flower_ext.planning.answers import PrivacyBudget, answers, finite_or_none
+from flower_ext.privacy import ClippedSteps
+from flower_ext.privacy.guarantee import is_large
+from flower_ext.runs.page import to_markdown
+from flower_ext.runs.settings import Count, Positive, ProperFraction, Settings, setting
+
+_LINEAR = ("feature_energy", "label_variance", "model_variance")
+_LOSSES = (
+    "dimension",
+    "strong_convexity",
+    "smoothness",
+    "initial_gap",
+    "initial_distance",
+    "gradient_bound",
+    "model_spread",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings(Settings):
+    """Settings of ``flower-ext ditto-schedule``; ``apps/dp-ditto/schedule.toml`` is an example."""
+
+    origin: ClassVar[str] = "schedule"
+    place: ClassVar[str] = "the settings file"
+
+    # Budget and training
+    epsilon: Positive = setting("ε of one record, after all rounds")
+    delta: ProperFraction | None = setting("δ; absent: 1/|D|", default=None)
+    clients: Count = setting("N: clients, all of which join every round")
+    examples: Count = setting("|D|: records of each client, equal for all")
+    clipping_norm: Positive = setting("C: clipping norm of the local model")
+    gradient_clipping_norm: Positive | None = setting(
+        "G: clipping norm of each record's gradient; absent: one record may move a model by 2C",
+        default=None,
+    )
+    local_steps: Count = setting("K: noised local steps in each round", default=1)
+    batch_size: Count | None = setting("B; absent: all records", default=None)
+    learning_rate: Positive = setting("η_G: learning rate of the local model")
+    personal_learning_rate: Positive | None = setting(
+        "η_L: learning rate of the personal model; absent: η_G", default=None
+    )
+    max_rounds: Count = setting("largest number of rounds to consider", default=1000)
+
+    # Losses; a pilot run estimates them
+    pilot: str | None = setting(
+        "pilot.json of a pilot run, which the settings below override", default=None
+    )
+    dimension: Count | None = setting("d: number of weights", default=None)
+    strong_convexity: float | None = setting("μ: strong convexity of the losses", default=None)
+    smoothness: float | None = setting("L: smoothness of the losses", default=None)
+    initial_gap: float | None = setting("Ψ₁ = F(w⁰) − F(w*)", default=None)
+    initial_distance: float | None = setting("Ψ₂ = ‖v⁰ − v*‖²", default=None)
+    gradient_bound: float | None = setting(
+        "G₀: bound on gradients; the published bound needs it", default=None
+    )
+    model_spread: float | None = setting(
+        "M ≥ ‖u* − w*‖; the published bound needs it", default=None
+    )
+
+    # λ: given, or the fairest under a Bayesian linear model
+    global_weight: float | None = setting("λ from 0 (local) to 2 (global)", default=None)
+    feature_energy: Positive | None = setting("ρ: the diagonal of XᵀX", default=None)
+    label_variance: Positive | None = setting("σ²: variance of the labels' noise", default=None)
+    model_variance: Positive | None = setting(
+        "ζ²: variance between clients' true models", default=None
+    )
+    worlds: Count | None = setting(
+        "number of federations to draw from that model, to check R(λ); at least 2", default=None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        absent = [name for name in _LINEAR if getattr(self, name) is None]
+        if (absent and len(absent) < len(_LINEAR)) or (self.global_weight is None) != (not absent):
+            raise InvalidValue(f"give either global-weight or all of {_named(_LINEAR)}")
+        if self.worlds is not None and (absent or self.worlds < 2):
+            raise InvalidValue(f"worlds={self.worlds}: expected 2 or more, with {_named(_LINEAR)}")
+        several = self.batch_size is not None or self.local_steps > 1
+        if several and self.gradient_clipping_norm is None:
+            raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The privacy budget, with the bounds on one record's influence."""
+        steps = None
+        if self.gradient_clipping_norm is not None:
+            steps = ClippedSteps(
+                learning_rate=self.learning_rate,
+                gradient_clipping_norm=self.gradient_clipping_norm,
+                num_examples=self.examples,
+                local_steps=self.local_steps,
+                batch_size=self.batch_size,
+            )
+        return PrivacyBudget(
+            epsilon=self.epsilon,
+            delta=self.delta or 1 / self.examples,
+            num_clients=self.clients,
+            num_examples=self.examples,
+            clipping_norm=self.clipping_norm,
+            steps=steps,
+        )
+
+    @property
+    def problem(self) -> DittoProblem:
+        """The constants of Theorem 1; those of the losses may come from a pilot run."""
+        known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
+        if self.pilot is not None:
+            estimates, dimension = PilotEstimates.load(Path(self.pilot))
+            known |= {**asdict(estimates), "dimension": dimension}
+        given = {name: getattr(self, name) for name in _LOSSES}
+        known |= {name: value for name, value in given.items() if value is not None}
+        if absent := [name for name in _LOSSES if name not in known]:
+            raise InvalidValue(f"give {_named(absent)}, or a pilot with a file that holds them")
+        return DittoProblem(
+            **known,
+            num_clients=self.clients,
+            learning_rate=self.learning_rate,
+            personal_learning_rate=self.personal_learning_rate or self.learning_rate,
+        )
+
+    @property
+    def fairness(self) -> LinearFairness | None:
+        """The Bayesian linear model whose fairest λ is chosen; None if λ is given."""
+        if self.global_weight is not None:
+            return None
+        return LinearFairness.expected(
+            num_clients=self.clients,
+            num_examples=self.examples,
+            dimension=self.problem.dimension,
+            **{name: getattr(self, name) for name in _LINEAR},
+        )
+
+
+def ditto_schedule(
+    settings_file: Annotated[
+        Path, typer.Argument(metavar="SETTINGS.toml", help="Budget, training, losses and λ.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for figures and CSV files.")] = Path(
+        "ditto-schedule"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Choose the number of rounds and the weight of the global model for a privacy budget.
+
+    The schedule is for DP-Ditto: Ditto with noise on every uploaded model. The privacy unit is one
+    record of a client, replaced by another, and the server sees every upload. The command answers
+    twice: by the published and by the provable formulas. The convergence bound assumes strongly
+    convex losses and one full-gradient step in each round.
+
+    Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
+    """
+    settings = read_settings(settings_file)
+    budget, problem, fairness = settings.budget, settings.problem, settings.fairness
+    schedules = answers(
+        budget,
+        problem,
+        max_rounds=settings.max_rounds,
+        global_weight=settings.global_weight,
+        fairness=fairness,
+    )
+    worlds = settings.worlds
+    drawn = fairness_rows(schedules, fairness, worlds) if fairness and worlds else []
+    figures = draw_schedule(schedules, output, fairness=fairness)
+    curves = curve_rows(schedules)
+    if as_json:
+        facts = {
+            "unit": "record",
+            "relation": "replace-one",
+            "view": "each-upload",
+            "epsilon": budget.epsilon,
+            "delta": budget.delta,
+            "schedules": [answer.to_dict() for answer in schedules],
+            "curves": [_finite(row) for row in curves],
+            "figures": [str(path) for path in figures],
+            **({"worlds": [vars(row) for row in drawn]} if drawn else {}),
+        }
+        console.print_json(json.dumps(facts))
+        return
+    bounds = ("gradient_bound", "model_spread")
+    text = to_markdown(
+        "ditto-schedule",
+        budget=budget,
+        has_large_delta=is_large(budget.delta, budget.num_examples),
+        kinds=["as published", "worst case", *(["gradients clipped"] if budget.steps else [])],
+        answers=schedules,
+        unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
+        curves=curves,
+        worlds=drawn,
+        num_worlds=worlds,
+        figures=figures,
+    )
+    console.print(Markdown(text))
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of curves in which JSON's null stands for an infinite bound."""
+    return {
+        name: {key: finite_or_none(number) for key, number in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in row.items()
+    }
+
+
+def read_settings(file: Path) -> ScheduleSettings:
+    """Return the settings in a TOML file; a relative ``pilot`` starts at the file's folder.
+
+    Raises
+    ------
+    InvalidValue
+        The file is not there or not TOML, or a setting is missing, unknown or out of range.
+    """
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValue(f"{file}: expected a settings file; {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidValue(f"{file} is not valid TOML: {error}") from None
+    settings = ScheduleSettings.of(config)
+    if settings.pilot is None:
+        return settings
+    return replace(settings, pilot=str(file.parent / settings.pilot))
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(name.replace("_", "-") for name in names)
