@@ -32,7 +32,7 @@ from flower_ext.algorithms.uldp import (
     theory_learning_rate,
     weighted_sum,
 )
-from flower_ext.algorithms.uldp.weighted_sum import WeightedSum
+from flower_ext.algorithms.uldp.weighted import WeightedSum
 from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.algorithms.uldp.weighting.lattice import LatticeServer
 from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd, LatticeOpenSum

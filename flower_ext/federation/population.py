@@ -33,8 +33,8 @@ class Cohort:
 
     asked: Sequence[int]
     units: Sequence[int]
+    population: int
     norms: Mapping[int, float] = field(default_factory=dict)
-    population: int = 0
     requests: Mapping[int, Mapping[str, ArrayRecord]] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Round:
         """The reason why the round released nothing; empty if it released a mean."""
         self.measures: Mapping[str, float] = {}
         """Numbers of the sum for the row of the round; known after `close`."""
-        self.cohort = Cohort(asked=(), units=())
+        self.cohort = Cohort(asked=(), units=(), population=0)
         """The clients that contribute; known after `open`."""
 
     def reserve(self, release: Release | None, identity: int | None) -> None:
@@ -65,7 +66,7 @@ class Round:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:
             self.discard_reason = str(reason)
-            self.cohort = Cohort(asked=(), units=opening.cohort.units)
+            self.cohort = replace(opening.cohort, asked=())
         else:
             self.cohort = self._sum.cohort
         return self.cohort

@@ -128,7 +128,7 @@ class SummedScores:
         opening = Opening(
             clients=run.clients(grid),
             population=run.population,
-            cohort=Cohort(asked=nodes, units=nodes),
+            cohort=Cohort(asked=nodes, units=nodes, population=len(nodes)),
             number=number,
             server_round=server_round,
             noise=run.noise("score-noise", number),

@@ -33,7 +33,7 @@ from flower_ext.algorithms.uldp import (
     private_silo,
     silo_training,
 )
-from flower_ext.algorithms.uldp.weighted_sum import WeightedSum
+from flower_ext.algorithms.uldp.weighted import WeightedSum
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
     ClientMethod,

@@ -5,7 +5,6 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-from flower_ext.federation.hooks import MethodHooks
 from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
@@ -165,7 +164,9 @@ def test_options_are_those_of_the_settings(tmp_path):
 def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tmp_path):
     run = RunDirectory.create(tmp_path / "run", config={})
     options = configured.options(RunSettings(rounds=1), run)
-    defaults = {name: each.default for name, each in signature(MethodHooks).parameters.items()}
+    defaults = {
+        name: each.default for name, each in signature(FederatedStrategy).parameters.items()
+    }
     assert {name: defaults[name] for name in options if name != "run"} == {
         name: value for name, value in options.items() if name != "run"
     }

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, Reco
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, private_silo
-from flower_ext.algorithms.uldp.weighted_sum import OpenWeightedSum
+from flower_ext.algorithms.uldp.weighted import OpenWeightedSum
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
 from flower_ext.federation import (
     FederatedStrategy,

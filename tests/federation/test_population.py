@@ -55,13 +55,13 @@ def test_an_oblivious_draw_may_have_taken_anybody():
 
 def test_who_misses_a_masked_part_of_a_sum_has_seen_no_sum():
     users = HiddenUsers(SOME, SILOS, oblivious=False)
-    users.count(Cohort(asked=range(SILOS), units=[1, 2]), 1)
+    users.count(Cohort(asked=range(SILOS), units=[1, 2], population=9), 1)
     assert counted(users.participations, ([1, 2], SILOS, SILOS))
 
 
 def test_places_of_a_lost_order_count_for_everybody():
     users = HiddenUsers(SOME, SILOS, oblivious=False)
-    users.count(Cohort(asked=range(SILOS), units=[1, 2]), SILOS)
+    users.count(Cohort(asked=range(SILOS), units=[1, 2], population=9), SILOS)
     users.count_abandoned([3], 0, asked=SILOS)
     assert users.participations.rounds == 2
     assert set(users.participations.uploads.values()) == {2}
@@ -76,7 +76,7 @@ def test_where_everyone_takes_part_there_is_no_order_to_forget():
 
 def test_strangers_count_as_the_one_that_took_part_most():
     clients = Population(SOME)
-    clients.count(Cohort(asked=[1, 2], units=[1, 2]), 2)
-    clients.count(Cohort(asked=[1], units=[1]), 1)
+    clients.count(Cohort(asked=[1, 2], units=[1, 2], population=9), 2)
+    clients.count(Cohort(asked=[1], units=[1], population=9), 1)
     clients.forget_who()
     assert dict(clients.participations.uploads) == dict.fromkeys(range(UNITS), 2)

@@ -39,7 +39,7 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
     if metrics is not None:
         content["metrics"] = MetricRecord(metrics)
     exchange = SimpleNamespace(partition_of=lambda _: 2, sent=lambda _: numbers(received))
-    cohort = Cohort(asked=range(CLIENTS), units=range(CLIENTS), norms=norms or {})
+    cohort = Cohort(asked=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {})
     return read_update(reply(content), plan, cohort, BASE, exchange)
 
 
@@ -95,7 +95,7 @@ def test_each_client_gets_the_shared_records_its_own_and_as_many_epochs_as_it_co
     shared = {"shared": ConfigRecord({"a": 1})}
     mine = records.to_record(BASE)
     contents = training_contents(
-        Cohort(asked=[0, 1, 2, 3], units=[]),
+        Cohort(asked=[0, 1, 2, 3], units=[], population=9),
         shared,
         {"local": LocalTraining(epochs=5)},
         slow={3: 0.5},

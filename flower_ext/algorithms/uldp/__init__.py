@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.group import UldpGroup
 from flower_ext.algorithms.uldp.naive import UldpNaive
-from flower_ext.algorithms.uldp.weighted_sum import weighted_sum
+from flower_ext.algorithms.uldp.weighted import weighted_sum
 from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, WeightSource
 
 if TYPE_CHECKING:
