@@ -13,14 +13,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from flower_ext.data.examples import ClientData, Examples
-from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound, load_from_hub, locate, opened
 from flower_ext.data.partition import split
+from flower_ext.data.sources import Source, open_text
 from flower_ext.errors import InvalidValue
 
 DEVICES = 52
@@ -28,12 +27,13 @@ SEQUENCE_LENGTH = 25
 VOCABULARY_SIZE = 10_000
 PADDING, UNKNOWN = 0, 1
 
-HUB = "stanfordnlp/sentiment140"
-_FILE = "training.1600000.processed.noemoticon.csv"
-FILES = tuple(
-    (f"{folder}{_FILE}{suffix}",)
-    for folder in ("sent140/", "sentiment140/")
-    for suffix in ("", ".gz")
+SOURCE = Source(
+    name="sent140",
+    files=tuple(
+        (f"{folder}/training.1600000.processed.noemoticon.csv",)
+        for folder in ("sent140", "sentiment140")
+    ),
+    hub="stanfordnlp/sentiment140",
 )
 
 _LABELS = {0: 0, 4: 1}
@@ -94,20 +94,19 @@ def load(
     ):
         if value < least:
             raise InvalidValue(f"{name}={value!r}: expected at least {least}")
-    source = _source(folder)
-    by_user = _most_prolific(lambda: _once(source()), num_devices, min_tweets)
-
+    tweets = _tweets(folder)
+    by_user = _most_prolific(lambda: _without_repeats(tweets()), num_devices, min_tweets)
     divided = []
-    for tweets in by_user:
-        targets = np.array([label for label, _ in tweets])
-        rows = split(np.arange(len(tweets)), targets, train_fraction=train_fraction, rng=rng)
-        divided.append([[tweets[row] for row in part] for part in rows])
+    for user_tweets in by_user:
+        labels = np.array([label for label, _ in user_tweets])
+        rows = split(np.arange(len(labels)), labels, train_fraction=train_fraction, rng=rng)
+        divided.append([[user_tweets[row] for row in part] for part in rows])
     texts = (tokenize(text) for train, _ in divided for _, text in train)
     ids = vocabulary(texts, size=vocabulary_size)
 
-    def examples(tweets: Sequence[tuple[int, str]]) -> Examples:
-        features = [encode(tokenize(text), ids, length=sequence_length) for _, text in tweets]
-        return Examples(torch.tensor(features), torch.tensor([label for label, _ in tweets]))
+    def examples(part: Sequence[tuple[int, str]]) -> Examples:
+        features = [encode(tokenize(text), ids, length=sequence_length) for _, text in part]
+        return Examples(torch.tensor(features), torch.tensor([label for label, _ in part]))
 
     return [ClientData(train=examples(train), test=examples(test)) for train, test in divided]
 
@@ -147,14 +146,14 @@ def _most_prolific(
             f"{min_tweets} tweets or more"
         )
     chosen = sorted(enough, key=lambda user: (-counts[user], user))[:num_devices]
-    own: dict[str, list[tuple[int, str]]] = {user: [] for user in chosen}
+    by_user: dict[str, list[tuple[int, str]]] = {user: [] for user in chosen}
     for label, user, text in tweets():
-        if user in own:
-            own[user].append((label, text))
-    return list(own.values())
+        if user in by_user:
+            by_user[user].append((label, text))
+    return list(by_user.values())
 
 
-def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
+def _without_repeats(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
     """Yield label, user and text of every tweet that has not occurred before."""
     seen: set[int] = set()
     for label, user, date, text in tweets:
@@ -164,18 +163,20 @@ def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
             yield label, user, text
 
 
-def _source(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
+def _tweets(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
     """Return a function that starts a pass over all tweets."""
-    found = locate(FILES, folder)
-    if found is None:
-        table = _from_hub(folder)
-        columns = ("user", "date", "text")
-        return lambda: ((_label(row["sentiment"]), *(row[c] for c in columns)) for row in table)
-    return lambda: _read(found[0])
+    paths = SOURCE.locate(folder)
+    if paths is not None:
+        return lambda: _read(paths[0])
+    (table,) = SOURCE.download(["train"], folder)
+    table = table.select_columns(["sentiment", "user", "date", "text"])
+    return lambda: (
+        (_label(row["sentiment"]), row["user"], row["date"], row["text"]) for row in table
+    )
 
 
 def _read(path: Path) -> Iterator[Tweet]:
-    with opened(path, "rt", encoding="latin-1", newline="") as stream:
+    with open_text(path, encoding="latin-1") as stream:
         rows = csv.reader(stream)
         try:
             for polarity, _, date, _, user, text in rows:
@@ -191,16 +192,3 @@ def _label(polarity: int) -> int:
     if polarity not in _LABELS:
         raise InvalidValue(f"polarity {polarity} is neither 0 nor 4")
     return _LABELS[polarity]
-
-
-def _from_hub(folder: Path | None) -> Any:
-    """Download the rows of the training part through flwr-datasets."""
-    missing = DataNotFound.named(
-        "sent140",
-        folder,
-        f"There are two ways to provide it:\n  1. a folder with {_FILE} (or {_FILE}.gz),\n"
-        f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
-        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {HUB}.",
-    )
-    (table,) = load_from_hub(HUB, ["train"], missing)
-    return table.select_columns(["sentiment", "user", "date", "text"])

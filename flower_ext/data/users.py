@@ -92,7 +92,7 @@ def limit_contributions(
     require_at_least_one("group_size", group_size)
     silos, users = histogram.shape
     silo, owner = (
-        np.repeat(each.ravel(), histogram.ravel()) for each in np.indices((silos, users))
+        np.repeat(index.ravel(), histogram.ravel()) for index in np.indices((silos, users))
     )
     kept = choose(owner, np.full(users, group_size), rng)
     limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
@@ -187,7 +187,9 @@ def allocate(
     silo_of_rank = rng.permuted(np.tile(np.arange(num_silos), (num_users, 1)), axis=1)
     silos = silo_of_rank[owners, rank]
     rows = tuple(np.flatnonzero(silos == silo) for silo in range(num_silos))
-    return Allocation(rows=rows, owners=tuple(owners[own] for own in rows), num_users=num_users)
+    return Allocation(
+        rows=rows, owners=tuple(owners[silo_rows] for silo_rows in rows), num_users=num_users
+    )
 
 
 def allocate_within(
@@ -239,9 +241,9 @@ def allocate_within(
         per_user = rng.multinomial(room.sum(), weights)
         blocks = _mainly_in_one(per_user, room, main_share, rng)
     owners = []
-    for own, size in zip(blocks, silo_sizes, strict=True):
-        records = np.repeat(own, at_least)
-        left_over = np.full(size - len(records), own[-1])
+    for block_owners, size in zip(blocks, silo_sizes, strict=True):
+        records = np.repeat(block_owners, at_least)
+        left_over = np.full(size - len(records), block_owners[-1])
         owners.append(rng.permutation(np.concatenate([records, left_over])))
     ends = np.cumsum(silo_sizes)
     rows = tuple(np.arange(end - size, end) for end, size in zip(ends, silo_sizes, strict=True))
