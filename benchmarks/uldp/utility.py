@@ -26,7 +26,7 @@ from benchmarks.uldp.experiment import (
     settings_text,
 )
 from flower_ext.data import Examples, describe_silos, load_silos
-from flower_ext.evaluation import average_precision, roc_auc
+from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std

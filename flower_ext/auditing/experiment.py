@@ -154,10 +154,10 @@ class Experiment:
         Score of one run for a view; higher if the canary seems to be present.
     views : Sequence[AdversaryView]
         Views to audit; views without a finite ε are skipped.
-    printed : Mapping[AdversaryView, float], optional
+    reported : Mapping[AdversaryView, float], optional
         ε by view, for strategies without ``guarantees()``.
     delta : float, optional
-        δ of the ε in ``printed``.
+        δ of the ε in ``reported``.
     gaussian : bool, optional
         True if the mechanism is Gaussian, so that `if_gaussian` is a bound. By default the
         guarantee's accountant decides.
@@ -173,7 +173,7 @@ class Experiment:
     score: Score
     rounds: int = 1
     views: Sequence[AdversaryView] = tuple(AdversaryView)
-    printed: Mapping[AdversaryView, float] | None = None
+    reported: Mapping[AdversaryView, float] | None = None
     delta: float | None = None
     gaussian: bool | None = None
     on_round: Callable[[int], None] | None = None
@@ -182,5 +182,5 @@ class Experiment:
         require_at_least_one("rounds", self.rounds)
         if not self.views:
             raise InvalidValue("views=(): expected at least one AdversaryView")
-        if self.printed is not None and self.delta is None:
-            raise InvalidValue("delta=None: expected the δ of the ε in printed")
+        if self.reported is not None and self.delta is None:
+            raise InvalidValue("delta=None: expected the δ of the ε in reported")

@@ -4,9 +4,8 @@ Each function takes the targets of a pool and returns one array of indices per c
 is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class: they
 refuse targets of several numbers, and NaN, which is no class.
 
-The partitioners of flwr-datasets of the same names have other definitions: its pathological clients
-may leave classes out and hold any number of examples, and its Dirichlet draw limits clients that
-already hold their share.
+flwr-datasets has partitioners of the same names, but they read Hugging Face tables, and its
+pathological partition neither holds all classes equally often nor always holds each of them.
 """
 
 from __future__ import annotations

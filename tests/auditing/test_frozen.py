@@ -1,4 +1,4 @@
-"""With a frozen base below it, the trained part is as private as printed, and faults still show."""
+"""Above a frozen base the trained part is as private as reported, and faults still show."""
 
 from dataclasses import replace
 
@@ -59,10 +59,10 @@ def experiment(noise: float = 1.0):
     )
 
 
-def test_no_bound_exceeds_what_is_printed():
+def test_no_bound_exceeds_what_is_reported():
     found = audit(experiment(), trials=200, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
-    assert all(view.printed > 0 for view in found.views)
+    assert all(view.reported > 0 for view in found.views)
 
 
 @pytest.mark.parametrize(
