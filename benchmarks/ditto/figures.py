@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.ditto.closed_form import line_below
 from benchmarks.ditto.experiment import (
     BEST_WEIGHT,
     METHODS,
@@ -54,7 +55,7 @@ def figure_2(experiment: Experiment) -> str:
         bound = convergence_bound(
             problem, global_weight=weight, variance_per_round=stddev**2, basis="provable"
         )
-        intercept, slope = bound.lower_bound
+        intercept, slope = line_below(bound)
         best = bound.best_rounds(1000)
         lines[f"h, λ = {weight:g}"] = candidates.tolist(), bound.after(candidates).tolist()
         below = (intercept + slope * candidates).tolist()

@@ -127,7 +127,7 @@ def audit(
 
     def take(seen: Observation, strategy: Strategy) -> None:
         nonlocal done
-        # The largest reported ε counts, because ε may depend on the drawn units if they are visible.
+        # The largest reported ε counts: it may depend on the drawn units if they are visible.
         counted = getattr(strategy, "participations", None)
         participations = str(done) if counted is None else repr(vars(counted))
         if participations not in known:

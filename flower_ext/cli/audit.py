@@ -144,6 +144,6 @@ def print_audit(result: Audit) -> None:
     console.print(table)
     console.print(
         f"{result.trials} runs in each world, {result.seconds:.0f} s. All bounds hold together "
-        f"with confidence {result.confidence:.4g} (Bonferroni). A bound below the reported ε proves "
-        "nothing about other attacks."
+        f"with confidence {result.confidence:.4g} (Bonferroni). A bound below the reported ε "
+        "proves nothing about other attacks."
     )
