@@ -57,10 +57,13 @@ _OF_MASKS = (
     "federation/test_secure_scores.py",
 )
 TESTS = {
-    "privacy/accounting/events.py": (
-        "privacy/accounting/test_renyi.py",
-        "privacy/accounting/test_events.py",
-    ),
+    **{
+        f"privacy/accounting/{module}.py": (
+            "privacy/accounting/test_renyi.py",
+            "privacy/accounting/test_accountant.py",
+        )
+        for module in ("accountant", "events", "gaussian", "pld", "rdp")
+    },
     "privacy/accounting/renyi.py": ("privacy/accounting/test_renyi.py",),
     "privacy/mechanisms/bounds.py": ("privacy/mechanisms/test_bounds.py",),
     "privacy/mechanisms/updates.py": (

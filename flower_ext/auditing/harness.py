@@ -21,7 +21,7 @@ from flower_ext.auditing.observing import observe
 from flower_ext.errors import InvalidValue
 from flower_ext.metrics import BoundTerms, LowerBound, by_rates, if_gaussian
 from flower_ext.privacy import AdversaryView, Guarantee
-from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN
+from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 
 
 @dataclass(frozen=True, kw_only=True)

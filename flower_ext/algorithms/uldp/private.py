@@ -51,7 +51,7 @@ log = getLogger("flwr")
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _SENSITIVITY = "sensitivity"
-_RESIDUE = "residue"
+_APPROXIMATION_ERROR = "approximation_error"
 _WEIGHTING = "flower_ext.algorithms.uldp.weighting"
 _PROTOCOLS = {
     "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
@@ -163,7 +163,7 @@ class PrivateUldpAvg(UldpAvg):
         return replace(
             self.plan,
             sensitivity=self._costs[_SENSITIVITY],
-            residue=self._costs.get(_RESIDUE, 0.0),
+            approximation_error=self._costs.get(_APPROXIMATION_ERROR, 0.0),
         )
 
     def prepare(self, grid: Grid) -> None:
@@ -177,7 +177,9 @@ class PrivateUldpAvg(UldpAvg):
         """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
         coordinates = sum(array.size for array in self.sent.values())
         server = self.protocol.server(self.plan, silos=self.num_silos, coordinates=coordinates)
-        self._raise_costs({_SENSITIVITY: server.sensitivity, _RESIDUE: server.residue})
+        self._raise_costs(
+            {_SENSITIVITY: server.sensitivity, _APPROXIMATION_ERROR: server.approximation_error}
+        )
         server.set_up(Silos(self, grid))
         self._server, self._keys_lost = server, False
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import (
-    PrivacyLoss,
-    Release,
-    participations_loss,
-    privacy_loss_of,
-)
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.gaussian import participations_loss
+from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Guarantee

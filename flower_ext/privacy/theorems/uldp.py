@@ -34,14 +34,11 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import (
-    PrivacyLoss,
-    gaussian_loss,
-    participations_loss,
-    privacy_loss_of,
-    residue_of,
-)
-from flower_ext.privacy.accounting.residue import with_residue
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.approximation import with_approximation_error
+from flower_ext.privacy.accounting.events import total_approximation_error
+from flower_ext.privacy.accounting.gaussian import gaussian_loss, participations_loss
+from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -234,14 +231,14 @@ def uldp_avg_guarantees(
         own = replace(plan, noise_multiplier=noise_multiplier)
         if hidden_draw:
             return privacy_loss_of({own.release: rounds}, delta=plan.delta)
-        return with_residue(
+        return with_approximation_error(
             lambda delta: participations_loss(
                 noise_multiplier=own.release.noise_multiplier,
                 participations=exposure,
                 relation=at_server,
                 delta=delta,
             ),
-            residue_of({own.release: rounds}),
+            total_approximation_error({own.release: rounds}),
             plan.delta,
         )
 
@@ -318,7 +315,7 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
-        exact = replace(plan, sensitivity=1.0, residue=0.0)
+        exact = replace(plan, sensitivity=1.0, approximation_error=0.0)
         epsilon = privacy_loss_of(
             {exact.release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon

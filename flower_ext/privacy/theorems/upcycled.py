@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_count, require_delta
-from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN, gaussian_loss
+from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
 from flower_ext.privacy.mechanisms.perturbation import (
     ObjectivePerturbation,
