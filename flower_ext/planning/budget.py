@@ -15,7 +15,7 @@ from flower_ext.planning.search import Schedule, best_rounds, joint_search
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_epsilon,
+    clipped_steps_loss,
     clipped_steps_noise_stddev,
     composed_noise_stddev,
 )
@@ -79,12 +79,12 @@ class PrivacyBudget:
         )
         epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if self.steps is not None:
-            epsilons["gradients clipped"] = clipped_steps_epsilon(
+            epsilons["gradients clipped"] = clipped_steps_loss(
                 self.steps,
                 noise_stddev=noise_stddev / self.steps.upload_stddev(1.0),
                 rounds=rounds,
                 delta=self.delta,
-            )
+            ).epsilon
         return epsilons
 
     @property

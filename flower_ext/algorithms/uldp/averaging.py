@@ -68,12 +68,13 @@ from flower_ext.privacy import Guarantee, ReleasePlan
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.privacy.theorems.silos import (
-    SECURE_SUM,
-    among_silos,
-    company_assumption,
+from flower_ext.privacy.theorems.silos import SECURE_SUM, among_silos, batching_assumption
+from flower_ext.privacy.theorems.uldp import (
+    UserRun,
+    Weighting,
+    check_user_plan,
+    uldp_avg_guarantees,
 )
-from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -223,8 +224,7 @@ class UldpAvg(OnePhase):
         if self.plan.secure_aggregation is None:
             # The adversary saw refused uploads too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
-        return uldp_avg_guarantees(
-            self.accounted,
+        facts = UserRun(
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
             weighting=self.weights.weighting,
@@ -235,8 +235,9 @@ class UldpAvg(OnePhase):
             secure_sum=self.secure_sum,
             hidden_draw=self.hidden_draw,
             not_covered=run.not_covered,
-            company=company_assumption(self.apart),
+            batching=batching_assumption(self.apart),
         )
+        return uldp_avg_guarantees(self.accounted, facts)
 
     @property
     def hidden_draw(self) -> str:
