@@ -85,7 +85,7 @@ def experiment_of(target: str) -> Experiment:
         There is no such mechanism or function, or the function returns something else.
     """
     if target in MECHANISMS:
-        return MECHANISMS[target]()
+        return MECHANISMS[target].experiment()
     module, separator, name = target.partition(":")
     if not separator:
         raise InvalidValue(

@@ -41,7 +41,7 @@ def client(feature: float) -> ClientData:
 
 def experiment(noise: float = 1.0):
     """Return `client-noise`, with its plan and strategy, and a frozen base below its model."""
-    plain, turns = MECHANISMS["client-noise"](noise=noise), Turns()
+    plain, turns = MECHANISMS["client-noise"].experiment(noise=noise), Turns()
 
     def world(canary: float) -> World:
         data = [client(canary), client(0.0)]

@@ -101,7 +101,8 @@ BOUNDS = len(PLANTED) + len(MECHANISMS) + 2
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_no_bound_exceeds_what_is_reported(name):
-    found = audit(MECHANISMS[name](), trials=100, confidence=CONFIDENCE, num_audits=BOUNDS)
+    experiment = MECHANISMS[name].experiment()
+    found = audit(experiment, trials=100, confidence=CONFIDENCE, num_audits=BOUNDS)
     assert not found.broken, found.to_dict()
 
 
@@ -114,7 +115,7 @@ def test_no_bound_exceeds_what_is_reported(name):
 )
 def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
     noise = 1.0 if plant in SMALL else MORE_NOISE
-    experiment = plant(monkeypatch, MECHANISMS[name](rounds=rounds, noise=noise))
+    experiment = plant(monkeypatch, MECHANISMS[name].experiment(rounds=rounds, noise=noise))
     found = audit(experiment, trials=trials, confidence=CONFIDENCE, num_audits=BOUNDS)
     assert found.broken, found.to_dict()
 
@@ -132,7 +133,7 @@ def test_sums_as_machine_code_are_clipped(clips, monkeypatch):
 
     right = CompiledRow.length
     monkeypatch.setattr(CompiledRow, "length", length)
-    experiment = MECHANISMS["server-noise"](noise=1.0 if clips else MORE_NOISE)
+    experiment = MECHANISMS["server-noise"].experiment(noise=1.0 if clips else MORE_NOISE)
     found = audit(experiment, trials=100, confidence=CONFIDENCE, num_audits=BOUNDS)
     assert found.broken is not clips, found.to_dict()
     assert len(used) >= 100
@@ -144,7 +145,7 @@ def test_sums_as_machine_code_are_clipped(clips, monkeypatch):
 def test_with_more_trials_bounds_come_near_to_what_is_reported(name):
     """But where sampling hides who took part: there no test of one score is the worst case."""
     # Rates alone come near to an ε that is not small.
-    experiment = MECHANISMS[name](noise=0.5 if name == "objective-perturbation" else 1.0)
+    experiment = MECHANISMS[name].experiment(noise=0.5 if name == "objective-perturbation" else 1.0)
     found = audit(experiment, trials=7000, confidence=CONFIDENCE, num_audits=len(MECHANISMS))
     assert not found.broken, found.to_dict()
     if name not in POISSON:
