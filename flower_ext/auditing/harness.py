@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -22,6 +22,19 @@ from flower_ext.errors import InvalidValue
 from flower_ext.metrics import BoundTerms, LowerBound, by_rates, if_gaussian
 from flower_ext.privacy import AdversaryView, Guarantee
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
+
+
+class Promise(NamedTuple):
+    """The ε that a strategy provably has for one view; infinite if it promises none."""
+
+    epsilon: float
+    delta: float
+    gaussian: bool
+
+    @property
+    def methods(self) -> list[Callable[..., LowerBound]]:
+        """The lower bounds that hold for the mechanism."""
+        return [by_rates, if_gaussian] if self.gaussian else [by_rates]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +135,7 @@ def audit(
     scores: dict[AdversaryView, tuple[list[float], list[float]]] = {
         view: ([], []) for view in experiment.views
     }
-    promises: dict[AdversaryView, tuple[float, float, bool]] = {}
+    promises: dict[AdversaryView, Promise] = {}
     known: set[str] = set()
 
     def take(seen: Observation, strategy: Strategy) -> None:
@@ -132,7 +145,7 @@ def audit(
         participations = str(done) if counted is None else repr(vars(counted))
         if participations not in known:
             known.add(participations)
-            for view, promise in promised(experiment, strategy).items():
+            for view, promise in promises_of(experiment, strategy).items():
                 promises[view] = max(promise, promises.get(view, promise))
         for view in experiment.views:
             scores[view][0 if done < trials else 1].append(experiment.score(seen, view))
@@ -142,27 +155,16 @@ def audit(
 
     for world in (experiment.without, experiment.present):
         observe(experiment, world, take, trials=trials)
-    views = [view for view in experiment.views if math.isfinite(promises[view][0])]
+    views = [view for view in experiment.views if math.isfinite(promises[view].epsilon)]
     if not views:
         raise InvalidValue(
             f"{experiment.name}: no view has a finite ε to audit; expected one, for example by "
             "more noise"
         )
-    methods = {v: [by_rates, if_gaussian] if promises[v][2] else [by_rates] for v in views}
-    num_bounds = num_audits * sum(map(len, methods.values()))
-    view_audits = []
-    for view in views:
-        reported, delta, _ = promises[view]
-        without, present = map(np.asarray, scores[view])
-        terms = BoundTerms(
-            delta=delta, confidence=confidence, num_bounds=num_bounds, reported=reported
-        )
-        bounds = tuple(method(without, present, terms) for method in methods[view])
-        view_audits.append(
-            ViewAudit(
-                view=view, reported=reported, delta=delta, bounds=bounds, scores=(without, present)
-            )
-        )
+    num_bounds = num_audits * sum(len(promises[view].methods) for view in views)
+    view_audits = [
+        _audit_view(view, promises[view], scores[view], confidence, num_bounds) for view in views
+    ]
     return Audit(
         name=experiment.name,
         views=tuple(view_audits),
@@ -172,15 +174,36 @@ def audit(
     )
 
 
-def promised(
-    experiment: Experiment, strategy: Strategy
-) -> dict[AdversaryView, tuple[float, float, bool]]:
-    """Return by adversary's view: the provable ε, δ, and True if the mechanism is Gaussian."""
+def _audit_view(
+    view: AdversaryView,
+    promise: Promise,
+    scores: tuple[list[float], list[float]],
+    confidence: float,
+    num_bounds: int,
+) -> ViewAudit:
+    """Bound the ε of one view from below by the scores of both worlds."""
+    without, present = map(np.asarray, scores)
+    terms = BoundTerms(
+        delta=promise.delta,
+        confidence=confidence,
+        num_bounds=num_bounds,
+        reported=promise.epsilon,
+    )
+    return ViewAudit(
+        view=view,
+        reported=promise.epsilon,
+        delta=promise.delta,
+        bounds=tuple(method(without, present, terms) for method in promise.methods),
+        scores=(without, present),
+    )
+
+
+def promises_of(experiment: Experiment, strategy: Strategy) -> dict[AdversaryView, Promise]:
+    """Return the ε that a strategy reports, by adversary's view."""
     if experiment.reported is not None:
-        assert experiment.delta is not None
-        gaussian = bool(experiment.gaussian)
+        delta, gaussian = experiment.delta or 0.0, bool(experiment.gaussian)
         return {
-            view: (experiment.reported.get(view, math.inf), experiment.delta, gaussian)
+            view: Promise(experiment.reported.get(view, math.inf), delta, gaussian)
             for view in experiment.views
         }
     guarantees: Callable[[], Sequence[Guarantee]] | None = getattr(strategy, "guarantees", None)
@@ -188,11 +211,11 @@ def promised(
         raise InvalidValue(
             f"{type(strategy).__name__} has no guarantees(): give its ε in Experiment.reported"
         )
-    promises = dict.fromkeys(experiment.views, (math.inf, 0.0, False))
+    promises = dict.fromkeys(experiment.views, Promise(math.inf, 0.0, False))
     for guarantee in guarantees():
         if guarantee.basis == "provable" and guarantee.view in promises:
             gaussian = guarantee.accountant == EXACT_GAUSSIAN
             if experiment.gaussian is not None:
                 gaussian = experiment.gaussian
-            promises[guarantee.view] = (guarantee.epsilon, guarantee.delta, gaussian)
+            promises[guarantee.view] = Promise(guarantee.epsilon, guarantee.delta, gaussian)
     return promises

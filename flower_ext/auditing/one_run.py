@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from flower_ext.auditing.experiment import Experiment, Observation, World
-from flower_ext.auditing.harness import promised
+from flower_ext.auditing.harness import promises_of
 from flower_ext.auditing.observing import observe
 from flower_ext.errors import InvalidValue
 from flower_ext.metrics import BoundTerms, LowerBound, in_one_run
@@ -61,10 +61,10 @@ def audit_in_one_run(
     bounds: list[LowerBound] = []
 
     def take(seen: Observation, strategy: Strategy) -> None:
-        epsilon, delta, _ = promised(experiment, strategy)[view]
-        if math.isinf(epsilon):
+        promise = promises_of(experiment, strategy)[view]
+        if math.isinf(promise.epsilon):
             raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
-        terms = BoundTerms(delta=delta, confidence=confidence, reported=epsilon)
+        terms = BoundTerms(delta=promise.delta, confidence=confidence, reported=promise.epsilon)
         bounds.append(in_one_run(scores(seen), included, terms, guesses=guesses))
 
     observe(experiment, both, take, trials=1)
