@@ -72,19 +72,13 @@ HEART_DISEASE = Problem(
     full_rounds=50,
     full_learning_rate=0.001,
 )
-TCGA_BRCA = Problem(
+TCGA_BRCA = replace(
+    HEART_DISEASE,
     dataset="tcga-brca",
     metric="concordance_mean",
     records=866,
     silos=6,
-    users=50,
     learning_rates=(0.001, 0.003),
-    search_seeds=2,
-    rounds=15,
-    search_rounds=15,
-    epochs=5,
-    full_rounds=50,
-    full_learning_rate=0.001,
 )
 TCGA_BRCA_SCALED = replace(TCGA_BRCA, dataset="tcga-brca-scaled", learning_rates=(0.05, 0.2))
 """Age in decades: see `tabular.tcga_brca`."""

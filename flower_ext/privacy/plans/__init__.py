@@ -1,1 +1,1 @@
-"""What a user decides about privacy: one plan a kind of release."""
+"""Privacy plans, which users write: one for each kind of release."""
