@@ -90,7 +90,7 @@ class Audit:
 
     def of(self, view: AdversaryView) -> ViewAudit:
         """Return the results for one view."""
-        return next(each for each in self.views if each.view is view)
+        return next(audit for audit in self.views if audit.view is view)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

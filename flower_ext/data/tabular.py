@@ -10,6 +10,7 @@ import csv
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,10 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
         The file has other content.
     """
     (path,) = CREDITCARD.require(folder)
-    table = _numbers(path, ["Time", *(f"V{number}" for number in range(1, 29)), "Amount", "Class"])
-    if "pool" in _header(path):
-        table = table[_texts(path, "pool") == "random"]
+    file = _CsvFile.read(path)
+    table = file.numbers(["Time", *(f"V{number}" for number in range(1, 29)), "Amount", "Class"])
+    if "pool" in file.header:
+        table = table[file.texts("pool") == "random"]
     fraud = table[:, -1] == 1
     if not np.isin(table[:, -1], (0, 1)).all():
         raise InvalidValue(f"{path}: expected 0 or 1 in the column Class")
@@ -105,7 +107,7 @@ def heart_disease(folder: Path | None = None) -> list[ClientData]:
 def _heart_centre(path: Path) -> ClientData:
     from sklearn.model_selection import train_test_split
 
-    table = _read(path, converters=_number_or_missing)
+    table = _parse(path, _lines(path), converters=_number_or_missing)
     if table.shape[1] != 14:
         raise InvalidValue(f"{path}: {table.shape[1]} columns, expected 14")
     table = np.delete(table, (10, 11, 12), axis=1)
@@ -151,19 +153,20 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
         As `creditcard`.
     """
     table_path, split_path = TCGA_BRCA.require(folder)
-    features = _header(table_path)[1:-2]
+    file, split_file = _CsvFile.read(table_path), _CsvFile.read(split_path)
+    features = file.header[1:-2]
     if len(features) != TCGA_BRCA_FEATURES:
         raise InvalidValue(
             f"{table_path}: {len(features)} features, expected {TCGA_BRCA_FEATURES} between pid "
             "and E, T"
         )
-    table = _numbers(table_path, [*features, "T", "E"]).astype(np.float32)
+    table = file.numbers([*features, "T", "E"]).astype(np.float32)
     if not np.isin(table[:, -1], (0, 1)).all():
         raise InvalidValue(f"{table_path}: expected 0 or 1 in the column E")
     if scaled:
         table[:, 0] = (table[:, 0] - 60) / 10
-    part_of = dict(zip(_texts(split_path, "pid"), _texts(split_path, "fold2"), strict=True))
-    part = np.array([part_of.get(patient, "") for patient in _texts(table_path, "pid")])
+    part_of = dict(zip(split_file.texts("pid"), split_file.texts("fold2"), strict=True))
+    part = np.array([part_of.get(patient, "") for patient in file.texts("pid")])
     return [
         _by_rows(
             table[:, :-2],
@@ -174,47 +177,53 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     ]
 
 
-def _header(path: Path) -> list[str]:
-    """Return the names of the columns in a file's first line."""
-    return next(csv.reader(_lines(path)), [])
+@dataclass(frozen=True)
+class _CsvFile:
+    """A CSV file whose first line names the columns; ``rows`` are its other lines."""
 
+    path: Path
+    header: list[str]
+    rows: list[str]
 
-def _numbers(path: Path, columns: Sequence[str]) -> np.ndarray:
-    """Return columns of a CSV file with a header as finite numbers (rows, columns)."""
-    return _read(path, columns, converters=_number)
+    @classmethod
+    def read(cls, path: Path) -> _CsvFile:
+        """Read a file, gzipped or not."""
+        lines = _lines(path)
+        return cls(path, next(csv.reader(lines[:1]), []), lines[1:])
 
+    def numbers(self, columns: Sequence[str]) -> np.ndarray:
+        """Return columns as finite numbers (rows, columns)."""
+        return _parse(self.path, self.rows, usecols=self._places(columns), converters=_number)
 
-def _texts(path: Path, column: str) -> np.ndarray:
-    """Return a column of a CSV file with a header as texts (rows,)."""
-    return _read(path, [column], dtype=str)[:, 0]
+    def texts(self, column: str) -> np.ndarray:
+        """Return a column as texts (rows,)."""
+        return _parse(self.path, self.rows, usecols=self._places([column]), dtype=str)[:, 0]
 
-
-def _read(path: Path, columns: Sequence[str] | None = None, **options: Any) -> np.ndarray:
-    """Return columns of a CSV file with a header, or the whole of a file without one."""
-    lines, places = _lines(path), None
-    if columns is not None:
-        header = next(csv.reader(lines[:1]), [])
-        missing = [name for name in columns if name not in header]
-        if missing or len(lines) < 2:
+    def _places(self, columns: Sequence[str]) -> list[int]:
+        missing = [name for name in columns if name not in self.header]
+        if missing or not self.rows:
             raise InvalidValue(
-                f"{path}: found no values of the columns {', '.join(missing or columns)}; expected "
-                "a CSV file whose first line names all columns, and one or more rows below it"
+                f"{self.path}: found no values of the columns {', '.join(missing or columns)}; "
+                "expected a CSV file whose first line names all columns, and one or more rows below"
             )
-        lines, places = lines[1:], [header.index(name) for name in columns]
-    try:
-        return np.loadtxt(
-            lines, delimiter=",", quotechar='"', usecols=places, ndmin=2, comments=None, **options
-        )
-    except ValueError as error:
-        raise InvalidValue(f"{path}: expected finite numbers: {error}") from error
+        return [self.header.index(name) for name in columns]
 
 
 def _lines(path: Path) -> list[str]:
+    """Return the lines of a file, gzipped or not."""
     try:
         with open_text(path) as stream:
             return stream.read().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is damaged: {error}") from error
+
+
+def _parse(path: Path, lines: Sequence[str], **options: Any) -> np.ndarray:
+    """Return the table that the lines hold."""
+    try:
+        return np.loadtxt(lines, delimiter=",", quotechar='"', comments=None, ndmin=2, **options)
+    except ValueError as error:
+        raise InvalidValue(f"{path}: expected finite numbers: {error}") from error
 
 
 def _number(text: str) -> float:

@@ -33,8 +33,8 @@ def checked(name: str, tree: Tree) -> Tree:
     if isinstance(tree, tuple | Mapping) and len(tree):
         children = _children(tree)
         if isinstance(tree, tuple) or all(isinstance(key, str) for key in children):
-            made = {key: checked(f"{name}[{key!r}]", part) for key, part in children.items()}
-            return _like(tree, made) if isinstance(tree, tuple) else made
+            parts = {key: checked(f"{name}[{key!r}]", part) for key, part in children.items()}
+            return _like(tree, parts) if isinstance(tree, tuple) else parts
     raise TypeError(
         f"{name} of type {type(tree).__name__}: expected a torch.Tensor, or a tuple or mapping "
         "(with names for keys) of at least one"
@@ -83,11 +83,11 @@ def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]
-    made = {
+    images = {
         key: mapped(function, part, *(other[key] for other in others))
         for key, part in children.items()
     }
-    return _like(tree, made)
+    return _like(tree, images)
 
 
 def rows(tree: Tree, indices: Tensor) -> Tree:

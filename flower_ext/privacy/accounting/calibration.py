@@ -74,8 +74,8 @@ def calibrate_noise_multiplier(
         )
 
     def fits(noise_multiplier: float) -> bool:
-        one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
-        releases = Counter({one: rounds}) + Counter(besides or {})
+        release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
+        releases = Counter({release: rounds}) + Counter(besides or {})
         return meets(releases, epsilon=epsilon, delta=delta, accountant=accountant)
 
     safe = 1.0

@@ -115,13 +115,13 @@ class Release:
         return fields
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> Release:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Release:
         """Return the release that `to_dict` wrote."""
         return cls(
-            sampling=sampling_from_dict(facts["sampling"]),
-            noise_multiplier=float(facts["noise_multiplier"]),
-            relation=NeighboringRelation(facts["relation"]),
-            approximation_error=float(facts.get("approximation_error", 0.0)),
+            sampling=sampling_from_dict(fields["sampling"]),
+            noise_multiplier=float(fields["noise_multiplier"]),
+            relation=NeighboringRelation(fields["relation"]),
+            approximation_error=float(fields.get("approximation_error", 0.0)),
         )
 
 

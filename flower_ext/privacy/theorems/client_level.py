@@ -97,12 +97,13 @@ def client_level_guarantees(
         not_covered=not_covered,
     )
     relation = plan.release.relation
-    made = {plan.release: participations.rounds} if releases is None else releases
+    if releases is None:
+        releases = {plan.release: participations.rounds}
     evaluations = participations.evaluations
     scored = f", {evaluations} evaluations" if evaluations else ""
     models = claims.provable(
         AdversaryView.RELEASED_MODELS,
-        privacy_loss_of(made, delta=plan.delta),
+        privacy_loss_of(releases, delta=plan.delta),
         f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds{scored}"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),

@@ -74,8 +74,8 @@ def upcycled_theorem_6_3(
     require_count("participations", participations)
     refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
-    one = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
-    return participations * one
+    epsilon = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
+    return participations * epsilon
 
 
 # Guarantees of a run ----------------------------------------------------------------------------
