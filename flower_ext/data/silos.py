@@ -160,7 +160,7 @@ def load_silos(
             f"labels_per_user={labels_per_user!r}: expected None, as the silos of {name} are fixed"
         )
     centres = _centres(name, folder)
-    allocation = allocate_within(
+    owners = allocate_within(
         distribution,
         [len(centre.train) for centre in centres],
         num_users=users,
@@ -168,8 +168,8 @@ def load_silos(
         at_least=info.records_per_user,
     )
     return [
-        SiloData(train=centre.train, test=centre.test, owners=torch.from_numpy(owners))
-        for centre, owners in zip(centres, allocation.owners, strict=True)
+        SiloData(train=centre.train, test=centre.test, owners=torch.from_numpy(of_records))
+        for centre, of_records in zip(centres, owners, strict=True)
     ]
 
 
