@@ -16,9 +16,8 @@ from benchmarks.ditto.experiment import (
     Experiment,
     at_the_end,
     learning_rate,
-    over_seeds,
 )
-from benchmarks.runs import Config
+from benchmarks.runs import Config, over_seeds
 from flower_ext.planning import DittoProblem, Outcome, alternating_search, convergence_bound
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_noise_stddev
 from flower_ext.runs import RunDirectory

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import Config, Experiment
+from benchmarks.runs import Config, Experiment, last, over_seeds
 from benchmarks.uldp.experiment import (
     METHODS,
     NOISE_MULTIPLIER,
     Problem,
     Scale,
     choose,
-    last,
     of_method,
     of_problem,
     search_text,
@@ -229,7 +228,7 @@ def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
 
 
 def _mean(runs: Sequence[RunDirectory], metric: str) -> str:
-    return mean_and_std([last(run, metric) for run in runs])
+    return mean_and_std(over_seeds(runs, metric))
 
 
 def _difference(these: Sequence[RunDirectory], those: Sequence[RunDirectory], metric: str) -> str:
