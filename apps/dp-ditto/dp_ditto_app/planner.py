@@ -100,7 +100,7 @@ def planned_rounds(
     plan = plan_of(1)
     if not isinstance(plan, RecordLevelPlan):
         raise UnfitSetting(
-            f"run-config planner={config['planner']!r} with a {type(plan).__name__}: expected a "
+            f"run-config planner={settings.planner!r} with a {type(plan).__name__}: expected a "
             "RecordLevelPlan, whose noise Theorem 1 counts, or planner='none'"
         )
     planned = best_rounds(
