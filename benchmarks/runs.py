@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
+import math
 import shutil
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -19,6 +21,30 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
 
 Config = dict[str, bool | float | int | str]
+
+
+def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's command, with the options that all of them have."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data-folder", default="", help="folder of the data sets")
+    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    return parser
+
+
+def last(run: RunDirectory, metric: str) -> float:
+    """Return the metric of the last evaluation; NaN if training diverged."""
+    values = run.series(metric)[1]
+    return values[-1] if values else math.nan
+
+
+def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
+    """Return the last value of ``metric`` of each run."""
+    return [last(run, metric) for run in runs]
 
 
 def settings(app: Path) -> Config:
@@ -77,10 +103,10 @@ def run(app: Path, config: Config) -> RunDirectory:
     """
     path = Path(str(config["run-directory"]))
     if (path / "run.json").exists():
-        found = RunDirectory.open(path)
-        if found.facts["status"] == "completed":
-            _check_same(found, config)
-            return found
+        earlier = RunDirectory.open(path)
+        if earlier.facts["status"] == "completed":
+            _check_same(earlier, config)
+            return earlier
         shutil.rmtree(path)  # remains of an interrupted or failed attempt
     # One thread per process: these models gain nothing from more, and results do not depend on it.
     import torch
@@ -105,10 +131,10 @@ def run_all(
         return [future.result() for future in waiting]
 
 
-def _check_same(found: RunDirectory, config: Config) -> None:
+def _check_same(run: RunDirectory, config: Config) -> None:
     """Refuse a run with other settings; empty values are left to the app, which records its own."""
-    other = [n for n, value in config.items() if value != "" and found.config.get(n) != value]
+    other = [n for n, value in config.items() if value != "" and run.config.get(n) != value]
     if other:
         raise FileExistsError(
-            f"{found.path} holds a run with another {', '.join(other)}: name another output folder"
+            f"{run.path} holds a run with another {', '.join(other)}: name another output folder"
         )

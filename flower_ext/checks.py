@@ -52,7 +52,8 @@ def require_rate(name: str, value: float) -> None:
 def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
     """Refuse a word that is not among the ``expected`` ones."""
     if value not in expected:
-        raise InvalidValue(f"{name}={value!r}: expected {' or '.join(expected)}")
+        words = " or ".join(expected) if len(expected) < 3 else f"one of {', '.join(expected)}"
+        raise InvalidValue(f"{name}={value!r}: expected {words}")
 
 
 def require_delta(delta: float) -> None:

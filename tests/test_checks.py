@@ -69,7 +69,7 @@ def test_passes_are_integers_of_zero_or_more(name, value):
         (plan, "noise_multiplier"),
         (plan, "delta"),
         (plan, "sensitivity"),
-        (plan, "residue"),
+        (plan, "approximation_error"),
         (coin, "rate"),
         (budget, "epsilon"),
         (budget, "delta"),

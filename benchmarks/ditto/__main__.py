@@ -16,30 +16,22 @@ output folder are kept.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.ditto.experiment import APP, DEFAULT, FULL, WORLDS, Experiment
 from benchmarks.ditto.figures import FIGURES
-from benchmarks.runs import settings, with_overrides
+from benchmarks.runs import parser_of, settings, with_overrides
 
 
 def main() -> None:
     """Run missing runs, print the table, and write it to ``figure<n>.md``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ditto",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("benchmarks.ditto", __doc__)
     parser.add_argument("figure", choices=FIGURES)
-    parser.add_argument("--data-folder", default="", help="folder of the data sets")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, nargs="+", help="every T, of figures with several")
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="worlds of Figures 3 to 6")
     parser.add_argument("--no-search", action="store_true", help="use the paper's learning rate")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()

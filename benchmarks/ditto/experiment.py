@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-from benchmarks.runs import Config, run_all, settings
+from benchmarks.runs import Config, over_seeds, run_all, settings
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_rounds
 from flower_ext.privacy.guarantee import Basis
@@ -178,10 +178,5 @@ def learning_rate(rate: float) -> Config:
 
 def at_the_end(runs: Mapping[int, Sequence[RunDirectory]], metric: str) -> list[Line]:
     """Return the last value of ``metric`` against T, one line per seed; ``runs`` is by T."""
-    last = {T: [run.metrics()[-1][metric] for run in found] for T, found in runs.items()}
-    return [(list(last), list(values)) for values in zip(*last.values(), strict=True)]
-
-
-def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
-    """Return the last value of ``metric`` of each run."""
-    return [run.metrics()[-1][metric] for run in runs]
+    values = [over_seeds(of_seeds, metric) for of_seeds in runs.values()]
+    return [(list(runs), list(of_seed)) for of_seed in zip(*values, strict=True)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.ditto.closed_form import line_below
 from benchmarks.ditto.experiment import (
     BEST_WEIGHT,
     METHODS,
@@ -15,9 +16,8 @@ from benchmarks.ditto.experiment import (
     Experiment,
     at_the_end,
     learning_rate,
-    over_seeds,
 )
-from benchmarks.runs import Config
+from benchmarks.runs import Config, over_seeds
 from flower_ext.planning import DittoProblem, Outcome, alternating_search, convergence_bound
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_noise_stddev
 from flower_ext.runs import RunDirectory
@@ -54,7 +54,7 @@ def figure_2(experiment: Experiment) -> str:
         bound = convergence_bound(
             problem, global_weight=weight, variance_per_round=stddev**2, basis="provable"
         )
-        intercept, slope = bound.lower_bound
+        intercept, slope = line_below(bound)
         best = bound.best_rounds(1000)
         lines[f"h, λ = {weight:g}"] = candidates.tolist(), bound.after(candidates).tolist()
         below = (intercept + slope * candidates).tolist()

@@ -11,10 +11,9 @@ folder are kept, so an interrupted table continues.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from benchmarks.runs import Config, run_all, settings, with_overrides
+from benchmarks.runs import Config, parser_of, run_all, settings, with_overrides
 from flower_ext.runs import write_comparison
 
 APP = Path(__file__).parents[2] / "apps" / "dp2-fedsam"
@@ -55,13 +54,8 @@ FULL: Config = {
 
 def main() -> None:
     """Run missing runs, then write the comparison."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data-folder", default="", help="folder of the data sets")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser = parser_of("benchmarks.dp2_fedsam.table", __doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--full", action="store_true", help="the paper's CIFAR-10 setting")
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")

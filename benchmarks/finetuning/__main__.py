@@ -10,14 +10,13 @@ leaves out. Finished runs in the output folder are kept, so an interrupted table
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.finetuning.timing import timing
-from benchmarks.runs import Config, Experiment, settings
+from benchmarks.runs import Config, Experiment, parser_of, settings
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
@@ -83,15 +82,9 @@ TUNED: dict[str, Config] = {
 
 def main() -> None:
     """Run missing runs, print the tables, and write ``results.md``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.finetuning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data-folder", default="", help="folder of the data sets")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser = parser_of("benchmarks.finetuning", __doc__)
+    parser.set_defaults(workers=1)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--search", nargs="*", choices=SEARCH, help="search settings instead")
     arguments = parser.parse_args()

@@ -67,10 +67,13 @@ _OF_RUNS = (
     *_OF_ROUNDS,
 )
 TESTS = {
-    "privacy/accounting/events.py": (
-        "privacy/accounting/test_renyi.py",
-        "privacy/accounting/test_events.py",
-    ),
+    **{
+        f"privacy/accounting/{module}.py": (
+            "privacy/accounting/test_renyi.py",
+            "privacy/accounting/test_accountant.py",
+        )
+        for module in ("accountant", "events", "gaussian", "pld", "rdp")
+    },
     "privacy/accounting/renyi.py": ("privacy/accounting/test_renyi.py",),
     "privacy/mechanisms/bounds.py": ("privacy/mechanisms/test_bounds.py",),
     "privacy/mechanisms/updates.py": (

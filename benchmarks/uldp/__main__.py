@@ -12,14 +12,12 @@ training of users. Figure 13 is in the report of a run of the app.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.runs import Experiment
+from benchmarks.runs import Experiment, parser_of
 from benchmarks.uldp.experiment import APP, DEFAULT, FULL, Scale, base_config
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
@@ -36,19 +34,12 @@ FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
 
 def main() -> None:
     """Run the requested figures, print their tables, and write ``results.md``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.uldp",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data-folder", default="", help="where the data sets are")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser = parser_of("benchmarks.uldp", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
     parser.add_argument("--all-panels", action="store_true", help="users and distributions")
     parser.add_argument("--seeds", type=int, help="runs of each method")
     parser.add_argument("--rounds", type=int, help="of every run but those of the search")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
 
     scale = FULL if arguments.full else DEFAULT

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.runs import Config, Experiment, settings
+from benchmarks.runs import Config, Experiment, last, settings
 from flower_ext.algorithms.uldp import theory_learning_rate
-from flower_ext.runs import RunDirectory
 
 APP = Path(__file__).parents[2] / "apps" / "uldp-fl"
 METHODS: dict[str, Config] = {
@@ -232,12 +231,6 @@ def choose(
 
 def _numbers(config: Config) -> list[float]:
     return [float(value) for value in config.values()]
-
-
-def last(run: RunDirectory, metric: str) -> float:
-    """Return the metric of the last evaluation; NaN if training diverged."""
-    values = run.series(metric)[1]
-    return values[-1] if values else math.nan
 
 
 def settings_text(config: Config) -> str:

@@ -39,8 +39,8 @@ from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd, Lattic
 from flower_ext.algorithms.uldp.weighting.paillier import PaillierServer
 from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
 from flower_ext.data import describe_silos, load_silos
-from flower_ext.evaluation import concordance_index
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.metrics import concordance_index
 from flower_ext.privacy import FullParticipation, PoissonSampling, PrivacyUnit, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round

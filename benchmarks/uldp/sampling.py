@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Experiment
+from benchmarks.runs import Experiment, last, over_seeds
 from benchmarks.uldp.experiment import (
     Problem,
     Scale,
     choose,
-    last,
     of_method,
     of_problem,
     settings_text,
@@ -53,8 +52,8 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
     rows = [
         (
             f"{rate:g}",
-            mean_and_std([last(run, problem.metric) for run in runs]),
-            mean_and_std([last(run, "loss_pooled") for run in runs]),
+            mean_and_std(over_seeds(runs, problem.metric)),
+            mean_and_std(over_seeds(runs, "loss_pooled")),
             *(epsilon_text(last(runs[0], f"epsilon_{basis}")) for basis in BASES),
         )
         for rate, runs in groups.items()

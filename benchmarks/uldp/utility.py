@@ -12,21 +12,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import Config, Experiment
+from benchmarks.runs import Config, Experiment, last, over_seeds
 from benchmarks.uldp.experiment import (
     METHODS,
     NOISE_MULTIPLIER,
     Problem,
     Scale,
     choose,
-    last,
     of_method,
     of_problem,
     search_text,
     settings_text,
 )
 from flower_ext.data import Examples, describe_silos, load_silos
-from flower_ext.evaluation import average_precision, roc_auc
+from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
@@ -72,19 +71,13 @@ HEART_DISEASE = Problem(
     full_rounds=50,
     full_learning_rate=0.001,
 )
-TCGA_BRCA = Problem(
+TCGA_BRCA = replace(
+    HEART_DISEASE,
     dataset="tcga-brca",
     metric="concordance_mean",
     records=866,
     silos=6,
-    users=50,
     learning_rates=(0.001, 0.003),
-    search_seeds=2,
-    rounds=15,
-    search_rounds=15,
-    epochs=5,
-    full_rounds=50,
-    full_learning_rate=0.001,
 )
 TCGA_BRCA_SCALED = replace(TCGA_BRCA, dataset="tcga-brca-scaled", learning_rates=(0.05, 0.2))
 """Age in decades: see `tabular.tcga_brca`."""
@@ -235,7 +228,7 @@ def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
 
 
 def _mean(runs: Sequence[RunDirectory], metric: str) -> str:
-    return mean_and_std([last(run, metric) for run in runs])
+    return mean_and_std(over_seeds(runs, metric))
 
 
 def _difference(these: Sequence[RunDirectory], those: Sequence[RunDirectory], metric: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Experiment
-from benchmarks.uldp.experiment import Problem, Scale, choose, last, search_text
+from benchmarks.runs import Experiment, over_seeds
+from benchmarks.uldp.experiment import Problem, Scale, choose, search_text
 from benchmarks.uldp.utility import CREDITCARD, run_methods
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import draw_comparison
@@ -32,7 +32,7 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
                 for label, one in found.items()
             }
             runs = run_methods(experiment, scale, problem, grown, f"figure-8/{silos}-silos")
-            losses = {label: [last(run, "loss_pooled") for run in runs[label]] for label in LABELS}
+            losses = {label: over_seeds(runs[label], "loss_pooled") for label in LABELS}
             gaps = [a - b for a, b in zip(*losses.values(), strict=True)]
             rows.append(
                 (

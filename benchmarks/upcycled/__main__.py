@@ -11,13 +11,11 @@ so an interrupted benchmark continues.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.runs import Experiment
+from benchmarks.runs import Experiment, parser_of
 from benchmarks.upcycled.experiment import APP, DEFAULT, FULL, base_config
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
@@ -29,16 +27,9 @@ PARTS = ("time", "accuracy", "figures")
 
 def main() -> None:
     """Run the requested parts, print their tables, and write ``results.md``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.upcycled",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data-folder", default="", help="folder of the authors' files")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser = parser_of("benchmarks.upcycled", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument(
         "--datasets", nargs="+", choices=device_names(), help="data sets of the accuracy tables"
     )

@@ -392,7 +392,7 @@ def house() -> Drawing:
         "run directory, report, comparison, figures and callbacks",
         GREEN,
     )
-    room(20, 310, full, "evaluation", "metrics over clients; lower bounds on ε from samples", GREEN)
+    room(20, 310, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
     room(20, 362, 405, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
     room(435, 362, 405, "planning", "DP-Ditto's planner (no torch)", AMBER)
     room(20, 414, 405, "data", "data sets and partitions", GREEN)

@@ -75,7 +75,7 @@ def projected(
     wide = {name: np.asarray(array, dtype=np.float64) for name, array in direction.items()}
 
     def along(arrays: Arrays) -> float:
-        return sum(float((arrays[name] * way).sum()) for name, way in wide.items())
+        return sum(float((arrays[name] * axis).sum()) for name, axis in wide.items())
 
     def upload(seen: Observation, number: int, partition: int) -> float:
         base = along(seen.sent[number][partition]) if whole else 0.0
@@ -87,12 +87,14 @@ def projected(
         total = seen.sums[number] if seen.sums else None
         if view is AdversaryView.SUM_ONLY and total is not None:
             bare = seen.bare[number]
-            open_ones = [bare[one] for one in partitions or bare if one in bare]
-            return sum(map(along, open_ones)) if open_ones else along(total)
-        own = seen.uploads[number]
+            readable = [bare[partition] for partition in partitions or bare if partition in bare]
+            return sum(map(along, readable)) if readable else along(total)
+        uploads = seen.uploads[number]
         if view is AdversaryView.EACH_UPLOAD and partitions is not None:
-            own = {partition: own[partition] for partition in partitions if partition in own}
-        return sum(upload(seen, number, partition) for partition in own)
+            uploads = {
+                partition: uploads[partition] for partition in partitions if partition in uploads
+            }
+        return sum(upload(seen, number, partition) for partition in uploads)
 
     def score(seen: Observation, view: AdversaryView) -> float:
         rounds = range(len(seen.models) - 1)
@@ -112,11 +114,11 @@ def of_scores(name: str) -> Score:
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:
-        found = 0.0
+        total = 0.0
         for means in seen.scores:
             count, mean = means.get("scored_clients", 0.0), means.get(f"{name}_mean", 0.5)
-            found += count + 0.5 * count * (mean - 0.5)
-        return found
+            total += count + 0.5 * count * (mean - 0.5)
+        return total
 
     return score
 
@@ -154,10 +156,10 @@ class Experiment:
         Score of one run for a view; higher if the canary seems to be present.
     views : Sequence[AdversaryView]
         Views to audit; views without a finite ε are skipped.
-    printed : Mapping[AdversaryView, float], optional
+    reported : Mapping[AdversaryView, float], optional
         ε by view, for strategies without ``guarantees()``.
     delta : float, optional
-        δ of the ε in ``printed``.
+        δ of the ε in ``reported``.
     gaussian : bool, optional
         True if the mechanism is Gaussian, so that `if_gaussian` is a bound. By default the
         guarantee's accountant decides.
@@ -173,7 +175,7 @@ class Experiment:
     score: Score
     rounds: int = 1
     views: Sequence[AdversaryView] = tuple(AdversaryView)
-    printed: Mapping[AdversaryView, float] | None = None
+    reported: Mapping[AdversaryView, float] | None = None
     delta: float | None = None
     gaussian: bool | None = None
     on_round: Callable[[int], None] | None = None
@@ -182,5 +184,5 @@ class Experiment:
         require_at_least_one("rounds", self.rounds)
         if not self.views:
             raise InvalidValue("views=(): expected at least one AdversaryView")
-        if self.printed is not None and self.delta is None:
-            raise InvalidValue("delta=None: expected the δ of the ε in printed")
+        if self.reported is not None and self.delta is None:
+            raise InvalidValue("delta=None: expected the δ of the ε in reported")

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -19,20 +19,33 @@ from flwr.serverapp.strategy import Strategy
 from flower_ext.auditing.experiment import Experiment, Observation
 from flower_ext.auditing.observing import observe
 from flower_ext.errors import InvalidValue
-from flower_ext.evaluation import LowerBound, by_rates, if_gaussian
+from flower_ext.metrics import BoundTerms, LowerBound, by_rates, if_gaussian
 from flower_ext.privacy import AdversaryView, Guarantee
-from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN
+from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
+
+
+class Promise(NamedTuple):
+    """The ε that a strategy provably has for one view; infinite if it promises none."""
+
+    epsilon: float
+    delta: float
+    gaussian: bool
+
+    @property
+    def methods(self) -> list[Callable[..., LowerBound]]:
+        """The lower bounds that hold for the mechanism."""
+        return [by_rates, if_gaussian] if self.gaussian else [by_rates]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewAudit:
-    """The audit of one adversary's view: the printed ε, the scores and the bounds from them.
+    """The audit of one adversary's view: the reported ε, the scores and the bounds from them.
 
     ``scores`` holds the scores of the world without the canary, and of the world with it.
     """
 
     view: AdversaryView
-    printed: float
+    reported: float
     delta: float
     bounds: tuple[LowerBound, ...]
     scores: tuple[np.ndarray, np.ndarray]
@@ -47,7 +60,7 @@ class ViewAudit:
         best = self.best
         return {
             "view": self.view.value,
-            "printed_epsilon": self.printed,
+            "reported_epsilon": self.reported,
             "delta": self.delta,
             "lower_bound": best.epsilon,
             "ratio": best.ratio,
@@ -72,12 +85,12 @@ class Audit:
 
     @property
     def broken(self) -> bool:
-        """True if a bound exceeds the printed ε."""
+        """True if a bound exceeds the reported ε."""
         return any(view.best.exceeds for view in self.views)
 
     def of(self, view: AdversaryView) -> ViewAudit:
         """Return the results for one view."""
-        return next(each for each in self.views if each.view is view)
+        return next(audit for audit in self.views if audit.view is view)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -96,7 +109,7 @@ def audit(
     *,
     trials: int,
     confidence: float = 0.95,
-    together: int = 1,
+    num_audits: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
     """Run both worlds ``trials`` times each and bound ε from below, for each view.
@@ -104,9 +117,9 @@ def audit(
     Parameters
     ----------
     confidence : float
-        Confidence with which all bounds of this audit, and of ``together`` − 1 others like it,
+        Confidence with which all bounds of this audit, and of ``num_audits`` − 1 others like it,
         hold at once.
-    together : int
+    num_audits : int
         Number of audits that share the probability of a wrong bound.
     progress : Callable[[int, int], None], optional
         Called with the number of finished runs and the number of all runs.
@@ -122,17 +135,17 @@ def audit(
     scores: dict[AdversaryView, tuple[list[float], list[float]]] = {
         view: ([], []) for view in experiment.views
     }
-    promises: dict[AdversaryView, tuple[float, float, bool]] = {}
+    promises: dict[AdversaryView, Promise] = {}
     known: set[str] = set()
 
     def take(seen: Observation, strategy: Strategy) -> None:
         nonlocal done
-        # The largest printed ε counts, because ε may depend on the drawn units if they are visible.
+        # The largest reported ε counts: it may depend on the drawn units if they are visible.
         counted = getattr(strategy, "participations", None)
-        facts = str(done) if counted is None else repr(vars(counted))
-        if facts not in known:
-            known.add(facts)
-            for view, promise in promised(experiment, strategy).items():
+        participations = str(done) if counted is None else repr(vars(counted))
+        if participations not in known:
+            known.add(participations)
+            for view, promise in promises_of(experiment, strategy).items():
                 promises[view] = max(promise, promises.get(view, promise))
         for view in experiment.views:
             scores[view][0 if done < trials else 1].append(experiment.score(seen, view))
@@ -142,56 +155,67 @@ def audit(
 
     for world in (experiment.without, experiment.present):
         observe(experiment, world, take, trials=trials)
-    views = [view for view in experiment.views if math.isfinite(promises[view][0])]
+    views = [view for view in experiment.views if math.isfinite(promises[view].epsilon)]
     if not views:
         raise InvalidValue(
             f"{experiment.name}: no view has a finite ε to audit; expected one, for example by "
             "more noise"
         )
-    methods = {v: [by_rates, if_gaussian] if promises[v][2] else [by_rates] for v in views}
-    company = together * sum(len(own) for own in methods.values())
-    found = []
-    for view in views:
-        printed, delta, _ = promises[view]
-        without, present = (np.asarray(own) for own in scores[view])
-        stated = {"delta": delta, "confidence": confidence, "printed": printed}
-        bounds = tuple(
-            method(without, present, together=company, **stated) for method in methods[view]
-        )
-        worlds = without, present
-        found.append(
-            ViewAudit(view=view, printed=printed, delta=delta, bounds=bounds, scores=worlds)
-        )
+    num_bounds = num_audits * sum(len(promises[view].methods) for view in views)
+    view_audits = [
+        _audit_view(view, promises[view], scores[view], confidence, num_bounds) for view in views
+    ]
     return Audit(
         name=experiment.name,
-        views=tuple(found),
+        views=tuple(view_audits),
         trials=trials,
         confidence=confidence,
         seconds=time.monotonic() - started,
     )
 
 
-def promised(
-    experiment: Experiment, strategy: Strategy
-) -> dict[AdversaryView, tuple[float, float, bool]]:
-    """Return by adversary's view: the provable ε, δ, and True if the mechanism is Gaussian."""
-    if experiment.printed is not None:
-        assert experiment.delta is not None
-        gaussian = bool(experiment.gaussian)
+def _audit_view(
+    view: AdversaryView,
+    promise: Promise,
+    scores: tuple[list[float], list[float]],
+    confidence: float,
+    num_bounds: int,
+) -> ViewAudit:
+    """Bound the ε of one view from below by the scores of both worlds."""
+    without, present = map(np.asarray, scores)
+    terms = BoundTerms(
+        delta=promise.delta,
+        confidence=confidence,
+        num_bounds=num_bounds,
+        reported=promise.epsilon,
+    )
+    return ViewAudit(
+        view=view,
+        reported=promise.epsilon,
+        delta=promise.delta,
+        bounds=tuple(method(without, present, terms) for method in promise.methods),
+        scores=(without, present),
+    )
+
+
+def promises_of(experiment: Experiment, strategy: Strategy) -> dict[AdversaryView, Promise]:
+    """Return the ε that a strategy reports, by adversary's view."""
+    if experiment.reported is not None:
+        delta, gaussian = experiment.delta or 0.0, bool(experiment.gaussian)
         return {
-            view: (experiment.printed.get(view, math.inf), experiment.delta, gaussian)
+            view: Promise(experiment.reported.get(view, math.inf), delta, gaussian)
             for view in experiment.views
         }
     guarantees: Callable[[], Sequence[Guarantee]] | None = getattr(strategy, "guarantees", None)
     if guarantees is None:
         raise InvalidValue(
-            f"{type(strategy).__name__} has no guarantees(): give its ε in Experiment.printed"
+            f"{type(strategy).__name__} has no guarantees(): give its ε in Experiment.reported"
         )
-    found = dict.fromkeys(experiment.views, (math.inf, 0.0, False))
-    for own in guarantees():
-        if own.basis == "provable" and own.view in found:
-            gaussian = own.accountant == EXACT_GAUSSIAN
+    promises = dict.fromkeys(experiment.views, Promise(math.inf, 0.0, False))
+    for guarantee in guarantees():
+        if guarantee.basis == "provable" and guarantee.view in promises:
+            gaussian = guarantee.accountant == EXACT_GAUSSIAN
             if experiment.gaussian is not None:
                 gaussian = experiment.gaussian
-            found[own.view] = (own.epsilon, own.delta, gaussian)
-    return found
+            promises[guarantee.view] = Promise(guarantee.epsilon, guarantee.delta, gaussian)
+    return promises

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,61 +60,88 @@ def pulls(*features: float, size: int = SIZE) -> Examples:
     return Examples(x, torch.ones(len(features)))
 
 
-def linear_experiment(
-    name: str,
-    strategy: Callable[[], FederatedStrategy],
-    *,
-    without: Sequence[ClientData],
-    present: Sequence[ClientData],
-    rounds: int,
-    views: Sequence[AdversaryView] = tuple(AdversaryView),
-    partitions: Sequence[int] | None = None,
-    whole: bool = False,
-    gaussian: bool | None = None,
-    size: int = SIZE,
-    app: Callable[[Task], ClientApp] | None = None,
-    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] | None = None,
-    score: Score | None = None,
-) -> Experiment:
-    """Return two worlds of a strategy, from each partition's data without and with the canary.
+@dataclass(frozen=True, kw_only=True)
+class LinearMechanism:
+    """A mechanism on the linear problem, which becomes an experiment for any noise.
 
-    The ClientApp is the strategy's own, or an ``app`` from elsewhere.
+    Parameters
+    ----------
+    name : str
+    plan : Callable[[float, int], Any]
+        Makes the object that adds the noise, a plan or DP-SGD's training, from a multiple of its
+        usual noise and the number of rounds.
+    strategy : Callable[[Any], FederatedStrategy]
+        Makes a new strategy under that plan.
+    without, present : Sequence[ClientData]
+        Each partition's data, without the canary and with it.
+    views, gaussian, score
+        As in `Experiment`; by default the score is `projected` on the canary's axis.
+    partitions, whole
+        As in `projected`.
+    size : int
+        Number of parameters of the model.
+    app : Callable[[Task], ClientApp], optional
+        Makes the ClientApp; by default the strategy's own.
+    metrics : Mapping
+        Metrics of the evaluations.
     """
-    turns = Turns()
-    client_app = app or strategy().method.client_app
 
-    def world(data: Sequence[ClientData]) -> World:
-        task = Task(
-            model=lambda: nn.Linear(size, 1, bias=False),
-            data=lambda partition: data[partition],
-            loss=turns.loss,
-            metrics=metrics or {},
-            device="cpu",
+    name: str
+    plan: Callable[[float, int], Any]
+    strategy: Callable[[Any], FederatedStrategy]
+    without: Sequence[ClientData]
+    present: Sequence[ClientData]
+    views: Sequence[AdversaryView] = tuple(AdversaryView)
+    partitions: Sequence[int] | None = None
+    whole: bool = False
+    gaussian: bool | None = None
+    size: int = SIZE
+    app: Callable[[Task], ClientApp] | None = None
+    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(default_factory=dict)
+    score: Score | None = None
+
+    def experiment(self, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
+        """Return two worlds of the strategy, with ``noise`` times the usual noise."""
+        plan, turns = self.plan(noise, rounds), Turns()
+        strategy = partial(self.strategy, plan)
+        client_app = self.app or strategy().method.client_app
+
+        def world(data: Sequence[ClientData]) -> World:
+            task = Task(
+                model=lambda: nn.Linear(self.size, 1, bias=False),
+                data=lambda partition: data[partition],
+                loss=turns.loss,
+                metrics=self.metrics,
+                device="cpu",
+            )
+            return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
+
+        score = self.score or projected(
+            {"weight": np.eye(1, self.size)},
+            signs=[1.0 - 2.0 * (number % 2) for number in range(rounds)],
+            partitions=self.partitions,
+            whole=self.whole,
         )
-        return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
-
-    axis = np.eye(1, size)
-    signs = [1.0 - 2.0 * (number % 2) for number in range(rounds)]
-    return Experiment(
-        name=name,
-        without=world(without),
-        present=world(present),
-        initial=ArrayRecord({"weight": torch.zeros(1, size)}),
-        score=score or projected({"weight": axis}, signs=signs, partitions=partitions, whole=whole),
-        rounds=rounds,
-        views=views,
-        gaussian=gaussian,
-        on_round=turns.begin,
-    )
+        return Experiment(
+            name=self.name,
+            without=world(self.without),
+            present=world(self.present),
+            initial=ArrayRecord({"weight": torch.zeros(1, self.size)}),
+            score=score,
+            rounds=rounds,
+            views=self.views,
+            gaussian=self.gaussian,
+            on_round=turns.begin,
+        )
 
 
 def client_data(*features: float, size: int = SIZE) -> ClientData:
     """Return a client's data, with one record per number (see `pulls`)."""
-    own = pulls(*features, size=size)
-    return ClientData(train=own, test=own)
+    records = pulls(*features, size=size)
+    return ClientData(train=records, test=records)
 
 
 def silo_data(owners: Sequence[int], features: Sequence[float]) -> SiloData:
     """Return a silo's data, with one record per number and its owner (see `pulls`)."""
-    own = pulls(*features)
-    return SiloData(train=own, test=own, owners=torch.tensor(owners))
+    records = pulls(*features)
+    return SiloData(train=records, test=records, owners=torch.tensor(owners))

@@ -43,13 +43,13 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
             grid.begin(number + 1)
         return None
 
-    strategy, told = world.strategy(), {}
+    strategy, metrics = world.strategy(), {}
     grid.begin(1)
     try:
         result = strategy.start(
             grid, records.to_record(initial), num_rounds=experiment.rounds, evaluate_fn=note
         )
-        told = result.evaluate_metrics_clientapp
+        metrics = result.evaluate_metrics_clientapp
     except FederationNotReady:
         if not any(grid.uploads):
             raise  # else the server refused all uploads, but the adversary still saw them
@@ -57,18 +57,18 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     for number in range(1, experiment.rounds + 1):  # a round without release keeps the model
         released.append(models.get(number, released[-1]))
     scores = [
-        {name: value for name, value in told.get(number, {}).items() if isinstance(value, float)}
+        {name: value for name, value in metrics.get(number, {}).items() if isinstance(value, float)}
         for number in range(1, experiment.rounds + 1)
     ]
-    seen = Observation(
+    observation = Observation(
         models=released,
         sent=grid.sent,
         uploads=grid.uploads,
         scores=scores,
-        sums=[found.sum(initial) for found in grid.secure],
-        bare=[grid.by_partition(found.bare(initial)) for found in grid.secure],
+        sums=[transcript.sum(initial) for transcript in grid.secure],
+        bare=[grid.by_partition(transcript.bare(initial)) for transcript in grid.secure],
     )
-    return seen, strategy
+    return observation, strategy
 
 
 class _Listener(InProcessGrid):
@@ -80,8 +80,8 @@ class _Listener(InProcessGrid):
         self.sent: list[dict[int, Arrays]] = []
         self.uploads: list[dict[int, Arrays]] = []
         self.secure: list[SecureTranscript] = []
-        for own in self.contexts.values():
-            own.state = RecordDict()
+        for context in self.contexts.values():
+            context.state = RecordDict()
 
     def begin(self, number: int) -> None:
         """Begin a round, which may ask no client."""
@@ -96,30 +96,30 @@ class _Listener(InProcessGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Run each message's client, and record the training messages and replies."""
-        asked = list(messages)
+        requests = list(messages)
         # A training message without a model only asks a mod for its partition.
         trains = [
             m
-            for m in asked
+            for m in requests
             if m.metadata.message_type.partition(".")[0] == "train" and not asks_identity(m)
         ]
-        secure = any(map(is_secure, asked))
+        secure = any(map(is_secure, requests))
         if not trains and not secure:
-            return super().send_and_receive(asked, timeout=timeout)
+            return super().send_and_receive(requests, timeout=timeout)
         sent = {m.metadata.dst_node_id: _arrays(m.content.get(records.MODEL)) for m in trains}
-        replies = list(super().send_and_receive(asked, timeout=timeout))
+        replies = list(super().send_and_receive(requests, timeout=timeout))
         if secure:
-            self.secure[-1].hear(asked, replies)
+            self.secure[-1].record(requests, replies)
         self.sent[-1].update(self.by_partition(sent))
         for reply in replies:
             node = reply.metadata.src_node_id
-            if node in sent and (own := _upload(reply, sent.get(node, {}))) is not None:
-                self.uploads[-1][self._partition(node)] = own
+            if node in sent and (upload := _upload(reply, sent[node])) is not None:
+                self.uploads[-1][self._partition(node)] = upload
         return replies
 
-    def by_partition(self, found: Mapping[int, Arrays]) -> dict[int, Arrays]:
+    def by_partition(self, by_node: Mapping[int, Arrays]) -> dict[int, Arrays]:
         """Return values of nodes by the nodes' partitions."""
-        return {self._partition(node): own for node, own in found.items()}
+        return {self._partition(node): arrays for node, arrays in by_node.items()}
 
     def _partition(self, node: int) -> int:
         return partition_of(self.contexts[node].node_config)

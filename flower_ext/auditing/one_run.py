@@ -10,10 +10,10 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from flower_ext.auditing.experiment import Experiment, Observation, World
-from flower_ext.auditing.harness import promised
+from flower_ext.auditing.harness import promises_of
 from flower_ext.auditing.observing import observe
 from flower_ext.errors import InvalidValue
-from flower_ext.evaluation import LowerBound, in_one_run
+from flower_ext.metrics import BoundTerms, LowerBound, in_one_run
 from flower_ext.privacy import AdversaryView, secure_generator
 
 
@@ -48,31 +48,24 @@ def audit_in_one_run(
         The view has no finite ε; also as `in_one_run`.
     """
     included = secure_generator().random(canaries) < 0.5
-    here = world(included)
+    both = world(included)
     experiment = Experiment(
         name="one run",
-        without=here,
-        present=here,
+        without=both,
+        present=both,
         initial=initial,
         score=lambda seen, view: 0.0,
         rounds=rounds,
         views=[view],
     )
-    found: list[LowerBound] = []
+    bounds: list[LowerBound] = []
 
     def take(seen: Observation, strategy: Strategy) -> None:
-        epsilon, delta, _ = promised(experiment, strategy)[view]
-        if math.isinf(epsilon):
+        promise = promises_of(experiment, strategy)[view]
+        if math.isinf(promise.epsilon):
             raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
-        bound = in_one_run(
-            scores(seen),
-            included,
-            guesses=guesses,
-            delta=delta,
-            confidence=confidence,
-            printed=epsilon,
-        )
-        found.append(bound)
+        terms = BoundTerms(delta=promise.delta, confidence=confidence, reported=promise.epsilon)
+        bounds.append(in_one_run(scores(seen), included, terms, guesses=guesses))
 
-    observe(experiment, here, take, trials=1)
-    return found[0]
+    observe(experiment, both, take, trials=1)
+    return bounds[0]

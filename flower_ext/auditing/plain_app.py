@@ -16,13 +16,13 @@ def plain_app(task: Task) -> ClientApp:
 
     @app.train()
     def _(message: Message, context: Context) -> Message:
-        own = task.data(int(context.node_config["partition-id"])).train
-        assert isinstance(own.features, torch.Tensor)
+        records = task.data(int(context.node_config["partition-id"])).train
+        assert isinstance(records.features, torch.Tensor)
         received = message.content.array_records["arrays"]["weight"].numpy()
         weight = torch.from_numpy(received).requires_grad_()
-        loss = task.loss(own.features @ weight.T, own.targets)
+        loss = task.loss(records.features @ weight.T, records.targets)
         (gradient,) = torch.autograd.grad(loss, [weight])
-        content = RecordDict({"metrics": MetricRecord({"num-examples": len(own)})})
+        content = RecordDict({"metrics": MetricRecord({"num-examples": len(records)})})
         content["arrays"] = ArrayRecord({"weight": Array(received - gradient.numpy())})
         return Message(content, reply_to=message)
 

@@ -45,23 +45,23 @@ class SecureTranscript:
         self._context: RoundContext | None = None
         self._members: dict[int, int] = {}
         self._graph: dict[int, list[int]] = {}
-        self._heard: list[Message] = []
+        self._replies: list[Message] = []
 
-    def hear(self, asked: Iterable[Message], replies: Iterable[Message]) -> None:
+    def record(self, requests: Iterable[Message], replies: Iterable[Message]) -> None:
         """Record a stage: the server's messages and the clients' replies."""
-        for message in asked:
+        for message in requests:
             if is_secure(message):
-                told = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-                if BEGIN not in told:
+                arrays = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+                if BEGIN not in arrays:
                     continue
-                context = RoundContext.from_bytes(told[BEGIN].tobytes())
+                context = RoundContext.from_bytes(arrays[BEGIN].tobytes())
                 self._context = self._context or context
                 if context.digest == self._context.digest:
-                    member = int(told[INDEX])
+                    member = int(arrays[INDEX])
                     self._members[message.metadata.dst_node_id] = member
-                    self._graph[member] = told[NEIGHBOURS].tolist()
+                    self._graph[member] = arrays[NEIGHBOURS].tolist()
         if self._context is not None:
-            self._heard += [reply for reply in replies if not reply.has_error()]
+            self._replies += [reply for reply in replies if not reply.has_error()]
 
     def sum(self, like: Arrays) -> Arrays | None:
         """Return the sum in whole cells, with names and shapes of ``like``; None without a sum."""
@@ -75,10 +75,10 @@ class SecureTranscript:
         )
         try:
             for kind, add, close in stages:
-                for message in self._said(kind):
+                for message in self._received(kind):
                     add(message)
                 close()
-            for message in self._said(Revealed):
+            for message in self._received(Revealed):
                 server.add_revealed(message)
             total = server.total()
         except FlowerExtError:
@@ -96,8 +96,8 @@ class SecureTranscript:
         if self._context is None or not self._is_of(like) or self._context.length < LEAST_NUMBERS:
             return {}
         nodes = {member: node for node, member in self._members.items()}
-        found = {}
-        for message in self._said(MaskedInput):
+        uploads = {}
+        for message in self._received(MaskedInput):
             values = np.frombuffer(message.values, dtype=self._context.dtype).copy()
             seed = self._seed(message.member)
             if seed is not None:
@@ -105,8 +105,8 @@ class SecureTranscript:
                 apply_mask(key, values, subtract=True)
             near = np.abs(self._signed(values)) < _CENTRAL / 2 * 2.0**self._context.bits
             if np.mean(near) > _MOST:
-                found[nodes[message.member]] = self._shaped(values, like)
-        return found
+                uploads[nodes[message.member]] = self._shaped(values, like)
+        return uploads
 
     def _is_of(self, like: Arrays) -> bool:
         assert self._context is not None
@@ -115,28 +115,28 @@ class SecureTranscript:
     def _seed(self, member: int) -> bytes | None:
         assert self._context is not None
         shares = {
-            one.member + 1: one.shares[member][1:]
-            for one in self._said(Revealed)
-            if one.shares.get(member, b"")[:1] == OF_SEED
+            revealed.member + 1: revealed.shares[member][1:]
+            for revealed in self._received(Revealed)
+            if revealed.shares.get(member, b"")[:1] == OF_SEED
         }
         try:
             return combine(shares, self._context.threshold)
         except FlowerExtError:
             return None
 
-    def _said(self, kind: type[M]) -> list[M]:
+    def _received(self, kind: type[M]) -> list[M]:
         assert self._context is not None
-        found = []
-        for reply in self._heard:
+        messages = []
+        for reply in self._replies:
             for name in (records.ANSWER, records.UPDATE):
                 record = reply.content.get(name)
                 if isinstance(record, ArrayRecord) and SENT in record:
                     try:
                         data = record[SENT].numpy().tobytes()
-                        found.append(kind.from_bytes(data, self._context))
+                        messages.append(kind.from_bytes(data, self._context))
                     except FlowerExtError:
                         continue  # a message of another stage
-        return found
+        return messages
 
     def _signed(self, values: np.ndarray) -> np.ndarray:
         assert self._context is not None
@@ -144,12 +144,12 @@ class SecureTranscript:
         return values.view(kind).astype(np.float64)
 
     def _shaped(self, values: np.ndarray, like: Arrays) -> Arrays:
-        flat, at, found = self._signed(values), 0, {}
+        flat, start, arrays = self._signed(values), 0, {}
         for name in sorted(like):
             size = like[name].size
-            found[name] = flat[at : at + size].reshape(like[name].shape)
-            at += size
-        return found
+            arrays[name] = flat[start : start + size].reshape(like[name].shape)
+            start += size
+        return arrays
 
 
 def is_secure(message: Message) -> bool:

@@ -44,7 +44,7 @@ def audit(
     """Attack a strategy to prove a lower bound on its ε.
 
     The audit runs the strategy with and without a canary and measures how well an attacker tells
-    the two kinds of runs apart. Exit status 1 means that a lower bound exceeds the printed ε; exit
+    the two kinds of runs apart. Exit status 1 means that a lower bound exceeds the reported ε; exit
     status 2 means that the audit did not run.
 
     Example: flower-ext audit client-noise --trials 500, or, with a file mine.py in the current
@@ -85,7 +85,7 @@ def experiment_of(target: str) -> Experiment:
         There is no such mechanism or function, or the function returns something else.
     """
     if target in MECHANISMS:
-        return MECHANISMS[target]()
+        return MECHANISMS[target].experiment()
     module, separator, name = target.partition(":")
     if not separator:
         raise InvalidValue(
@@ -119,7 +119,7 @@ def write_audit(result: Audit, folder: Path) -> list[Path]:
             view.view.value,
             f"{result.name}: {view.view.value}",
             *view.scores,
-            epsilon=view.printed,
+            epsilon=view.reported,
             delta=view.delta,
         )
         for view in result.views
@@ -129,13 +129,13 @@ def write_audit(result: Audit, folder: Path) -> list[Path]:
 
 def print_audit(result: Audit) -> None:
     """Print a table with one line for each view, and a sentence on how to read it."""
-    columns = ("view", "printed ε", "δ", "lower bound", "ratio", "by")
+    columns = ("view", "reported ε", "δ", "lower bound", "ratio", "by")
     table = titled_table(f"Audit of {result.name}", columns)
     for view in result.views:
         best = view.best
         table.add_row(
             view.view.value,
-            epsilon_text(view.printed),
+            epsilon_text(view.reported),
             f"{view.delta:g}",
             f"{best.epsilon:.3f}",
             f"{best.ratio:.2f}" + (" EXCEEDED" if best.exceeds else ""),
@@ -144,6 +144,6 @@ def print_audit(result: Audit) -> None:
     console.print(table)
     console.print(
         f"{result.trials} runs in each world, {result.seconds:.0f} s. All bounds hold together "
-        f"with confidence {result.confidence:.4g} (Bonferroni). A bound below the printed ε proves "
-        "nothing about other attacks."
+        f"with confidence {result.confidence:.4g} (Bonferroni). A bound below the reported ε "
+        "proves nothing about other attacks."
     )

@@ -23,12 +23,12 @@ from flower_ext.privacy import (
     privacy_loss,
     size_for_rate,
 )
+from flower_ext.privacy.accounting.accountant import Accountant
 from flower_ext.privacy.accounting.calibration import (
     MAX_ROUNDS,
     calibrate_rounds,
     calibrate_sampling_rate,
 )
-from flower_ext.privacy.accounting.events import Accountant
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.dp2_fedsam import (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from flower_ext.planning import LinearFairness
-from flower_ext.planning.answers import Answer
+from flower_ext.planning.budget import CalibratedSchedule
 from flower_ext.planning.convergence import LARGEST_WEIGHT
-from flower_ext.planning.linear_world import drawn_unfairness
+from flower_ext.planning.linear_federation import simulated_unfairness
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs.figures import Line, draw_lines
 
@@ -20,7 +20,7 @@ CURVE_ROWS = 12
 """Largest number of evenly spread rows in the printed table; a row is a number of rounds."""
 
 
-def curve_rows(schedules: Sequence[Answer]) -> list[dict[str, Any]]:
+def curve_rows(schedules: Sequence[CalibratedSchedule]) -> list[dict[str, Any]]:
     """Return bound and weight of each basis for some T: evenly spaced logarithms, and each T*."""
     last = int(schedules[0].schedule.candidates[-1])
     spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
@@ -31,7 +31,7 @@ def curve_rows(schedules: Sequence[Answer]) -> list[dict[str, Any]]:
     ]
 
 
-def _at(answer: Answer, rounds: int) -> dict[str, float]:
+def _at(answer: CalibratedSchedule, rounds: int) -> dict[str, float]:
     schedule = answer.schedule
     return {
         "bound": float(schedule.convergence[rounds - 1]),
@@ -40,7 +40,7 @@ def _at(answer: Answer, rounds: int) -> dict[str, float]:
 
 
 def draw_schedule(
-    schedules: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
+    schedules: Sequence[CalibratedSchedule], folder: Path, *, fairness: LinearFairness | None = None
 ) -> list[Path]:
     """Draw the curves; return the SVG files, each of which has its numbers in a CSV beside it."""
 
@@ -89,7 +89,7 @@ class FairnessRow:
 
 
 def fairness_rows(
-    schedules: Sequence[Answer], fairness: LinearFairness, worlds: int
+    schedules: Sequence[CalibratedSchedule], fairness: LinearFairness, worlds: int
 ) -> list[FairnessRow]:
     """Return R for λ = 0 (local), λ*, 1 and 2 (shared), under the noise of each basis.
 
@@ -101,11 +101,11 @@ def fairness_rows(
     rows = []
     for answer in schedules:
         weights = sorted({0.0, answer.schedule.global_weight, LARGEST_WEIGHT / 2, LARGEST_WEIGHT})
-        drawn, errors = drawn_unfairness(
+        drawn, errors = simulated_unfairness(
             fairness,
             weights,
             upload_stddev=answer.noise_stddev,
-            worlds=worlds,
+            num_federations=worlds,
             rng=np.random.default_rng(0),
         )
         variance = answer.noise_stddev**2

@@ -17,7 +17,7 @@ from flower_ext.cli.ditto_curves import curve_rows, draw_schedule, fairness_rows
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
-from flower_ext.planning.answers import PrivacyBudget, answers, finite_or_none
+from flower_ext.planning.budget import PrivacyBudget, calibrated_schedules, finite_or_none
 from flower_ext.privacy import ClippedSteps
 from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs.page import to_markdown
@@ -170,7 +170,7 @@ def ditto_schedule(
     """
     settings = read_settings(settings_file)
     budget, problem, fairness = settings.budget, settings.problem, settings.fairness
-    schedules = answers(
+    schedules = calibrated_schedules(
         budget,
         problem,
         max_rounds=settings.max_rounds,

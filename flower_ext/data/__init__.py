@@ -3,9 +3,9 @@
 from flower_ext.data.datasets import DatasetInfo, describe, load, names
 from flower_ext.data.devices import DevicesInfo, describe_devices, device_names, load_devices
 from flower_ext.data.examples import ClientData, Examples, SiloData
-from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound
 from flower_ext.data.partition import dirichlet, iid, partition, pathological, split
 from flower_ext.data.silos import SilosInfo, describe_silos, histogram, load_silos, silo_names
+from flower_ext.data.sources import FOLDER_VARIABLE, DataNotFound
 from flower_ext.data.synthetic import within_unit_ball
 from flower_ext.data.users import (
     Allocation,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flower_ext.checks import require_at_least_one, require_one_of
 from flower_ext.data import datasets, sent140, synthetic
 from flower_ext.data.examples import ClientData
-from flower_ext.data.files import locate
 from flower_ext.data.partition import pathological, split
 from flower_ext.errors import InvalidValue
 
@@ -60,46 +60,57 @@ def describe_devices(
     ValueError
         The name is unknown, or the arguments contradict each other.
     """
-    if name not in device_names():
-        raise InvalidValue(f"name={name!r}: expected one of {', '.join(device_names())}")
+    require_one_of("name", name, device_names())
     if generated and name not in _SYNTHETIC:
         raise InvalidValue(f"generated=True: expected False, as {name} is no synthetic data set")
-    advice = ""
     if name in _SYNTHETIC:
-        authors = not generated and _authors_file(_SYNTHETIC[name], folder) is not None
-        drawn = 10 if num_classes is None else num_classes
-        advice = "; generated=True draws others"
-        info = DevicesInfo(
-            num_classes=2 if authors else drawn,
-            feature_shape=(synthetic.FEATURES,),
-            num_devices=synthetic.DEVICES,
-            model="synthetic-logistic",
-            source="the authors' data" if authors else "generated as the paper describes",
-        )
+        classes = 10 if num_classes is None else num_classes
+        info = _describe_synthetic(_SYNTHETIC[name], folder, classes, generated)
     elif name == "letters":
-        letters = datasets.describe("letters")
-        local = locate(letters.files, folder) is not None
-        info = DevicesInfo(
-            num_classes=letters.num_classes,
-            feature_shape=letters.input_shape,
-            num_devices=50,
-            model="letters-mlp",
-            source=f"stand-in: {letters.stand_in}" if local else "FEMNIST letters a … j",
-        )
+        info = _describe_letters(folder)
     else:
-        info = DevicesInfo(
-            num_classes=2,
-            feature_shape=(sent140.SEQUENCE_LENGTH,),
-            num_devices=sent140.DEVICES,
-            model="sent140-bilstm",
-            source="Sentiment140",
-        )
+        info = _SENT140
     if num_classes not in (None, info.num_classes):
+        advice = "; generated=True draws others" if name in _SYNTHETIC else ""
         raise InvalidValue(
             f"num_classes={num_classes!r}: expected {info.num_classes}, the classes of {name} "
             f"({info.source}){advice}"
         )
     return info
+
+
+_SENT140 = DevicesInfo(
+    num_classes=2,
+    feature_shape=(sent140.SEQUENCE_LENGTH,),
+    num_devices=sent140.DEVICES,
+    model="sent140-bilstm",
+    source="Sentiment140",
+)
+
+
+def _describe_synthetic(
+    kind: str, folder: Path | None, num_classes: int, generated: bool
+) -> DevicesInfo:
+    from_authors = not generated and synthetic.locate(kind, folder) is not None
+    return DevicesInfo(
+        num_classes=2 if from_authors else num_classes,
+        feature_shape=(synthetic.FEATURES,),
+        num_devices=synthetic.DEVICES,
+        model="synthetic-logistic",
+        source="the authors' data" if from_authors else "generated as the paper describes",
+    )
+
+
+def _describe_letters(folder: Path | None) -> DevicesInfo:
+    letters = datasets.describe("letters")
+    local = letters.source is not None and letters.source.locate(folder) is not None
+    return DevicesInfo(
+        num_classes=letters.num_classes,
+        feature_shape=letters.input_shape,
+        num_devices=50,
+        model="letters-mlp",
+        source=f"stand-in: {letters.stand_in}" if local else "FEMNIST letters a … j",
+    )
 
 
 def load_devices(
@@ -140,19 +151,14 @@ def load_devices(
     """
     info = describe_devices(name, folder, num_classes=num_classes, generated=generated)
     count = info.num_devices if num_devices is None else num_devices
-    if count < 1:
-        raise InvalidValue(f"num_devices={num_devices!r}: expected at least 1")
+    require_at_least_one("num_devices", count)
     rng = np.random.default_rng(seed)
     if name == "sent140":
         return sent140.load(folder, rng=rng, num_devices=count)
     if name == "letters":
-        pool = datasets.load("letters", folder)
-        targets = pool.targets.numpy()
-        held = pathological(targets, num_partitions=count, classes_per_partition=5, rng=rng)
-        parts = (split(indices, targets, rng=rng) for indices in held)
-        return [ClientData(train=pool.subset(a), test=pool.subset(b)) for a, b in parts]
+        return _load_letters(folder, count, rng)
     kind = _SYNTHETIC[name]
-    path = None if generated else _authors_file(kind, folder)
+    path = None if generated else synthetic.locate(kind, folder)
     if path is None:
         return synthetic.generate(kind, rng=rng, num_devices=count, num_classes=info.num_classes)
     devices = synthetic.read(path)
@@ -164,6 +170,11 @@ def load_devices(
     return devices[:count]
 
 
-def _authors_file(kind: str, folder: Path | None) -> Path | None:
-    found = locate([[synthetic.file_name(kind)]], folder)
-    return found[0] if found else None
+def _load_letters(
+    folder: Path | None, num_devices: int, rng: np.random.Generator
+) -> list[ClientData]:
+    pool = datasets.load("letters", folder)
+    targets = pool.targets.numpy()
+    devices = pathological(targets, num_partitions=num_devices, classes_per_partition=5, rng=rng)
+    parts = (split(rows, targets, rng=rng) for rows in devices)
+    return [ClientData(train=pool.subset(train), test=pool.subset(test)) for train, test in parts]

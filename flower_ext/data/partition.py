@@ -3,6 +3,9 @@
 Each function takes the targets of a pool and returns one array of indices per client; no example
 is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class: they
 refuse targets of several numbers, and NaN, which is no class.
+
+flwr-datasets has partitioners of the same names, but they read Hugging Face tables, and its
+pathological partition neither holds all classes equally often nor always holds each of them.
 """
 
 from __future__ import annotations
@@ -185,8 +188,8 @@ def split(
     # Each class's examples lie in random order, evenly over (0, 1); the last places are tests.
     place = np.empty(len(indices))
     for label in np.unique(targets[indices]):
-        own = np.flatnonzero(targets[indices] == label)
-        place[own] = (rng.permutation(len(own)) + rng.random()) / len(own)
+        members = np.flatnonzero(targets[indices] == label)
+        place[members] = (rng.permutation(len(members)) + rng.random()) / len(members)
     order = np.argsort(place, kind="stable")
     cut = min(max(1, round(train_fraction * len(indices))), len(indices) - 1)
     return np.sort(indices[order[:cut]]), np.sort(indices[order[cut:]])

@@ -13,27 +13,33 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.data.examples import ClientData, Examples
-from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound, load_from_hub, locate, opened
 from flower_ext.data.partition import split
+from flower_ext.data.sources import Source, open_text
 from flower_ext.errors import InvalidValue
 
 DEVICES = 52
 SEQUENCE_LENGTH = 25
 VOCABULARY_SIZE = 10_000
+"""Number of token ids, including padding and unknown."""
+TRAIN_FRACTION = 0.74
+"""The paper's Table 2: 8,484 of 32,299 tweets test."""
+MIN_TWEETS = 10
+"""Users with fewer tweets are left out."""
 PADDING, UNKNOWN = 0, 1
 
-HUB = "stanfordnlp/sentiment140"
-_FILE = "training.1600000.processed.noemoticon.csv"
-FILES = tuple(
-    (f"{folder}{_FILE}{suffix}",)
-    for folder in ("sent140/", "sentiment140/")
-    for suffix in ("", ".gz")
+SOURCE = Source(
+    name="sent140",
+    files=tuple(
+        (f"{folder}/training.1600000.processed.noemoticon.csv",)
+        for folder in ("sent140", "sentiment140")
+    ),
+    hub="stanfordnlp/sentiment140",
 )
 
 _LABELS = {0: 0, 4: 1}
@@ -44,14 +50,7 @@ Tweet = tuple[int, str, str, str]
 
 
 def load(
-    folder: Path | None = None,
-    *,
-    rng: np.random.Generator,
-    num_devices: int = DEVICES,
-    vocabulary_size: int = VOCABULARY_SIZE,
-    sequence_length: int = SEQUENCE_LENGTH,
-    train_fraction: float = 0.74,
-    min_tweets: int = 10,
+    folder: Path | None = None, *, rng: np.random.Generator, num_devices: int = DEVICES
 ) -> list[ClientData]:
     """Load the users with the most tweets as devices, the most prolific first.
 
@@ -66,48 +65,33 @@ def load(
         FLOWER_EXT_DATA names it, else flwr-datasets downloads it.
     rng : numpy.random.Generator
         Divides each user's tweets into training and test.
-    vocabulary_size : int
-        Number of token ids, including padding and unknown.
-    train_fraction : float
-        The default follows the paper's Table 2: 8,484 of 32,299 tweets test.
-    min_tweets : int
-        Users with fewer tweets are left out.
 
     Returns
     -------
     list of ClientData
-        Features int64 (n, sequence_length), targets int64 (n,): 0 negative, 1 positive.
+        Features int64 (n, SEQUENCE_LENGTH), targets int64 (n,): 0 negative, 1 positive.
 
     Raises
     ------
     DataNotFound
         Neither the folder nor flwr-datasets has the tweets.
     ValueError
-        An argument is out of range, too few users have enough tweets, or the file has other
-        content.
+        ``num_devices`` is below 1, too few users have enough tweets, or the file has other content.
     """
-    for name, value, least in (
-        ("num_devices", num_devices, 1),
-        ("vocabulary_size", vocabulary_size, 2),
-        ("sequence_length", sequence_length, 1),
-        ("min_tweets", min_tweets, 2),
-    ):
-        if value < least:
-            raise InvalidValue(f"{name}={value!r}: expected at least {least}")
-    source = _source(folder)
-    by_user = _most_prolific(lambda: _once(source()), num_devices, min_tweets)
-
+    require_at_least_one("num_devices", num_devices)
+    tweets = _tweets(folder)
+    by_user = _most_prolific(lambda: _without_repeats(tweets()), num_devices)
     divided = []
-    for tweets in by_user:
-        targets = np.array([label for label, _ in tweets])
-        rows = split(np.arange(len(tweets)), targets, train_fraction=train_fraction, rng=rng)
-        divided.append([[tweets[row] for row in part] for part in rows])
+    for user_tweets in by_user:
+        labels = np.array([label for label, _ in user_tweets])
+        rows = split(np.arange(len(labels)), labels, train_fraction=TRAIN_FRACTION, rng=rng)
+        divided.append([[user_tweets[row] for row in part] for part in rows])
     texts = (tokenize(text) for train, _ in divided for _, text in train)
-    ids = vocabulary(texts, size=vocabulary_size)
+    ids = vocabulary(texts)
 
-    def examples(tweets: Sequence[tuple[int, str]]) -> Examples:
-        features = [encode(tokenize(text), ids, length=sequence_length) for _, text in tweets]
-        return Examples(torch.tensor(features), torch.tensor([label for label, _ in tweets]))
+    def examples(part: Sequence[tuple[int, str]]) -> Examples:
+        features = [encode(tokenize(text), ids) for _, text in part]
+        return Examples(torch.tensor(features), torch.tensor([label for label, _ in part]))
 
     return [ClientData(train=examples(train), test=examples(test)) for train, test in divided]
 
@@ -120,41 +104,42 @@ def tokenize(text: str) -> list[str]:
     return _TOKEN.findall(html.unescape(text).lower())
 
 
-def vocabulary(texts: Iterable[Sequence[str]], *, size: int = VOCABULARY_SIZE) -> dict[str, int]:
-    """Map the most frequent tokens to ids 2 … size - 1; equally frequent ones go by alphabet."""
+def vocabulary(texts: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Map the most frequent tokens to ids from 2 on; equally frequent ones go by alphabet."""
     counts = Counter(token for tokens in texts for token in tokens)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return {token: number for number, token in enumerate(ranked[: size - 2], start=UNKNOWN + 1)}
+    return {
+        token: number
+        for number, token in enumerate(ranked[: VOCABULARY_SIZE - 2], start=UNKNOWN + 1)
+    }
 
 
-def encode(
-    tokens: Sequence[str], ids: Mapping[str, int], *, length: int = SEQUENCE_LENGTH
-) -> list[int]:
-    """Return the ids of the first ``length`` tokens, padded with 0; 1 for unknown tokens."""
-    known = [ids.get(token, UNKNOWN) for token in tokens[:length]]
-    return known + [PADDING] * (length - len(known))
+def encode(tokens: Sequence[str], ids: Mapping[str, int]) -> list[int]:
+    """Return the ids of the first tokens, padded with 0; 1 for unknown tokens."""
+    known = [ids.get(token, UNKNOWN) for token in tokens[:SEQUENCE_LENGTH]]
+    return known + [PADDING] * (SEQUENCE_LENGTH - len(known))
 
 
 def _most_prolific(
-    tweets: Callable[[], Iterator[tuple[int, str, str]]], num_devices: int, min_tweets: int
+    tweets: Callable[[], Iterator[tuple[int, str, str]]], num_devices: int
 ) -> list[list[tuple[int, str]]]:
     """Return labels and texts of the users with the most tweets; two passes keep only theirs."""
     counts = Counter(user for _, user, _ in tweets())
-    enough = [user for user, count in counts.items() if count >= min_tweets]
+    enough = [user for user, count in counts.items() if count >= MIN_TWEETS]
     if len(enough) < num_devices:
         raise InvalidValue(
             f"num_devices={num_devices!r}: expected at most {len(enough)}, the users with "
-            f"{min_tweets} tweets or more"
+            f"{MIN_TWEETS} tweets or more"
         )
     chosen = sorted(enough, key=lambda user: (-counts[user], user))[:num_devices]
-    own: dict[str, list[tuple[int, str]]] = {user: [] for user in chosen}
+    by_user: dict[str, list[tuple[int, str]]] = {user: [] for user in chosen}
     for label, user, text in tweets():
-        if user in own:
-            own[user].append((label, text))
-    return list(own.values())
+        if user in by_user:
+            by_user[user].append((label, text))
+    return list(by_user.values())
 
 
-def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
+def _without_repeats(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
     """Yield label, user and text of every tweet that has not occurred before."""
     seen: set[int] = set()
     for label, user, date, text in tweets:
@@ -164,18 +149,20 @@ def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
             yield label, user, text
 
 
-def _source(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
+def _tweets(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
     """Return a function that starts a pass over all tweets."""
-    found = locate(FILES, folder)
-    if found is None:
-        table = _from_hub(folder)
-        columns = ("user", "date", "text")
-        return lambda: ((_label(row["sentiment"]), *(row[c] for c in columns)) for row in table)
-    return lambda: _read(found[0])
+    paths = SOURCE.locate(folder)
+    if paths is not None:
+        return lambda: _read(paths[0])
+    (table,) = SOURCE.download(["train"], folder)
+    table = table.select_columns(["sentiment", "user", "date", "text"])
+    return lambda: (
+        (_label(row["sentiment"]), row["user"], row["date"], row["text"]) for row in table
+    )
 
 
 def _read(path: Path) -> Iterator[Tweet]:
-    with opened(path, "rt", encoding="latin-1", newline="") as stream:
+    with open_text(path, encoding="latin-1") as stream:
         rows = csv.reader(stream)
         try:
             for polarity, _, date, _, user, text in rows:
@@ -191,16 +178,3 @@ def _label(polarity: int) -> int:
     if polarity not in _LABELS:
         raise InvalidValue(f"polarity {polarity} is neither 0 nor 4")
     return _LABELS[polarity]
-
-
-def _from_hub(folder: Path | None) -> Any:
-    """Download the rows of the training part through flwr-datasets."""
-    missing = DataNotFound.named(
-        "sent140",
-        folder,
-        f"There are two ways to provide it:\n  1. a folder with {_FILE} (or {_FILE}.gz),\n"
-        f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
-        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {HUB}.",
-    )
-    (table,) = load_from_hub(HUB, ["train"], missing)
-    return table.select_columns(["sentiment", "user", "date", "text"])

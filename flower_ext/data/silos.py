@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flower_ext.checks import require_one_of
 from flower_ext.data import datasets, tabular
 from flower_ext.data.examples import ClientData, SiloData
 from flower_ext.data.partition import split
-from flower_ext.data.users import Distribution, allocate, allocate_within
+from flower_ext.data.users import Allocation, Distribution, allocate, allocate_within
 from flower_ext.errors import InvalidValue
 
 _MNIST, _MNIST_TRAINING = 70_000, 60_000
@@ -97,8 +98,7 @@ def describe_silos(name: str) -> SilosInfo:
     ValueError
         The name is unknown; the message lists the known ones.
     """
-    if name not in _SILOS:
-        raise InvalidValue(f"name={name!r}: expected one of {', '.join(_SILOS)}")
+    require_one_of("name", name, silo_names())
     return _SILOS[name]
 
 
@@ -143,35 +143,24 @@ def load_silos(
     silos = info.num_silos if num_silos is None else num_silos
     rng = np.random.default_rng(seed)
     if not info.fixed_silos:
-        data = _pool(name, folder, rng)
-        dealt = allocate(
+        pool = _pool(name, folder, rng)
+        allocation = allocate(
             distribution,
-            data.train.targets.numpy(),
+            pool.train.targets.numpy(),
             num_users=users,
             num_silos=silos,
             rng=rng,
             labels_per_user=labels_per_user,
         )
-        tests = np.array_split(rng.permutation(len(data.test)), silos)
-        return [
-            SiloData(
-                train=data.train.subset(rows),
-                test=data.test.subset(np.sort(test)),
-                owners=torch.from_numpy(owners),
-            )
-            for rows, owners, test in zip(dealt.rows, dealt.owners, tests, strict=True)
-        ]
+        return _deal(pool, allocation, rng)
     if silos != info.num_silos:
         raise InvalidValue(f"num_silos={silos!r}: expected {info.num_silos}, the silos of {name}")
     if labels_per_user is not None:
         raise InvalidValue(
             f"labels_per_user={labels_per_user!r}: expected None, as the silos of {name} are fixed"
         )
-    if name == "heart-disease":
-        centres = tabular.heart_disease(folder)
-    else:
-        centres = tabular.tcga_brca(folder, scaled=name == "tcga-brca-scaled")
-    allocation = allocate_within(
+    centres = _centres(name, folder)
+    owners = allocate_within(
         distribution,
         [len(centre.train) for centre in centres],
         num_users=users,
@@ -179,9 +168,29 @@ def load_silos(
         at_least=info.records_per_user,
     )
     return [
-        SiloData(train=centre.train, test=centre.test, owners=torch.from_numpy(owners))
-        for centre, owners in zip(centres, allocation.owners, strict=True)
+        SiloData(train=centre.train, test=centre.test, owners=torch.from_numpy(of_records))
+        for centre, of_records in zip(centres, owners, strict=True)
     ]
+
+
+def _deal(pool: ClientData, allocation: Allocation, rng: np.random.Generator) -> list[SiloData]:
+    """Return silos with their allocated training examples and equal shares of the test examples."""
+    tests = np.array_split(rng.permutation(len(pool.test)), len(allocation.rows))
+    return [
+        SiloData(
+            train=pool.train.subset(rows),
+            test=pool.test.subset(np.sort(test)),
+            owners=torch.from_numpy(owners),
+        )
+        for rows, owners, test in zip(allocation.rows, allocation.owners, tests, strict=True)
+    ]
+
+
+def _centres(name: str, folder: Path | None) -> list[ClientData]:
+    """Return the data of each hospital or region."""
+    if name == "heart-disease":
+        return tabular.heart_disease(folder)
+    return tabular.tcga_brca(folder, scaled=name == "tcga-brca-scaled")
 
 
 def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:

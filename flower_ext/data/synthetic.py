@@ -20,8 +20,10 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
+from flower_ext.checks import require_at_least_one, require_one_of
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.data.partition import split
+from flower_ext.data.sources import Source
 from flower_ext.errors import InvalidValue
 
 FEATURES = 20
@@ -52,9 +54,8 @@ def kinds() -> list[str]:
     return list(_KINDS)
 
 
-def _facts(kind: str) -> _Kind:
-    if kind not in _KINDS:
-        raise InvalidValue(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
+def _known(kind: str) -> _Kind:
+    require_one_of("kind", kind, kinds())
     return _KINDS[kind]
 
 
@@ -69,10 +70,9 @@ def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVI
     ValueError
         The kind is unknown, or ``num_devices`` is below 1.
     """
-    facts = _facts(kind)
-    if num_devices < 1:
-        raise InvalidValue(f"num_devices={num_devices!r}: expected at least 1")
-    mean = facts.samples / DEVICES - SMALLEST_DEVICE
+    published = _known(kind)
+    require_at_least_one("num_devices", num_devices)
+    mean = published.samples / DEVICES - SMALLEST_DEVICE
     draws = rng.standard_normal(num_devices)
 
     def above_smallest(scale: float) -> np.ndarray:
@@ -81,10 +81,12 @@ def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVI
 
     # The deviation grows with the scale, so bisection finds the scale. The upper end is four times
     # the population's scale, more than any usual draw needs.
-    low, high = 0.0, 4 * np.sqrt(np.log1p((facts.stdev / mean) ** 2))
+    low, high = 0.0, 4 * np.sqrt(np.log1p((published.stdev / mean) ** 2))
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if above_smallest(middle).std() < facts.stdev else (low, middle)
+        low, high = (
+            (middle, high) if above_smallest(middle).std() < published.stdev else (low, middle)
+        )
     ends = np.round(np.cumsum(SMALLEST_DEVICE + above_smallest(low)))
     return np.diff(ends, prepend=0).astype(np.int64)
 
@@ -117,7 +119,7 @@ def generate(
     ValueError
         The kind is unknown, ``num_devices`` is below 1, or ``num_classes`` is below 2.
     """
-    variance = _facts(kind).variance
+    variance = _known(kind).variance
     if num_classes < 2:
         raise InvalidValue(f"num_classes={num_classes!r}: expected at least 2")
     sizes = device_sizes(kind, rng=rng, num_devices=num_devices)
@@ -136,8 +138,8 @@ def generate(
         features = rng.normal(centre, deviations, (size, FEATURES))
         targets = (features @ weights.T + bias).argmax(axis=1)
         train, test = split(np.arange(size), targets, rng=rng)
-        own = _examples(features, targets)
-        devices.append(ClientData(train=own.subset(train), test=own.subset(test)))
+        records = _examples(features, targets)
+        devices.append(ClientData(train=records.subset(train), test=records.subset(test)))
     return devices
 
 
@@ -149,8 +151,15 @@ def file_name(kind: str) -> str:
     ValueError
         The kind is unknown.
     """
-    _facts(kind)
+    _known(kind)
     return f"upcycled_synthetic/synthetic_{kind.replace('-', '_')}.npz"
+
+
+def locate(kind: str, folder: Path | None) -> Path | None:
+    """Return the authors' file of a kind if it exists."""
+    source = Source(name=f"synthetic-{kind}", files=((file_name(kind),),))
+    paths = source.locate(folder)
+    return paths[0] if paths else None
 
 
 def read(path: Path) -> list[ClientData]:
@@ -170,14 +179,14 @@ def read(path: Path) -> list[ClientData]:
     ValueError
         The file is damaged or has other content.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
     try:
         with np.load(path) as arrays:
             train, test = (
                 [arrays[f"{name}_{part}"] for name in ("x", "y", "client")]
                 for part in ("train", "test")
             )
+    except FileNotFoundError:
+        raise
     except (OSError, EOFError, KeyError, ValueError, BadZipFile, UnpicklingError) as error:
         raise InvalidValue(f"{path} is not a file of synthetic devices: {error}") from error
     trains, tests = _by_device(path, *train), _by_device(path, *test)
@@ -203,8 +212,8 @@ def _by_device(
     count = len(np.unique(device))
     if not np.isin(device, np.arange(count)).all():
         raise InvalidValue(f"{path}: expected devices numbered 0 … {count - 1}, each with examples")
-    own = _examples(features, targets)
-    return [own.subset(np.flatnonzero(device == number)) for number in range(count)]
+    records = _examples(features, targets)
+    return [records.subset(np.flatnonzero(device == number)) for number in range(count)]
 
 
 def _examples(features: np.ndarray, targets: np.ndarray) -> Examples:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import csv
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from flower_ext.data.examples import ClientData, Examples
-from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound, locate, opened
 from flower_ext.data.partition import split
+from flower_ext.data.sources import Source, open_text
 from flower_ext.errors import InvalidValue
 
 CREDITCARD_FEATURES = 30
@@ -26,17 +28,22 @@ TCGA_BRCA_FEATURES = 39
 HEART_DISEASE_CENTRES = ("cleveland", "hungarian", "switzerland", "va")
 TCGA_BRCA_REGIONS = 6
 
-FILES = {
-    "creditcard": tuple(
-        (f"creditcard/{name}{suffix}",)
-        for name in ("creditcard.csv", "creditcard_subset.csv")
-        for suffix in ("", ".gz")
-    ),
-    "heart-disease": (
-        tuple(f"heart_disease/processed.{centre}.data" for centre in HEART_DISEASE_CENTRES),
-    ),
-    "tcga-brca": (("tcga_brca/brca.csv", "tcga_brca/train_test_split.csv"),),
-}
+_SUBSTITUTE = "'breast-cancer' or 'digits'"
+CREDITCARD = Source(
+    name="creditcard",
+    files=(("creditcard/creditcard.csv",), ("creditcard/creditcard_subset.csv",)),
+    substitute=_SUBSTITUTE,
+)
+HEART_DISEASE = Source(
+    name="heart-disease",
+    files=(tuple(f"heart_disease/processed.{centre}.data" for centre in HEART_DISEASE_CENTRES),),
+    substitute=_SUBSTITUTE,
+)
+TCGA_BRCA = Source(
+    name="tcga-brca",
+    files=(("tcga_brca/brca.csv", "tcga_brca/train_test_split.csv"),),
+    substitute=_SUBSTITUTE,
+)
 
 _TRAIN_FRACTION = 0.85
 _NORMAL_TRANSACTIONS = 28_432
@@ -67,11 +74,11 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
     ValueError
         The file has other content.
     """
-    (path,) = _find("creditcard", folder)
-    rows = list(_records(path))
-    columns = ["Time", *(f"V{number}" for number in range(1, 29)), "Amount", "Class"]
-    kept = [row for row in rows if row.get("pool", "random") == "random"]
-    table = _numbers(path, kept, columns)
+    (path,) = CREDITCARD.require(folder)
+    file = _CsvFile.read(path)
+    table = file.numbers(["Time", *(f"V{number}" for number in range(1, 29)), "Amount", "Class"])
+    if "pool" in file.header:
+        table = table[file.texts("pool") == "random"]
     fraud = table[:, -1] == 1
     if not np.isin(table[:, -1], (0, 1)).all():
         raise InvalidValue(f"{path}: expected 0 or 1 in the column Class")
@@ -94,26 +101,21 @@ def heart_disease(folder: Path | None = None) -> list[ClientData]:
     DataNotFound, ValueError
         As `creditcard`.
     """
-    return [_heart_centre(path) for path in _find("heart-disease", folder)]
+    return [_heart_centre(path) for path in HEART_DISEASE.require(folder)]
 
 
 def _heart_centre(path: Path) -> ClientData:
     from sklearn.model_selection import train_test_split
 
-    with path.open(encoding="utf-8", newline="") as stream:
-        lines = [line for line in csv.reader(stream) if line]
-    complete = []
-    for number, line in enumerate(lines, start=1):
-        if len(line) != 14:
-            raise InvalidValue(f"{path}, line {number}: {len(line)} columns, expected 14")
-        left = [*line[:10], line[13]]
-        if "?" not in left:
-            complete.append([_number(path, number, value) for value in left])
-    if not complete:
+    table = _parse(path, _lines(path), converters=_number_or_missing)
+    if table.shape[1] != 14:
+        raise InvalidValue(f"{path}: {table.shape[1]} columns, expected 14")
+    table = np.delete(table, (10, 11, 12), axis=1)
+    table = table[~np.isnan(table).any(axis=1)]
+    if len(table) == 0:
         raise InvalidValue(
             f"{path}: expected complete rows, without '?' in the columns that are kept"
         )
-    table = np.array(complete)
     pain, ecg, disease = table[:, 2], table[:, 6], table[:, -1]
     levels = ((pain, (1, 2, 3, 4)), (ecg, (0, 1, 2)), (disease, (0, 1, 2, 3, 4)))
     if not all(np.isin(column, values).all() for column, values in levels):
@@ -150,21 +152,21 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     DataNotFound, ValueError
         As `creditcard`.
     """
-    table_path, split_path = _find("tcga-brca", folder)
-    rows = list(_records(table_path))
-    features = list(rows[0])[1:-2] if rows else []
+    table_path, split_path = TCGA_BRCA.require(folder)
+    file, split_file = _CsvFile.read(table_path), _CsvFile.read(split_path)
+    features = file.header[1:-2]
     if len(features) != TCGA_BRCA_FEATURES:
         raise InvalidValue(
             f"{table_path}: {len(features)} features, expected {TCGA_BRCA_FEATURES} between pid "
             "and E, T"
         )
-    table = _numbers(table_path, rows, [*features, "T", "E"]).astype(np.float32)
+    table = file.numbers([*features, "T", "E"]).astype(np.float32)
     if not np.isin(table[:, -1], (0, 1)).all():
         raise InvalidValue(f"{table_path}: expected 0 or 1 in the column E")
     if scaled:
         table[:, 0] = (table[:, 0] - 60) / 10
-    parts = {row["pid"]: row["fold2"] for row in _records(split_path)}
-    part = np.array([parts.get(row["pid"], "") for row in rows])
+    part_of = dict(zip(split_file.texts("pid"), split_file.texts("fold2"), strict=True))
+    part = np.array([part_of.get(patient, "") for patient in file.texts("pid")])
     return [
         _by_rows(
             table[:, :-2],
@@ -175,56 +177,65 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     ]
 
 
-def _find(name: str, folder: Path | None) -> list[Path]:
-    found = locate(FILES[name], folder)
-    if found is None:
-        alternatives = "\n  or ".join(", ".join(paths) for paths in FILES[name])
-        raise DataNotFound.named(
-            name,
-            folder,
-            f"Give a folder with {alternatives}\n"
-            f"  named by data-folder, or by the environment variable {FOLDER_VARIABLE}; or choose\n"
-            "  'breast-cancer' or 'digits', which are always available.",
-        )
-    return found
+@dataclass(frozen=True)
+class _CsvFile:
+    """A CSV file whose first line names the columns; ``rows`` are its other lines."""
+
+    path: Path
+    header: list[str]
+    rows: list[str]
+
+    @classmethod
+    def read(cls, path: Path) -> _CsvFile:
+        """Read a file, gzipped or not."""
+        lines = _lines(path)
+        return cls(path, next(csv.reader(lines[:1]), []), lines[1:])
+
+    def numbers(self, columns: Sequence[str]) -> np.ndarray:
+        """Return columns as finite numbers (rows, columns)."""
+        return _parse(self.path, self.rows, usecols=self._places(columns), converters=_number)
+
+    def texts(self, column: str) -> np.ndarray:
+        """Return a column as texts (rows,)."""
+        return _parse(self.path, self.rows, usecols=self._places([column]), dtype=str)[:, 0]
+
+    def _places(self, columns: Sequence[str]) -> list[int]:
+        missing = [name for name in columns if name not in self.header]
+        if missing or not self.rows:
+            raise InvalidValue(
+                f"{self.path}: found no values of the columns {', '.join(missing or columns)}; "
+                "expected a CSV file whose first line names all columns, and one or more rows below"
+            )
+        return [self.header.index(name) for name in columns]
 
 
-def _records(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file with a header, gzipped or not."""
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file, gzipped or not."""
     try:
-        with opened(path, "rt", encoding="utf-8", newline="") as stream:
-            yield from csv.DictReader(stream)
-    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
+        with open_text(path) as stream:
+            return stream.read().splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is damaged: {error}") from error
 
 
-def _numbers(path: Path, rows: Sequence[dict[str, str]], columns: Sequence[str]) -> np.ndarray:
-    missing = [name for name in columns if not rows or name not in rows[0]]
-    if missing:
-        raise InvalidValue(
-            f"{path}: found no values of the columns {', '.join(missing)}; expected a CSV file "
-            "whose first line names all columns, and one or more rows below it"
-        )
+def _parse(path: Path, lines: Sequence[str], **options: Any) -> np.ndarray:
+    """Return the table that the lines hold."""
     try:
-        return np.array([[_finite(row[name]) for name in columns] for row in rows])
-    except (TypeError, ValueError) as error:
+        return np.loadtxt(lines, delimiter=",", quotechar='"', comments=None, ndmin=2, **options)
+    except ValueError as error:
         raise InvalidValue(f"{path}: expected finite numbers: {error}") from error
 
 
-def _number(path: Path, line: int, text: str) -> float:
-    try:
-        return _finite(text)
-    except ValueError as error:
-        raise InvalidValue(
-            f"{path}, line {line}: expected finite numbers or '?': {error}"
-        ) from error
-
-
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise InvalidValue(f"could not read {text!r} as a finite number")
+        raise InvalidValue(f"{text!r} is not finite")
     return number
+
+
+def _number_or_missing(text: str) -> float:
+    """Return a finite number, or NaN for a question mark."""
+    return math.nan if text == "?" else _number(text)
 
 
 def _standardise(features: np.ndarray, train: np.ndarray) -> np.ndarray:

@@ -33,8 +33,8 @@ def checked(name: str, tree: Tree) -> Tree:
     if isinstance(tree, tuple | Mapping) and len(tree):
         children = _children(tree)
         if isinstance(tree, tuple) or all(isinstance(key, str) for key in children):
-            made = {key: checked(f"{name}[{key!r}]", own) for key, own in children.items()}
-            return _like(tree, made) if isinstance(tree, tuple) else made
+            parts = {key: checked(f"{name}[{key!r}]", part) for key, part in children.items()}
+            return _like(tree, parts) if isinstance(tree, tuple) else parts
     raise TypeError(
         f"{name} of type {type(tree).__name__}: expected a torch.Tensor, or a tuple or mapping "
         "(with names for keys) of at least one"
@@ -47,8 +47,8 @@ def named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
     if children is None:
         yield name, tree
         return
-    for key, own in children.items():
-        yield from named(f"{name}[{key!r}]", own)
+    for key, part in children.items():
+        yield from named(f"{name}[{key!r}]", part)
 
 
 def first(tree: Tree) -> Tensor:
@@ -74,8 +74,8 @@ def form(tree: Tree) -> tuple[Hashable, ...]:
     """Return the shape and type of one row. The order of a mapping's names does not matter."""
     if isinstance(tree, Tensor):
         return tree.shape[1:], tree.dtype
-    made = [(key, form(own)) for key, own in _children(tree).items()]
-    return tuple(sorted(made, key=lambda part: part[0]))
+    forms = [(key, form(part)) for key, part in _children(tree).items()]
+    return tuple(sorted(forms, key=lambda named_form: named_form[0]))
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
@@ -83,11 +83,11 @@ def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]
-    made = {
-        key: mapped(function, own, *(other[key] for other in others))
-        for key, own in children.items()
+    images = {
+        key: mapped(function, part, *(other[key] for other in others))
+        for key, part in children.items()
     }
-    return _like(tree, made)
+    return _like(tree, images)
 
 
 def rows(tree: Tree, indices: Tensor) -> Tree:
@@ -124,7 +124,7 @@ def _cut(function: Callable[[Tensor], Sequence[Tensor]], tree: Tree) -> Sequence
     if isinstance(tree, Tensor):
         return function(tree)
     children = _children(tree)
-    pieces = zip(*(_cut(function, own) for own in children.values()), strict=True)
+    pieces = zip(*(_cut(function, part) for part in children.values()), strict=True)
     return [_like(tree, dict(zip(children, piece, strict=True))) for piece in pieces]
 
 

@@ -1,7 +1,6 @@
 """Allocations of records to users whose records may lie in several silos.
 
-These are the allocations of Uldp-FL, Section 5.1. Users and silos are numbers from 0. Records are
-rows of a pool; where silos are given, the pool holds their records, one silo after the other.
+These are the allocations of Uldp-FL, Section 5.1. Users and silos are numbers from 0.
 
 The authors' code deals uniform records out evenly, gives every Zipf user of fixed silos one record
 to begin with, and hands left-over labels to user 0. This module instead draws users and silos for
@@ -12,10 +11,8 @@ special.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from numbers import Integral
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,40 +26,11 @@ SILO_EXPONENT = 2.0
 MAIN_SHARE = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """For each silo, rows of the pool and the owner of each row.
+class Allocation(NamedTuple):
+    """For each silo, rows of the pool and the owner of each row, as int64 arrays."""
 
-    Parameters
-    ----------
-    rows, owners : tuple of numpy.ndarray
-        One pair of int64 arrays of equal length per silo; no row is in two silos.
-    num_users : int
-        Users are 0 … num_users - 1; some may own no record.
-    """
-
-    rows: tuple[np.ndarray, ...]
-    owners: tuple[np.ndarray, ...]
-    num_users: int
-
-    def __post_init__(self) -> None:
-        if len(self.rows) != len(self.owners) or not self.rows:
-            raise InvalidValue(
-                f"rows of {len(self.rows)} silos and owners of {len(self.owners)}: expected as "
-                "many of both, and at least one silo"
-            )
-        for silo, (rows, owners) in enumerate(zip(self.rows, self.owners, strict=True)):
-            if len(rows) != len(owners):
-                raise InvalidValue(
-                    f"silo {silo} has {len(rows)} rows but {len(owners)} owners: expected as many"
-                )
-            if len(owners) and not 0 <= owners.min() <= owners.max() < self.num_users:
-                raise InvalidValue(f"owners of silo {silo}: expected 0 … {self.num_users - 1}")
-
-    @cached_property
-    def histogram(self) -> np.ndarray:
-        """n_{s,u} as int64 (silos, users)."""
-        return np.stack([np.bincount(o, minlength=self.num_users) for o in self.owners])
+    rows: list[np.ndarray]
+    owners: list[np.ndarray]
 
 
 def limit_contributions(
@@ -92,7 +60,7 @@ def limit_contributions(
     require_at_least_one("group_size", group_size)
     silos, users = histogram.shape
     silo, owner = (
-        np.repeat(each.ravel(), histogram.ravel()) for each in np.indices((silos, users))
+        np.repeat(index.ravel(), histogram.ravel()) for index in np.indices((silos, users))
     )
     kept = choose(owner, np.full(users, group_size), rng)
     limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
@@ -186,8 +154,8 @@ def allocate(
     rank = rng.choice(num_silos, size=records, p=_weights(distribution, num_silos, silo_exponent))
     silo_of_rank = rng.permuted(np.tile(np.arange(num_silos), (num_users, 1)), axis=1)
     silos = silo_of_rank[owners, rank]
-    rows = tuple(np.flatnonzero(silos == silo) for silo in range(num_silos))
-    return Allocation(rows=rows, owners=tuple(owners[own] for own in rows), num_users=num_users)
+    rows = [np.flatnonzero(silos == silo) for silo in range(num_silos)]
+    return Allocation(rows, [owners[silo_rows] for silo_rows in rows])
 
 
 def allocate_within(
@@ -199,8 +167,8 @@ def allocate_within(
     at_least: int = 1,
     user_exponent: float = USER_EXPONENT,
     main_share: float = MAIN_SHARE,
-) -> Allocation:
-    """Draw users for the records of given silos.
+) -> list[np.ndarray]:
+    """Draw the owners of the records of given silos, one array per silo.
 
     * ``uniform``: all users are equally likely for every record.
     * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-user_exponent. Each of a user's
@@ -239,13 +207,11 @@ def allocate_within(
         per_user = rng.multinomial(room.sum(), weights)
         blocks = _mainly_in_one(per_user, room, main_share, rng)
     owners = []
-    for own, size in zip(blocks, silo_sizes, strict=True):
-        records = np.repeat(own, at_least)
-        left_over = np.full(size - len(records), own[-1])
+    for block_owners, size in zip(blocks, silo_sizes, strict=True):
+        records = np.repeat(block_owners, at_least)
+        left_over = np.full(size - len(records), block_owners[-1])
         owners.append(rng.permutation(np.concatenate([records, left_over])))
-    ends = np.cumsum(silo_sizes)
-    rows = tuple(np.arange(end - size, end) for end, size in zip(ends, silo_sizes, strict=True))
-    return Allocation(rows=rows, owners=tuple(owners), num_users=num_users)
+    return owners
 
 
 def _mainly_in_one(

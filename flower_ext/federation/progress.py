@@ -9,8 +9,8 @@ from logging import getLogger
 import numpy as np
 from flwr.app import Message
 
-from flower_ext.evaluation import summarize
 from flower_ext.federation.uploads import payload_bytes, payload_of
+from flower_ext.metrics import summarize
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunDirectory

@@ -1,13 +1,8 @@
 """DP-Ditto's planner: the number of rounds and the share of personalisation for a budget."""
 
-from flower_ext.planning.convergence import (
-    Coefficients,
-    ConvergenceBound,
-    DittoProblem,
-    convergence_bound,
-)
+from flower_ext.planning.convergence import ConvergenceBound, DittoProblem, convergence_bound
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.planning.linear_world import LinearWorld
+from flower_ext.planning.linear_federation import LinearFederation
 from flower_ext.planning.loss_constants import PilotEstimates, estimate_problem
 from flower_ext.planning.search import (
     EmpiricalSchedule,
@@ -19,12 +14,11 @@ from flower_ext.planning.search import (
 )
 
 __all__ = [
-    "Coefficients",
     "ConvergenceBound",
     "DittoProblem",
     "EmpiricalSchedule",
     "LinearFairness",
-    "LinearWorld",
+    "LinearFederation",
     "Outcome",
     "PilotEstimates",
     "Schedule",

@@ -11,7 +11,7 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 ε_G, ε_L              ``global_rate``, ``personal_rate``
 (1 + λ²) η_L² G, β    ``residual``, ``coupling``
 φ_L                   ``noise``: the noise that one planned round adds to every round
-h(T, λ), T′           ``ConvergenceBound.after``, ``.search_limit``
+h(T, λ)               ``ConvergenceBound.after``
 ====================  =====================================================
 
 Theorem 1 unrolls two recursions. With e_t the gap of the global model and a_t the squared distance
@@ -106,24 +106,6 @@ class DittoProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coefficients:
-    """h(T) = (h1 + h2 T + h3 T²) ε_L^T + (h4 + h5 T) ε_G^T + h6 T + h7, for Eqns 16 and 18.
-
-    If the rates differ, h3 is 0 and the paper's H₁…H₆ are h1, h2, h4, h5, h6, h7. If they are
-    equal, h4 and h5 are 0 and the paper's ℋ₁, ℋ₂, ℋ₃ are h1, h2, h3. Its ℋ₄ is misprinted; its
-    proof gives h6 T + h7.
-    """
-
-    h1: float
-    h2: float
-    h3: float
-    h4: float
-    h5: float
-    h6: float
-    h7: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ConvergenceBound:
     """Theorem 1 at one λ: both recursions, unrolled.
 
@@ -165,74 +147,13 @@ class ConvergenceBound:
             )
         return np.where(np.isnan(h) | ((a < 0) & (T > 0)), math.inf, h)
 
-    @property
-    def coefficients(self) -> Coefficients:
-        """H₁…H₆ of Eqn 16b, or for equal rates the corrected ℋ₁… of Eqn 18b.
-
-        Raises
-        ------
-        ValueError
-            A rate is not in (0, 1); the sums then have no such form.
-        """
-        a, b = self.personal_rate, self.global_rate
-        if not (0 < a < 1 and 0 <= b < 1):
-            raise InvalidValue(f"rates {a!r} and {b!r}: expected numbers in (0, 1)")
-        limit = self.residual / (1 - a)
-        gap, noise = self.coupling * self.initial_gap, self.coupling * self.noise
-        slope = noise / ((1 - a) * (1 - b))
-        if a == b:
-            return Coefficients(
-                h1=self.initial_distance - limit,
-                h2=gap / a - slope,
-                h3=-noise / (a * (1 - a)),
-                h4=0.0,
-                h5=0.0,
-                h6=slope,
-                h7=limit,
-            )
-        apart = a - b
-        return Coefficients(
-            h1=self.initial_distance + gap / apart - limit,
-            h2=-noise / ((1 - a) * apart),
-            h3=0.0,
-            h4=-gap / apart,
-            h5=noise / ((1 - b) * apart),
-            h6=slope,
-            h7=limit,
-        )
-
-    @property
-    def lower_bound(self) -> tuple[float, float]:
-        """Intercept and slope of a line below h: Eqn 17, and its counterpart for equal rates.
-
-        Eqn 19 as printed is no line but tends to a constant, so it limits no search.
-        """
-        c, a, b = self.coefficients, self.personal_rate, self.global_rate
-        least = (
-            min(c.h1, 0.0)
-            + min(c.h2, 0.0) * _largest_term(a, 1)
-            + min(c.h3, 0.0) * _largest_term(a, 2)
-            + min(c.h4, 0.0)
-            + min(c.h5, 0.0) * _largest_term(b, 1)
-        )
-        return least + c.h7, c.h6
-
-    @property
-    def search_limit(self) -> float:
-        """T′, above which h exceeds h(0). Infinite if noise or coupling is 0, or h diverges."""
-        if not (self.converges and self.personal_rate > 0):
-            return math.inf
-        intercept, slope = self.lower_bound
-        return (self.initial_distance - intercept) / slope if slope > 0 else math.inf
-
     def best_rounds(self, max_rounds: int) -> int:
         """Return T*, the number of rounds up to ``max_rounds`` with the smallest h.
 
         0 means that no number of rounds improves on the start.
         """
         require_at_least_one("max_rounds", max_rounds)
-        limit = int(min(max_rounds, max(1.0, self.search_limit)))
-        return int(np.argmin(self.after(np.arange(limit + 1))))
+        return int(np.argmin(self.after(np.arange(max_rounds + 1))))
 
 
 def convergence_bound(
@@ -327,8 +248,3 @@ def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
     if small <= 0:
         return (large**T - small**T) / (large - small)
     return -(large**T) * np.expm1(T * math.log1p((small - large) / large)) / (large - small)
-
-
-def _largest_term(rate: float, power: int) -> float:
-    """Return the maximum of T^power rate^T over T >= 0, for a rate below 1."""
-    return 0.0 if rate == 0 else float((power / (math.e * -math.log(rate))) ** power)

@@ -150,7 +150,7 @@ class LinearFairness:
         return noise / (noise + self.feature_energy * self.model_variance)
 
     @property
-    def own_variance(self) -> float:
+    def posterior_variance(self) -> float:
         """τ²: the variance of a client's true model that remains when w* is known."""
         return self.shrinkage * self.model_variance
 
@@ -170,10 +170,8 @@ class LinearFairness:
 
     def cubic(self, *, upload_variance: float, basis: Basis = "provable") -> NDArray[np.float64]:
         """Return dR/dα₀ (Eqn 32) as coefficients of α₀³, α₀², α₀ and 1."""
-        slope = np.zeros(4)
-        found = np.polyder(self._quartic(upload_variance, basis)).coeffs
-        slope[4 - len(found) :] = found
-        return slope
+        derivative = np.polyder(self._quartic(upload_variance, basis)).coeffs
+        return np.concatenate([np.zeros(4 - len(derivative)), derivative])
 
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
         """Return λ* of Theorem 3: the fairest of the cubic's real roots and both ends."""
@@ -194,7 +192,7 @@ class LinearFairness:
         if basis == "published":
             limit = math.sqrt(d) / (2 * self.shrinkage)
         else:
-            limit = math.sqrt(2 * (1 - 1 / N) * d * self.own_variance) / self.shrinkage
+            limit = math.sqrt(2 * (1 - 1 / N) * d * self.posterior_variance) / self.shrinkage
         return Condition(
             f"R has one minimum whatever the noise, which is certain if C < {limit:.4g} "
             f"(C = {clipping_norm:.4g})",
@@ -206,12 +204,12 @@ class LinearFairness:
         if not 0 <= upload_variance < math.inf:
             raise InvalidValue(f"upload_variance={upload_variance!r}: expected a number >= 0")
         N, d = self.num_clients, self.dimension
-        own, shared = self.own_variance, self.shared_variance
+        posterior, shared = self.posterior_variance, self.shared_variance
         if basis == "published":
-            constant, D, W = 2 * d * (own + shared), 2.0 * d, own + shared
+            constant, D, W = 2 * d * (posterior + shared), 2.0 * d, posterior + shared
         elif basis == "provable":
-            left = (1 - 1 / N) * own
-            constant, D, W = 2 * d * left * (own + 2 * shared), 4 * d * left, left + shared
+            left = (1 - 1 / N) * posterior
+            constant, D, W = 2 * d * left * (posterior + 2 * shared), 4 * d * left, left + shared
         else:
             raise InvalidValue(f"basis={basis!r}: expected published or provable")
         noise = upload_variance / N

@@ -44,9 +44,9 @@ class PilotEstimates:
         """
         names = [field.name for field in fields(cls)]
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            numbers = {name: float(facts[name]) for name in names}
-            dimension = int(facts["dimension"])
+            content = json.loads(path.read_text(encoding="utf-8"))
+            numbers = {name: float(content[name]) for name in names}
+            dimension = int(content["dimension"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidValue(
                 f"pilot={str(path)!r}: expected a JSON file with the numbers "

@@ -97,9 +97,9 @@ def joint_search(
         A parameter is out of range, or the two problems differ in clients or dimension.
     """
     for name in ("num_clients", "dimension"):
-        ours, theirs = getattr(problem, name), getattr(fairness, name)
-        if ours != theirs:
-            raise InvalidValue(f"{name}={theirs!r} of the fairness problem: expected {ours!r}")
+        expected, value = getattr(problem, name), getattr(fairness, name)
+        if value != expected:
+            raise InvalidValue(f"{name}={value!r} of the fairness problem: expected {expected!r}")
     require_at_least_one("max_rounds", max_rounds)
     candidates = np.arange(1, max_rounds + 1)
     weights, values = np.empty(max_rounds), np.empty(max_rounds)
@@ -190,18 +190,18 @@ def alternating_search(
 
     visited: list[tuple[int, float]] = []
     while True:
-        at = weight
-        T = min(rounds, key=lambda candidate: loss((candidate, at)))
+        current = weight
+        T = min(rounds, key=lambda candidate: loss((candidate, current)))
         weight = min(
             global_weights, key=lambda candidate: _or_infinite(outcome(T, candidate).unfairness)
         )
         if (T, weight) in visited:
-            circle = visited[visited.index((T, weight)) :]
-            best_T, best_weight = min(circle, key=loss)
+            cycle = visited[visited.index((T, weight)) :]
+            best_T, best_weight = min(cycle, key=loss)
             return EmpiricalSchedule(
                 rounds=best_T,
                 global_weight=best_weight,
-                settled=len(circle) == 1,
+                settled=len(cycle) == 1,
                 outcomes=outcomes,
             )
         visited.append((T, weight))

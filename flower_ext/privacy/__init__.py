@@ -4,13 +4,10 @@ This package exports the names that projects, apps and methods use. Import all o
 their modules.
 """
 
+from flower_ext.privacy.accounting.accountant import privacy_loss, privacy_loss_of
 from flower_ext.privacy.accounting.calibration import TargetOutOfReach, calibrate_noise_multiplier
-from flower_ext.privacy.accounting.events import (
-    Release,
-    gaussian_loss,
-    privacy_loss,
-    privacy_loss_of,
-)
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import Release, privacy_loss_of
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext.privacy.ledger import (
     GENESIS,

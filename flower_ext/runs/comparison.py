@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.evaluation import summarize
+from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_comparison

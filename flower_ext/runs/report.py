@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flower_ext.evaluation import summarize
+from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flower_ext.data import Examples
-from flower_ext.evaluation import if_gaussian
+from flower_ext.metrics import BoundTerms, if_gaussian
 from flower_ext.privacy import SecureNoise, SeededNoise, gaussian_loss, secure_generator
 from flower_ext.training import ClippedGradient, DpSgdTraining, train_dp_sgd
 from tests.support.keeping import at_a_kink, kinked
@@ -79,13 +79,8 @@ def test_company_in_a_pass_is_no_attack(planted, monkeypatch):
             ]
         )
 
-    printed = gaussian_loss(1.0, releases=1, delta=DELTA).epsilon
-    bound = if_gaussian(
-        scores(without),
-        scores(present),
-        delta=DELTA,
-        confidence=0.999999,
-        printed=printed,
-    )
+    reported = gaussian_loss(1.0, releases=1, delta=DELTA).epsilon
+    terms = BoundTerms(delta=DELTA, confidence=0.999999, reported=reported)
+    bound = if_gaussian(scores(without), scores(present), terms)
     print(f"moved by {length:.3f} C; {bound}")
     assert bound.exceeds is planted, bound

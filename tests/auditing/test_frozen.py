@@ -1,4 +1,4 @@
-"""With a frozen base below it, the trained part is as private as printed, and faults still show."""
+"""Above a frozen base the trained part is as private as reported, and faults still show."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def client(feature: float) -> ClientData:
 
 def experiment(noise: float = 1.0):
     """Return `client-noise`, with its plan and strategy, and a frozen base below its model."""
-    plain, turns = MECHANISMS["client-noise"](noise=noise), Turns()
+    plain, turns = MECHANISMS["client-noise"].experiment(noise=noise), Turns()
 
     def world(canary: float) -> World:
         data = [client(canary), client(0.0)]
@@ -59,10 +59,10 @@ def experiment(noise: float = 1.0):
     )
 
 
-def test_no_bound_exceeds_what_is_printed():
+def test_no_bound_exceeds_what_is_reported():
     found = audit(experiment(), trials=200, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
-    assert all(view.printed > 0 for view in found.views)
+    assert all(view.reported > 0 for view in found.views)
 
 
 @pytest.mark.parametrize(

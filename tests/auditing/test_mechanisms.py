@@ -46,7 +46,7 @@ POISSON = ("client-noise-poisson", "server-noise-poisson")
 ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum")
 SILENT = faults.silent_noise(2)
 MORE_NOISE = 2.0
-"""With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
+"""With planted faults: a smaller ε is reported, and takes fewer trials to exceed."""
 SMALL = (faults.weights_of_two, faults.pair_masks_left_out, SILENT)
 """Faults that double an effect or less: they show sooner where ε is larger."""
 
@@ -100,8 +100,9 @@ BOUNDS = len(PLANTED) + len(MECHANISMS) + 2
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_no_bound_exceeds_what_is_printed(name):
-    found = audit(MECHANISMS[name](), trials=100, confidence=CONFIDENCE, together=BOUNDS)
+def test_no_bound_exceeds_what_is_reported(name):
+    experiment = MECHANISMS[name].experiment()
+    found = audit(experiment, trials=100, confidence=CONFIDENCE, num_audits=BOUNDS)
     assert not found.broken, found.to_dict()
 
 
@@ -114,8 +115,8 @@ def test_no_bound_exceeds_what_is_printed(name):
 )
 def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
     noise = 1.0 if plant in SMALL else MORE_NOISE
-    experiment = plant(monkeypatch, MECHANISMS[name](rounds=rounds, noise=noise))
-    found = audit(experiment, trials=trials, confidence=CONFIDENCE, together=BOUNDS)
+    experiment = plant(monkeypatch, MECHANISMS[name].experiment(rounds=rounds, noise=noise))
+    found = audit(experiment, trials=trials, confidence=CONFIDENCE, num_audits=BOUNDS)
     assert found.broken, found.to_dict()
 
 
@@ -132,8 +133,8 @@ def test_sums_as_machine_code_are_clipped(clips, monkeypatch):
 
     right = CompiledRow.length
     monkeypatch.setattr(CompiledRow, "length", length)
-    experiment = MECHANISMS["server-noise"](noise=1.0 if clips else MORE_NOISE)
-    found = audit(experiment, trials=100, confidence=CONFIDENCE, together=BOUNDS)
+    experiment = MECHANISMS["server-noise"].experiment(noise=1.0 if clips else MORE_NOISE)
+    found = audit(experiment, trials=100, confidence=CONFIDENCE, num_audits=BOUNDS)
     assert found.broken is not clips, found.to_dict()
     assert len(used) >= 100
 
@@ -141,11 +142,11 @@ def test_sums_as_machine_code_are_clipped(clips, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_with_more_trials_bounds_come_near_to_what_is_printed(name):
+def test_with_more_trials_bounds_come_near_to_what_is_reported(name):
     """But where sampling hides who took part: there no test of one score is the worst case."""
     # Rates alone come near to an ε that is not small.
-    experiment = MECHANISMS[name](noise=0.5 if name == "objective-perturbation" else 1.0)
-    found = audit(experiment, trials=7000, confidence=CONFIDENCE, together=len(MECHANISMS))
+    experiment = MECHANISMS[name].experiment(noise=0.5 if name == "objective-perturbation" else 1.0)
+    found = audit(experiment, trials=7000, confidence=CONFIDENCE, num_audits=len(MECHANISMS))
     assert not found.broken, found.to_dict()
     if name not in POISSON:
         assert min(view.best.ratio for view in found.views) >= 0.8, found.to_dict()

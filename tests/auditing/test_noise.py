@@ -133,7 +133,7 @@ def echo(task):
 
 def seen(name, runs=RUNS):
     """Return an adversary's observations of runs in which nobody learns."""
-    of = MECHANISMS[name](rounds=ROUNDS)
+    of = MECHANISMS[name].experiment(rounds=ROUNDS)
     strategy = of.without.strategy
     app = echo if name == "client-noise-mod" else strategy().method.client_app
     world = World(

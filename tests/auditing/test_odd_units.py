@@ -144,7 +144,7 @@ def with_a_record_that_raises(method):
 @pytest.mark.parametrize("method", grid(METHODS, ("uldp-avg", "ditto-steps").__contains__))
 def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
     experiment = with_a_record_that_raises(method)
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
     assert not found.broken, found.to_dict()
 
 
@@ -170,7 +170,7 @@ def errors_of_one_are_errors_of_all(patch):
 def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
     errors_of_one_are_errors_of_all(monkeypatch)
     experiment = with_a_record_that_raises(method)
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
     assert found.broken, found.to_dict()
 
 
@@ -268,7 +268,7 @@ FAILED = [
 @pytest.mark.parametrize(("setup", "kind"), grid(FAILED, "discard, a NaN".__eq__))
 def test_a_client_whose_training_fails_is_not_found(setup, kind):
     experiment = with_a_client_that_fails(setup, kind)
-    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, num_audits=AUDITS)
     assert not found.broken, found.to_dict()
 
 
@@ -284,7 +284,7 @@ def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind
     monkeypatch.setattr(ClipModel, "hides_missing_data", False)
     monkeypatch.setattr(unmoved, "log_unmoved", _raised)
     experiment = with_a_client_that_fails(setup, kind)
-    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, num_audits=AUDITS)
     assert found.broken, found.to_dict()
 
 
@@ -364,7 +364,7 @@ def one_diverged_client():
 @pytest.mark.full
 def test_a_client_that_diverges_does_not_change_how_others_train():
     experiment = one_diverged_client()
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
     assert not found.broken, found.to_dict()
 
 
@@ -385,5 +385,5 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
 
     monkeypatch.setattr(side_by_side, "_train_steadily", in_another_order)
     experiment = one_diverged_client()
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
     assert found.broken, found.to_dict()

@@ -1,4 +1,4 @@
-"""One run with many canaries: no bound exceeds the printed ε, unless clipping is off."""
+"""One run with many canaries: no bound exceeds the reported ε, unless clipping is off."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ CANARIES = 200
 
 
 @pytest.mark.parametrize("clipped", [True, False])
-def test_one_run_exceeds_what_is_printed_where_clipping_is_off_alone(clipped, monkeypatch):
+def test_one_run_exceeds_what_is_reported_where_clipping_is_off_alone(clipped, monkeypatch):
     if not clipped:
         faults.clipping_off(monkeypatch, None)
     plan = ReleasePlan(

@@ -64,9 +64,8 @@ from flower_ext.privacy import (
     SecureScores,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms import bounds, noised_sum, protections
+from flower_ext.privacy.mechanisms import bounds, noised_sum, protections, quantization
 from flower_ext.privacy.mechanisms import plan as plans
-from flower_ext.privacy.mechanisms import quantization as cells
 from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
@@ -663,6 +662,6 @@ def test_whatever_bounds_adds_or_carries_an_update_is_on_a_path():
     places = [place for path in PATHS.values() for place in (*path.through, *path.around)]
     named = {name for _, name in places}
     named |= {owner.__name__ for owner, _ in places if inspect.isclass(owner)}
-    there = classes() | functions(bounds) | functions(cells)
+    there = classes() | functions(bounds) | functions(quantization)
     assert there - named - NOT_HERE.keys() == set()
     assert NOT_HERE.keys() - there == set()

@@ -16,7 +16,7 @@ def seen(experiment, trials=3):
 
 
 def test_the_server_computes_the_sum_that_it_releases_and_reads_no_upload():
-    for one, strategy in seen(MECHANISMS["secure-sum"](rounds=2)):
+    for one, strategy in seen(MECHANISMS["secure-sum"].experiment(rounds=2)):
         cell = strategy.run.plan.cell
         for number in range(2):
             released = one.models[number + 1]["weight"] - one.models[number]["weight"]
@@ -26,7 +26,7 @@ def test_the_server_computes_the_sum_that_it_releases_and_reads_no_upload():
 
 
 def test_without_the_masks_of_pairs_the_server_reads_each_upload(monkeypatch):
-    experiment = faults.pair_masks_left_out(monkeypatch, MECHANISMS["secure-sum"]())
+    experiment = faults.pair_masks_left_out(monkeypatch, MECHANISMS["secure-sum"].experiment())
     for one, _ in seen(experiment):
         assert set(one.bare[0]) == {0, 1, 2}
         total = sum(own["weight"] for own in one.bare[0].values())
@@ -36,6 +36,6 @@ def test_without_the_masks_of_pairs_the_server_reads_each_upload(monkeypatch):
 
 
 def test_plain_sums_have_no_secure_round():
-    ((one, _),) = seen(MECHANISMS["client-noise"](), trials=1)
+    ((one, _),) = seen(MECHANISMS["client-noise"].experiment(), trials=1)
     assert list(one.sums) == [None]
     assert list(one.bare) == [{}]

@@ -104,10 +104,10 @@ def experiment(model):
 
 
 @pytest.mark.parametrize("model", grid([Plain, Asking, Turning], lambda model: model is Asking))
-def test_no_bound_exceeds_what_is_printed(model):
-    found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+def test_no_bound_exceeds_what_is_reported(model):
+    found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
     assert not found.broken, found.to_dict()
-    assert all(view.printed > 0 for view in found.views)
+    assert all(view.reported > 0 for view in found.views)
 
 
 def without_odd_examples(patch, experiment):
@@ -149,7 +149,7 @@ def test_a_planted_fault_is_found(plant, model, monkeypatch):
     build.__name__ = model.__name__
     broken = plant(monkeypatch, experiment(build))
     assert one_pass_is_taken(build)
-    found = audit(broken, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    found = audit(broken, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
     assert found.broken, found.to_dict()
 
 

@@ -39,7 +39,7 @@ def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_
         status[target] = (done.returncode, told["broken"], "EXCEEDED" in done.stdout)
         (view,) = told["views"]
         assert view["view"] == "released-models"
-        assert view["ratio"] == view["lower_bound"] / view["printed_epsilon"]
+        assert view["ratio"] == view["lower_bound"] / view["reported_epsilon"]
         assert told["joint_confidence"] == 0.9999
         assert (tmp_path / target / "released-models.svg").stat().st_size > 1000
     assert status == {"wrong": (1, True, True), "experiment": (0, False, False)}

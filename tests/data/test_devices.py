@@ -142,7 +142,7 @@ def test_the_default_model_takes_the_features_and_tells_the_classes_apart(name):
     ("arguments", "said"),
     [
         ({"name": "synthetic-2-2"}, "name='synthetic-2-2': expected one of synthetic-iid,"),
-        ({"name": "synthetic-iid", "num_devices": 0}, "num_devices=0: expected at least 1"),
+        ({"name": "synthetic-iid", "num_devices": 0}, "num_devices=0: expected an integer >= 1"),
         ({"name": "synthetic-iid", "num_devices": 4}, "expected at most 3.*generated=True"),
         ({"name": "synthetic-iid", "num_classes": 10}, "expected 2.*authors.*generated=True"),
         ({"name": "synthetic-0-0", "num_classes": 1}, "num_classes=1: expected at least 2"),

@@ -151,7 +151,10 @@ def test_the_generator_decides_and_no_global_randomness_is_touched(kind):
     ("call", "said"),
     [
         (lambda: generate("2-2", rng=rng()), "kind='2-2': expected one of iid, 0-0"),
-        (lambda: generate("iid", rng=rng(), num_devices=0), "num_devices=0: expected at least 1"),
+        (
+            lambda: generate("iid", rng=rng(), num_devices=0),
+            "num_devices=0: expected an integer >= 1",
+        ),
         (lambda: generate("iid", rng=rng(), num_classes=1), "num_classes=1: expected at least 2"),
         (lambda: file_name("0_0"), "kind='0_0'"),
     ],

@@ -127,21 +127,21 @@ def test_tcga_is_scaled_by_numbers_that_no_record_changes(tmp_path):
 
 
 READERS = {
-    "creditcard": lambda folder: tabular.creditcard(folder, rng=rng()),
-    "heart-disease": tabular.heart_disease,
-    "tcga-brca": tabular.tcga_brca,
+    tabular.CREDITCARD: lambda folder: tabular.creditcard(folder, rng=rng()),
+    tabular.HEART_DISEASE: tabular.heart_disease,
+    tabular.TCGA_BRCA: tabular.tcga_brca,
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_missing_files_are_named_with_the_folder_and_what_is_always_there(name, tmp_path):
+@pytest.mark.parametrize("source", READERS, ids=lambda source: source.name)
+def test_missing_files_are_named_with_the_folder_and_what_is_always_there(source, tmp_path):
     with pytest.raises(DataNotFound) as caught:
-        READERS[name](tmp_path)
+        READERS[source](tmp_path)
     text = str(caught.value)
-    for word in (name, str(tmp_path), tabular.FILES[name][0][0], "FLOWER_EXT_DATA", "digits"):
+    for word in (source.name, str(tmp_path), source.files[0][0], "FLOWER_EXT_DATA", "digits"):
         assert word in text
     with pytest.raises(DataNotFound, match="none is given"):
-        READERS[name](None)
+        READERS[source](None)
 
 
 def test_files_of_something_else_are_refused_by_name(tmp_path):
@@ -155,12 +155,12 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     write_heart(tmp_path / "heart_disease")
     centre = tmp_path / "heart_disease" / "processed.va.data"
     for line, said in (
-        ("1,2,3", r"va\.data, line 1: 3 columns, expected 14"),
-        ("1,1,one,1,1,1,1,1,1,1,1,1,1,1", r"va\.data, line 1: expected finite numbers"),
+        ("1,2,3", r"va\.data: 3 columns, expected 14"),
+        ("1,1,one,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected finite numbers: .* at row 0"),
         ("1,1,9,1,1,1,1,1,1,1,1,1,1,1", "chest pain 1 … 4"),
         ("1,1,1,1,1,1,1,1,1,1,1,1,1,-9", "disease 0 … 4"),
-        ("1,1,1,1,1,1,1,1,1,1,1,1,1,nan", r"va\.data, line 1: expected finite numbers"),
-        ("1,1,1,1,inf,1,1,1,1,1,1,1,1,1", r"va\.data, line 1: expected finite numbers"),
+        ("1,1,1,1,1,1,1,1,1,1,1,1,1,nan", r"va\.data: expected finite numbers: .* at row 0"),
+        ("1,1,1,1,inf,1,1,1,1,1,1,1,1,1", r"va\.data: expected finite numbers: .* at row 0"),
         ("?,1,1,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected complete rows"),
     ):
         centre.write_text(line + "\n")

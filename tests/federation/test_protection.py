@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
 )
-from flower_ext.privacy.accounting.events import gaussian_loss
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum

@@ -5,67 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import ConvergenceBound, DittoProblem, LinearWorld, convergence_bound
-
-BASES = ("published", "provable")
-USUAL = {
-    "strong_convexity": 1.0,
-    "smoothness": 2.0,
-    "initial_gap": 1.0,
-    "initial_distance": 4.0,
-    "dimension": 10,
-    "num_clients": 20,
-    "learning_rate": 0.05,
-    "personal_learning_rate": 0.05,
-    "gradient_bound": 1.0,
-    "model_spread": 0.5,
-}
-
-
-def problem(**changes) -> DittoProblem:
-    return DittoProblem(**{**USUAL, **changes})
-
-
-def bound(*, weight=0.5, variance=1e-5, basis="provable", **changes) -> ConvergenceBound:
-    return convergence_bound(
-        problem(**changes), global_weight=weight, variance_per_round=variance, basis=basis
-    )
-
-
-def random_bound(rng, basis, **fixed):
-    mu = math.exp(rng.uniform(-3, 1))
-    L = mu * math.exp(rng.uniform(0, 3))
-    facts = {
-        "strong_convexity": mu,
-        "smoothness": L,
-        "initial_gap": rng.uniform(0, 5),
-        "initial_distance": rng.uniform(0.1, 5),
-        "dimension": int(rng.integers(1, 50)),
-        "num_clients": int(rng.integers(1, 30)),
-        "learning_rate": rng.uniform(0.01, 1.9) / L,
-        "personal_learning_rate": rng.uniform(0.01, 0.9) / (L + 2),
-        "gradient_bound": rng.uniform(0, 4),
-        "model_spread": rng.uniform(0, 2),
-    }
-    return convergence_bound(
-        DittoProblem(**{**facts, **fixed}),
-        global_weight=rng.uniform(0, 2),
-        variance_per_round=math.exp(rng.uniform(-8, 0)),
-        basis=basis,
-    )
-
-
-def equal_rates(**changes) -> ConvergenceBound:
-    facts = {
-        "personal_rate": 0.9,
-        "global_rate": 0.9,
-        "residual": 0.02,
-        "coupling": 0.3,
-        "noise": 0.001,
-        "initial_gap": 2.0,
-        "initial_distance": 5.0,
-    }
-    return ConvergenceBound(**{**facts, **changes})
+from flower_ext.planning import LinearFederation
+from tests.support.ditto_bounds import BASES, bound, equal_rates, problem, random_bound
 
 
 def iterated(b, T):
@@ -75,12 +16,6 @@ def iterated(b, T):
         distance = b.personal_rate * distance + b.residual + b.coupling * gap
         gap = b.global_rate * gap + b.noise * T
     return distance
-
-
-def by_coefficients(b, T):
-    c = b.coefficients
-    local, shared = b.personal_rate**T, b.global_rate**T
-    return (c.h1 + c.h2 * T + c.h3 * T**2) * local + (c.h4 + c.h5 * T) * shared + c.h6 * T + c.h7
 
 
 # The closed forms ---------------------------------------------------------------------------------
@@ -137,33 +72,6 @@ def test_the_longest_useful_step_of_a_round_bowl_has_a_rate_of_exactly_zero_or_m
         )
         assert b.converges
         assert b.global_rate == pytest.approx(0, abs=1e-15)
-        assert math.isfinite(b.search_limit)
-
-
-@pytest.mark.parametrize("basis", BASES)
-def test_the_coefficients_of_equation_16_are_the_bound(basis):
-    rng, T, seen = np.random.default_rng(0), np.arange(200), 0
-    for _ in range(50):
-        b = random_bound(rng, basis)
-        if b.converges:
-            seen += 1
-            np.testing.assert_allclose(by_coefficients(b, T), b.after(T), rtol=1e-9)
-            assert b.coefficients.h3 == 0
-    assert seen > 10
-
-
-def test_the_coefficients_for_equal_rates_are_the_bound_and_the_printed_last_one_is_not():
-    b, T = equal_rates(), np.arange(300)
-    np.testing.assert_allclose(by_coefficients(b, T), b.after(T), rtol=1e-10)
-    c, a = b.coefficients, b.personal_rate
-    printed = (
-        (c.h1 + c.h2 * T + c.h3 * T**2) * a**T
-        - b.residual / (1 - a)
-        - b.coupling / (1 - a)  # ℋ₄ of Eqn 18b
-    )
-    assert printed[0] < b.initial_distance == pytest.approx(b.after(0))
-    assert printed[-1] < 0  # for a squared distance
-    assert b.after(299) == pytest.approx(c.h6 * 299 + c.h7, rel=1e-6)
 
 
 def test_the_printed_constants_are_those_of_lemmas_1_and_2():
@@ -250,7 +158,7 @@ def test_the_provable_bound_needs_neither_gradient_bound_nor_spread_and_always_c
 @pytest.mark.parametrize("variance", [0.0, 1e-3])
 def test_theorem_1_bounds_runs_of_dp_ditto_in_the_linear_world(weight, variance):
     rng, N, d = np.random.default_rng(2), 8, 4
-    world = LinearWorld.draw(
+    world = LinearFederation.draw(
         rng,
         num_clients=N,
         num_examples=10,
@@ -291,40 +199,9 @@ def test_theorem_1_bounds_runs_of_dp_ditto_in_the_linear_world(weight, variance)
 # The search ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("basis", BASES)
-def test_the_line_is_below_the_bound_and_the_search_finds_what_brute_force_finds(basis):
-    rng, T, inner = np.random.default_rng(3), np.arange(2001), 0
-    for _ in range(150):
-        b = random_bound(rng, basis)
-        if not b.converges:
-            continue
-        intercept, slope = b.lower_bound
-        values = b.after(T)
-        assert (intercept + slope * T <= values * (1 + 1e-9)).all()
-        best = b.best_rounds(2000)
-        assert best == int(np.argmin(values))
-        beyond = T[b.search_limit < T]
-        assert (values[beyond] > values[0] * (1 - 1e-9)).all()
-        inner += 0 < best < 2000
-    assert inner > 10
-
-
-def test_the_line_holds_for_equal_rates_too_where_the_printed_one_bounds_no_search():
-    for changes in ({}, {"initial_gap": 0.0}, {"residual": 2.0}, {"noise": 1.0}):
-        b, T = equal_rates(**changes), np.arange(5000)
-        intercept, slope = b.lower_bound
-        assert slope > 0
-        assert (intercept + slope * T <= b.after(T) + 1e-9).all()
-        assert b.best_rounds(4999) == int(np.argmin(b.after(T)))
-    c, rate = equal_rates().coefficients, 0.9
-    printed = c.h3 * T**2 * rate**T  # Eqn 19 less its constant: it returns to 0
-    assert printed.max() == 0
-
-
 def test_more_noise_asks_for_fewer_rounds_and_none_for_all():
     best = [bound(variance=s).best_rounds(5000) for s in (0.0, 1e-6, 1e-4, 1e-2, 1.0)]
     assert best == sorted(best, reverse=True)
-    assert bound(variance=0.0).search_limit == math.inf
     assert bound(weight=0.0, variance=1.0).best_rounds(777) == 777  # purely local: no noise reaches
     assert bound(variance=1e9).best_rounds(5000) <= 1
 
@@ -368,5 +245,3 @@ def test_what_a_bound_cannot_do_is_refused():
         bound().best_rounds(0)
     with pytest.raises(ValueError, match="rounds=-1"):
         bound().after(-1)
-    with pytest.raises(ValueError, match=r"expected numbers in \(0, 1\)"):
-        _ = equal_rates(personal_rate=1.1).coefficients

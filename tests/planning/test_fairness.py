@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import LinearFairness, LinearWorld
+from flower_ext.planning import LinearFairness, LinearFederation
 from tests.support.grids import grid
 
 BASES = ("published", "provable")
@@ -21,8 +21,8 @@ GIVEN = {name: v for name, v in WORLD.items() if name not in ("num_clients", "di
 GRID = np.linspace(0, 2, 401)
 
 
-def world(seed=0, **changes) -> LinearWorld:
-    return LinearWorld.draw(np.random.default_rng(seed), **{**WORLD, **changes})
+def world(seed=0, **changes) -> LinearFederation:
+    return LinearFederation.draw(np.random.default_rng(seed), **{**WORLD, **changes})
 
 
 def fairness(seed=0) -> LinearFairness:
@@ -32,7 +32,7 @@ def fairness(seed=0) -> LinearFairness:
 def spread_of_losses(w, f, weight, stddev, draws, rng):
     """Return Var over clients of ‖u_n* − v_n‖² given û: u_n* from its posterior, fresh noise."""
     local, shape = w.local_models, w.true_models.shape
-    share, own = f.shrinkage, math.sqrt(f.own_variance)
+    share, own = f.shrinkage, math.sqrt(f.posterior_variance)
     shared = math.sqrt(f.shared_variance) * rng.normal(size=(draws, 1, shape[1]))
     truth = (1 - share) * local + share * local.mean(axis=0) + shared
     truth = truth + own * rng.normal(size=(draws, *shape))
@@ -68,7 +68,7 @@ def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_me
     weights = (0.0, 0.5, 1.5)
     seen, said = np.empty((draws, 3)), np.empty((draws, 3))
     for row in range(draws):
-        w = LinearWorld.draw(rng, **{**WORLD, "num_examples": 4})
+        w = LinearFederation.draw(rng, **{**WORLD, "num_examples": 4})
         f = LinearFairness.of_models(w.local_models, **{**GIVEN, "num_examples": 4})
         noise = stddev * rng.normal(size=w.true_models.shape)
         for column, weight in enumerate(weights):
@@ -108,7 +108,7 @@ def test_lemma_3_gives_the_posterior_of_the_true_models():
     assert found[0] == pytest.approx(variance * rho / s2, abs=0.01)
     np.testing.assert_allclose(found[1:], variance * rho / (s2 + N * z2 * rho), atol=0.01)
     assert residual[0] / draws == pytest.approx(variance, rel=0.02)
-    assert f.own_variance + f.shared_variance == pytest.approx(variance, rel=1e-12)
+    assert f.posterior_variance + f.shared_variance == pytest.approx(variance, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))

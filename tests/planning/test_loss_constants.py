@@ -4,7 +4,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from flower_ext.planning import DittoProblem, LinearWorld, PilotEstimates, estimate_problem
+from flower_ext.planning import DittoProblem, LinearFederation, PilotEstimates, estimate_problem
 
 
 def quadratic_pilot(rounds=60, eta=0.2, seed=0):
@@ -40,7 +40,7 @@ def test_the_estimates_lie_on_the_right_side_of_the_truth_and_near_it():
 
 
 def test_in_the_linear_world_the_curvature_is_exact_and_the_estimates_make_a_problem():
-    world = LinearWorld.draw(
+    world = LinearFederation.draw(
         np.random.default_rng(1),
         num_clients=4,
         num_examples=9,
@@ -88,7 +88,7 @@ def test_rounding_never_makes_the_smoothness_less_than_the_convexity():
 
 
 def test_the_gradients_of_the_linear_world_are_those_of_its_losses():
-    world = LinearWorld.draw(
+    world = LinearFederation.draw(
         np.random.default_rng(2),
         num_clients=3,
         num_examples=5,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.evaluation import summarize
+from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.theorems.client_level import client_level_guarantees

@@ -47,7 +47,7 @@ def experiment(divisor: int = CLIENTS) -> Experiment:
         initial=ArrayRecord([np.zeros(100)]),
         score=projected({"0": direction}),
         views=[AdversaryView.RELEASED_MODELS],
-        printed={AdversaryView.RELEASED_MODELS: epsilon},
+        reported={AdversaryView.RELEASED_MODELS: epsilon},
         delta=DELTA,
         gaussian=True,
     )

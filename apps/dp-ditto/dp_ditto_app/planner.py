@@ -98,7 +98,11 @@ def planned_rounds(
     if settings.planner == "none":
         return most
     plan = plan_of(1)
-    assert isinstance(plan, RecordLevelPlan)  # the plan of dp-ditto, which `pilot_of` requires
+    if not isinstance(plan, RecordLevelPlan):
+        raise UnfitSetting(
+            f"run-config planner={settings.planner!r} with a {type(plan).__name__}: expected a "
+            "RecordLevelPlan, whose noise Theorem 1 counts, or planner='none'"
+        )
     planned = best_rounds(
         problem_of(settings, task, pilot),
         global_weight=settings.global_weight,

@@ -13,7 +13,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.planning import PilotEstimates, estimate_problem
 from flower_ext.training.local import gradient
 from flower_ext.training.params import Params
-from flower_ext.training.problem import local_problem
+from flower_ext.training.problem import LocalProblem, local_problem
 from flower_ext.training.task import Task
 
 _LARGEST = 2**28
@@ -58,48 +58,65 @@ def pilot_run(
     if not clients:
         raise InvalidValue("clients=[]: expected the records of at least one client")
     problem = local_problem(task, start, dtype=torch.float64)
-    names = list(problem.start)
-    w = torch.cat([problem.start[name].flatten() for name in names])
-    kept = (rounds + 1) * len(clients) * len(w)
-    if kept > _LARGEST:
-        raise InvalidValue(
-            f"{rounds} rounds, {len(clients)} clients and {len(w)} weights: a pilot run keeps all "
-            f"gradients, and these exceed its memory limit {kept / _LARGEST:.3g} times; take fewer "
-            "rounds or a smaller model"
-        )
-    shapes = [problem.start[name].shape for name in names]
+    shared = _flatten(problem.start)
+    _check_memory(rounds, len(clients), len(shared))
     data = [_double(client, problem.device) for client in clients]
-
-    def at(flat: torch.Tensor, client: Examples) -> tuple[float, torch.Tensor]:
-        """F_n and ∇F_n."""
-        pieces = torch.split(flat, [shape.numel() for shape in shapes])
-        point = {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
-        losses = []
-
-        def loss(params: Params) -> torch.Tensor:
-            value = problem.loss_at(params, client.features, client.targets)
-            losses.append(float(value.detach()))
-            return value
-
-        slope = gradient(loss, point)
-        return losses[0], torch.cat([slope[name].flatten() for name in names])
-
-    own, models, losses, gradients = [w.clone() for _ in data], [], [], []
+    alone = [shared.clone() for _ in data]
+    models, losses, gradients = [], [], []
     for step in range(rounds + 1):
-        found = [at(w, client) for client in data]
-        slopes = torch.stack([slope for _, slope in found])
-        models.append(w.cpu().numpy())
-        losses.append(float(np.mean([value for value, _ in found])))
-        gradients.append(slopes.cpu().numpy())
+        values, slopes = zip(
+            *(_loss_and_gradient(problem, shared, client) for client in data), strict=True
+        )
+        models.append(shared.cpu().numpy())
+        losses.append(float(np.mean(values)))
+        gradients.append(torch.stack(slopes).cpu().numpy())
         if step < rounds:
-            w = w - learning_rate * slopes.mean(dim=0)
-            own = [u - learning_rate * at(u, c)[1] for u, c in zip(own, data, strict=True)]
+            shared = shared - learning_rate * torch.stack(slopes).mean(dim=0)
+            alone = [
+                weights - learning_rate * _loss_and_gradient(problem, weights, client)[1]
+                for weights, client in zip(alone, data, strict=True)
+            ]
     return estimate_problem(
         models=models,
         gradients=gradients,
         losses=losses,
-        local_optima=[u.cpu().numpy() for u in own],
+        local_optima=[weights.cpu().numpy() for weights in alone],
     )
+
+
+def _check_memory(rounds: int, clients: int, weights: int) -> None:
+    """Refuse a pilot run whose gradients need too much memory."""
+    count = (rounds + 1) * clients * weights
+    if count > _LARGEST:
+        raise InvalidValue(
+            f"{rounds} rounds, {clients} clients and {weights} weights: a pilot run keeps all "
+            f"gradients, and these exceed its memory limit {count / _LARGEST:.3g} times; take "
+            "fewer rounds or a smaller model"
+        )
+
+
+def _loss_and_gradient(
+    problem: LocalProblem, weights: torch.Tensor, client: Examples
+) -> tuple[float, torch.Tensor]:
+    """Return F_n and ∇F_n at flat weights."""
+    losses = []
+
+    def loss(params: Params) -> torch.Tensor:
+        value = problem.loss_at(params, client.features, client.targets)
+        losses.append(float(value.detach()))
+        return value
+
+    pieces = torch.split(weights, [start.numel() for start in problem.start.values()])
+    params = {
+        name: piece.view(start.shape)
+        for (name, start), piece in zip(problem.start.items(), pieces, strict=True)
+    }
+    slopes = gradient(loss, params)
+    return losses[0], _flatten({name: slopes[name] for name in problem.start})
+
+
+def _flatten(params: Params) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in params.values()])
 
 
 def _double(examples: Examples, device: torch.device) -> Examples:

@@ -73,12 +73,13 @@ from flower_ext.privacy import Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.theorems.silos import (
-    SECURE_SUM,
-    among_silos,
-    company_assumption,
+from flower_ext.privacy.theorems.silos import SECURE_SUM, among_silos, batching_assumption
+from flower_ext.privacy.theorems.uldp import (
+    UserRun,
+    Weighting,
+    check_user_plan,
+    uldp_avg_guarantees,
 )
-from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -243,8 +244,7 @@ class UldpAvg(OnePhase):
             # The adversary saw refused uploads too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        claims = uldp_avg_guarantees(
-            mechanism,
+        facts = UserRun(
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
             weighting=self.weights.weighting,
@@ -255,13 +255,13 @@ class UldpAvg(OnePhase):
             secure_sum=summation.secure_sum or SECURE_SUM,
             hidden_draw=summation.hidden_draw,
             not_covered=run.not_covered,
-            company=company_assumption(dict(enumerate(apart.tolist()))),
+            batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
         return [
             replace(claim, assumptions=(*claim.assumptions, *summation.assumptions(claim.view)))
             if claim.basis == "provable"
             else claim
-            for claim in claims
+            for claim in uldp_avg_guarantees(mechanism, facts)
         ]
 
 

@@ -61,7 +61,7 @@ log = getLogger("flwr")
 
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
-_STATE, _SENSITIVITY, _RESIDUE = "sum.costs", "sensitivity", "residue"
+_STATE, _SENSITIVITY, _ERROR = "sum.costs", "sensitivity", "approximation_error"
 _WEIGHTING = "flower_ext.algorithms.uldp.weighting"
 _PROTOCOLS = {
     "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
@@ -263,7 +263,7 @@ class WeightedSum(Summation):
         """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
         coordinates = sum(array.size for array in model.values())
         server = self.protocol.server(self._plan, silos=self._num_silos, coordinates=coordinates)
-        self._raise_costs({_SENSITIVITY: server.sensitivity, _RESIDUE: server.residue})
+        self._raise_costs({_SENSITIVITY: server.sensitivity, _ERROR: server.approximation_error})
         server.set_up(Silos(clients))
         self._server, self._keys_lost = server, False
 
@@ -273,7 +273,7 @@ class WeightedSum(Summation):
         self.mechanism = replace(
             self._plan,
             sensitivity=self._costs[_SENSITIVITY],
-            residue=self._costs.get(_RESIDUE, 0.0),
+            approximation_error=self._costs.get(_ERROR, 0.0),
         )
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:

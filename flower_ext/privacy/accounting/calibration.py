@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import Accountant, Release, meets, privacy_loss_of
+from flower_ext.privacy.accounting.accountant import Accountant, meets, privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -73,8 +74,8 @@ def calibrate_noise_multiplier(
         )
 
     def fits(noise_multiplier: float) -> bool:
-        one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
-        releases = Counter({one: rounds}) + Counter(besides or {})
+        release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
+        releases = Counter({release: rounds}) + Counter(besides or {})
         return meets(releases, epsilon=epsilon, delta=delta, accountant=accountant)
 
     safe = 1.0

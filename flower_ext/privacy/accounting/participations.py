@@ -96,17 +96,17 @@ class Participations:
         }
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> Participations:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Participations:
         """Return the participations that `to_dict` wrote."""
-        found = cls()
-        found.rounds = facts["rounds"]
-        found.evaluations = facts.get("evaluations", 0)
-        for unit, count, in_sums, in_uploads in facts["units"]:
-            found.uploads[unit] = count
-            found._in_uploads[unit] = in_uploads
+        participations = cls()
+        participations.rounds = fields["rounds"]
+        participations.evaluations = fields.get("evaluations", 0)
+        for unit, count, in_sums, in_uploads in fields["units"]:
+            participations.uploads[unit] = count
+            participations._in_uploads[unit] = in_uploads
             if in_sums is not None:
-                found._in_sums[unit] = in_sums
-        return found
+                participations._in_sums[unit] = in_sums
+        return participations
 
     @classmethod
     def worst_case(cls, rounds: int, cohort_size: int) -> Participations:

@@ -59,7 +59,7 @@ class NoisedSum(PrivacyPlan):
     dropout_policy: DropoutPolicy = "top-up"
     unit: PrivacyUnit = PrivacyUnit.CLIENT
     sensitivity: float = 1.0
-    residue: float = 0.0
+    approximation_error: float = 0.0
     secure_aggregation: SecureSum | None = None
     silos: int | None = None
 
@@ -67,7 +67,7 @@ class NoisedSum(PrivacyPlan):
         require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_multiplier", self.noise_multiplier)
         require_positive("sensitivity", self.sensitivity)
-        require_not_negative("residue", self.residue)
+        require_not_negative("approximation_error", self.approximation_error)
         require_at_least_one("rounds", self.rounds)
         if self.silos is not None:
             require_at_least_one("silos", self.silos)
@@ -113,7 +113,7 @@ class NoisedSum(PrivacyPlan):
             sampling=self.sampling,
             noise_multiplier=self.noise_multiplier / self.sensitivity,
             relation=self.relation,
-            residue=self.residue / self.noise_multiplier,
+            approximation_error=self.approximation_error / self.noise_multiplier,
         )
 
     @property

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.accountant import Accountant, privacy_loss_of
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.accounting.events import Accountant, Release, privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Guarantee
@@ -56,7 +57,7 @@ class ReleasePlan(NoisedSum):
     sensitivity : float
         Most clipping norms by which one unit moves a sum: 1 for a unit with one upload, more for a
         unit with a part in several.
-    residue : float
+    approximation_error : float
         Most clipping norms between a sum and the exact one, or by which a unit that was not drawn
         moves it. Above 0 if a protocol adds up under encryption.
     secure_aggregation : SecureSum, optional

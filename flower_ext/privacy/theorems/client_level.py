@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import (
-    PrivacyLoss,
-    Release,
-    participations_loss,
-    privacy_loss_of,
-)
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.gaussian import participations_loss
+from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
@@ -32,6 +29,7 @@ from flower_ext.privacy.theorems.assumptions import (
     WHOLE_UPLOADS,
     noise_assumption,
 )
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 _ALWAYS = (
@@ -80,46 +78,44 @@ def client_level_guarantees(
     """
     check_client_plan(plan)
     sums = plan.secure_aggregation
-    common = (*_ALWAYS, ON_A_GRID if sums is None else DISCRETE, noise_assumption(secure_noise))
-    by_clients = plan.noise_placement == "client"
-    honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
-    relation = plan.release.relation
-    made = {plan.release: participations.rounds} if releases is None else releases
-    loss = privacy_loss_of(made, delta=plan.delta)
-    scored = f", {participations.evaluations} evaluations" if participations.evaluations else ""
-    hidden: tuple[str, ...] = ()
-    if not isinstance(plan.sampling, FullParticipation):
-        fixed = isinstance(plan.sampling, FixedSizeSampling)  # how many is public
-        hidden = (
-            _HIDDEN_PLACES if fixed else HIDDEN_DRAW,
-            _DRAWN if secure_cohorts else _DRAWN_BY_SEED,
-            *((_MEMORY,) if fixed and memory else ()),
-        )
-    models = _guarantee(
-        plan,
-        AdversaryView.RELEASED_MODELS,
-        loss,
-        relation=relation,
-        source=f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
-        f"{participations.rounds} rounds"
-        + scored
-        + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
+    if plan.noise_placement != "client":
+        sharing: tuple[str, ...] = ()
+        release: tuple[str, ...] = (NONE_OF_THEM,) if sums else ()
+    else:
+        sharing = ("clients clip and add their share of noise",)
+        release = (NONE_OF_THEM,) if sums else NOISE_OF_OTHERS
+    claims = Claims(
+        unit=plan.unit,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+        delta=plan.delta,
         assumptions=(
-            *common,
-            *honest_clients,
-            *((NONE_OF_THEM,) if sums else NOISE_OF_OTHERS if by_clients else ()),
-            *hidden,
-            "the server follows the protocol and keeps uploads to itself",
+            *_ALWAYS,
+            ON_A_GRID if sums is None else DISCRETE,
+            noise_assumption(secure_noise),
+            *sharing,
         ),
-        not_covered=tuple(not_covered),
+        not_covered=not_covered,
     )
-    if not by_clients:
-        nothing = PrivacyLoss(epsilon=math.inf, delta=plan.delta, accountant="none")
-        source = "the server adds the noise after it has seen the uploads"
-        views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
-        return [models, *(_guarantee(plan, view, nothing, source=source) for view in views)]
+    relation = plan.release.relation
+    if releases is None:
+        releases = {plan.release: participations.rounds}
+    evaluations = participations.evaluations
+    scored = f", {evaluations} evaluations" if evaluations else ""
+    models = claims.provable(
+        AdversaryView.RELEASED_MODELS,
+        privacy_loss_of(releases, delta=plan.delta),
+        f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
+        f"{participations.rounds} rounds{scored}"
+        + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
+        *release,
+        *_hidden_cohorts(plan, secure_cohorts=secure_cohorts, memory=memory),
+        "the server follows the protocol and keeps uploads to itself",
+        relation=relation,
+    )
+    if plan.noise_placement != "client":
+        return [models, *_nothing_before_noise(plan)]
 
-    def seen(weight: float) -> PrivacyLoss:
+    def most_exposed(weight: float) -> PrivacyLoss:
         """Return the loss of the most exposed client to a server that sees who took part."""
         return participations_loss(
             noise_multiplier=plan.noise_multiplier,
@@ -130,46 +126,57 @@ def client_level_guarantees(
 
     return [
         models,
-        _guarantee(
-            plan,
+        claims.provable(
             AdversaryView.SUM_ONLY,
-            seen(participations.in_sums),
-            source=f"most exposed client: {participations.in_sums:.4g} sums' worth{scored}"
+            most_exposed(participations.in_sums),
+            f"most exposed client: {participations.in_sums:.4g} sums' worth{scored}"
             + (", colluders' noise not counted" if sums else ""),
-            assumptions=(
-                *common,
-                *honest_clients,
-                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(plan, sums)),
-            ),
-            not_covered=tuple(not_covered),
+            *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(plan, sums)),
         ),
-        _guarantee(
-            plan,
+        claims.provable(
             AdversaryView.EACH_UPLOAD,
-            seen(participations.in_uploads),
-            source=f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
+            most_exposed(participations.in_uploads),
+            f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
             "single upload; most exposed client: "
             f"{participations.in_uploads:.4g} sums' worth{scored}"
             + (", if its masks fall" if sums else ""),
-            assumptions=(*common, *honest_clients),
-            not_covered=tuple(not_covered),
         ),
     ]
 
 
+def _hidden_cohorts(plan: NoisedSum, *, secure_cohorts: bool, memory: bool) -> tuple[str, ...]:
+    """Return the assumptions under which sampling amplifies; none if everyone takes part."""
+    if isinstance(plan.sampling, FullParticipation):
+        return ()
+    drawn = _DRAWN if secure_cohorts else _DRAWN_BY_SEED
+    if isinstance(plan.sampling, FixedSizeSampling):  # the cohort's size is public
+        return (_HIDDEN_PLACES, drawn, *((_MEMORY,) if memory else ()))
+    return (HIDDEN_DRAW, drawn)
+
+
+def _nothing_before_noise(plan: NoisedSum) -> list[Guarantee]:
+    """Return the empty guarantees against adversaries who see what the server has not noised."""
+    claims = Claims(unit=plan.unit, relation=NeighboringRelation.REPLACE_SPECIAL, delta=plan.delta)
+    loss = PrivacyLoss(epsilon=math.inf, delta=plan.delta, accountant="none")
+    source = "the server adds the noise after it has seen the uploads"
+    views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
+    return [claims.provable(view, loss, source) for view in views]
+
+
 def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
     """Return the assumptions about a secure sum, for a server that sees what the sum shows."""
-    found, clients = plan.sum_parameters, plan.num_clients
-    drawn = "" if found.members == clients else ", all but surely (1 - 2^-40 a run)"
+    parameters, clients = plan.sum_parameters, plan.num_clients
+    drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (
         SECURE_SUM,
         *(() if sums.resist_equivocation else (ONE_ANSWER,)),
         f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server "
         f"({sums.colluding:.3g}), who were fixed before cohorts and neighbours were drawn at "
-        f"random: then at most {found.colluders} of each cohort of {found.members} collude{drawn}; "
-        f"each client has {found.neighbors} neighbours, of whom {found.threshold} could unmask it",
+        f"random: then at most {parameters.colluders} of each cohort of {parameters.members} "
+        f"collude{drawn}; each client has {parameters.neighbors} neighbours, of whom "
+        f"{parameters.threshold} could unmask it",
         "the server sees who was asked, who took part and when, and sums of at least "
-        f"{found.least_answers} uploads",
+        f"{parameters.least_answers} uploads",
     )
 
 
@@ -190,23 +197,3 @@ def check_client_plan(plan: NoisedSum) -> None:
         raise InvalidValue(
             f"sensitivity={plan.sensitivity!r} of the plan: expected 1, as a client has one upload"
         )
-
-
-def _guarantee(
-    plan: NoisedSum,
-    view: AdversaryView,
-    loss: PrivacyLoss,
-    *,
-    relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-    **more: Any,
-) -> Guarantee:
-    return Guarantee(
-        unit=plan.unit,
-        relation=relation,
-        view=view,
-        epsilon=loss.epsilon,
-        delta=plan.delta,
-        basis="provable",
-        accountant=loss.accountant,
-        **more,
-    )

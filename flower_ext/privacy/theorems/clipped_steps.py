@@ -15,7 +15,8 @@ from functools import lru_cache
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN, gaussian_loss
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
+from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.assumptions import (
@@ -25,6 +26,7 @@ from flower_ext.privacy.theorems.assumptions import (
     OWN_GRADIENTS,
     noise_assumption,
 )
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
@@ -125,10 +127,10 @@ def composed_noise_stddev(
     return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
 
 
-def composed_epsilon(
+def composed_loss(
     *, sensitivity: float, noise_stddev: float, delta: float, releases: int
-) -> float:
-    """Return ε of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
+) -> PrivacyLoss:
+    """Return (ε, δ) of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
 
     Raises
     ------
@@ -138,7 +140,7 @@ def composed_epsilon(
     require_positive("sensitivity", sensitivity)
     require_positive("noise_stddev", noise_stddev)
     check_target(1.0, delta, releases)
-    return gaussian_loss(noise_stddev / sensitivity, releases=releases, delta=delta).epsilon
+    return gaussian_loss(noise_stddev / sensitivity, releases=releases, delta=delta)
 
 
 def clipped_steps_noise_stddev(
@@ -152,13 +154,13 @@ def clipped_steps_noise_stddev(
     )
 
 
-def clipped_steps_epsilon(
+def clipped_steps_loss(
     steps: ClippedSteps, *, noise_stddev: float, delta: float, rounds: int
-) -> float:
-    """Return ε of ``rounds`` rounds whose local steps add ``noise_stddev`` to each weight."""
+) -> PrivacyLoss:
+    """Return (ε, δ) of ``rounds`` rounds whose local steps add ``noise_stddev`` to each weight."""
     check_target(1.0, delta, rounds)
     releases = rounds * steps.uses_per_round
-    return composed_epsilon(
+    return composed_loss(
         sensitivity=steps.sensitivity, noise_stddev=noise_stddev, delta=delta, releases=releases
     )
 
@@ -173,44 +175,35 @@ def clipped_steps_guarantee(
     not_covered: Sequence[str] = (),
 ) -> Guarantee:
     """Return the guarantee for one record if every clipped local step adds its own noise."""
-    epsilon = clipped_steps_epsilon(steps, noise_stddev=noise_stddev, delta=delta, rounds=rounds)
+    loss = clipped_steps_loss(steps, noise_stddev=noise_stddev, delta=delta, rounds=rounds)
     source = (
         f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
         f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
     )
-    return record_guarantee(epsilon, delta, source, secure_noise, not_covered, OWN_GRADIENTS)
+    claims = record_claims(delta, OWN_GRADIENTS, secure_noise=secure_noise, not_covered=not_covered)
+    return claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
 
 
-def record_guarantee(
-    epsilon: float,
-    delta: float,
-    source: str,
-    secure_noise: bool,
-    not_covered: Sequence[str],
-    *assumed: str,
-) -> Guarantee:
-    """Return the provable guarantee for one record; the server sees each upload."""
-    return Guarantee(
+def record_claims(
+    delta: float, *assumptions: str, secure_noise: bool, not_covered: Sequence[str]
+) -> Claims:
+    """Return the builder of guarantees for one record of a client whose uploads the server sees."""
+    return Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
-        view=AdversaryView.EACH_UPLOAD,
-        epsilon=epsilon,
         delta=delta,
-        basis="provable",
-        accountant=EXACT_GAUSSIAN,
-        source=source,
         assumptions=(
             "clients train, clip and add noise as instructed",
             "personal models, and all else that depends on a client's records, stay on the client",
             "the planned rounds and each client's number of examples are public",
             "arithmetic in floating point stays within the margins of clipping",
-            *assumed,
+            *assumptions,
             LOADS,
             OUTLIVES,
             ON_A_GRID,
             noise_assumption(secure_noise),
         ),
-        not_covered=tuple(not_covered),
+        not_covered=not_covered,
     )
 
 

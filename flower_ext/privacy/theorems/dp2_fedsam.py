@@ -20,6 +20,7 @@ from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
@@ -47,13 +48,12 @@ def dp2_fedsam_theorem2(
     order = 1 + 2 * log_inverse / epsilon
     ratio = sampling_rate * order * (1 + variance)
     largest_order = 1 + (2 / 3) * variance * math.log(1 / ratio)
-    return Guarantee(
-        unit=PrivacyUnit.CLIENT,
-        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
-        view=AdversaryView.EACH_UPLOAD,
-        epsilon=epsilon,
-        delta=delta,
-        basis="published",
+    claims = Claims(
+        unit=PrivacyUnit.CLIENT, relation=NeighboringRelation.ADD_OR_REMOVE_ONE, delta=delta
+    )
+    return claims.published(
+        AdversaryView.EACH_UPLOAD,
+        epsilon,
         accountant="closed form (RDP)",
         source="Zhang, Guo, Gong, DP²-FedSAM, Theorem 2",
         conditions=(

@@ -29,16 +29,16 @@ import math
 from collections.abc import Sequence
 
 from flower_ext.checks import require_at_least_one, require_positive
-from flower_ext.privacy.accounting.events import gaussian_loss
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
 from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
     check_target,
-    composed_epsilon,
-    record_guarantee,
+    composed_loss,
+    record_claims,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import AdversaryView
 
 
 def dp_ditto_noise_stddev(
@@ -124,20 +124,15 @@ def dp_ditto_guarantees(
         clipping_norm=clip,
     )
     sensitivity, source = _moved(clip, num_examples, steps)
-    provable = composed_epsilon(
-        sensitivity=sensitivity, noise_stddev=stddev, delta=delta, releases=rounds
-    )
+    loss = composed_loss(sensitivity=sensitivity, noise_stddev=stddev, delta=delta, releases=rounds)
     claimed = 2 * clip / num_examples
     # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
     thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon
+    claims = record_claims(delta, secure_noise=secure_noise, not_covered=not_covered)
     return [
-        Guarantee(
-            unit=PrivacyUnit.RECORD,
-            relation=NeighboringRelation.REPLACE_ONE,
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=published,
-            delta=delta,
-            basis="published",
+        claims.published(
+            AdversaryView.EACH_UPLOAD,
+            published,
             accountant="closed form (moments accountant)",
             source="Zhao et al., DP-Ditto, Eqns 7–8",
             conditions=(
@@ -158,7 +153,7 @@ def dp_ditto_guarantees(
                 ),
             ),
         ),
-        record_guarantee(provable, delta, f"{rounds} uploads, {source}", secure_noise, not_covered),
+        claims.provable(AdversaryView.EACH_UPLOAD, loss, f"{rounds} uploads, {source}"),
     ]
 
 

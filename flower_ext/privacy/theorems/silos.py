@@ -19,16 +19,15 @@ sampling amplifies nothing against a server that sees sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
 from flower_ext.privacy.theorems.assumptions import SECURE_SUM as PROTOCOL
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -48,11 +47,19 @@ OF_SILOS = (
 OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as told", DISCRETE)
 """Assumptions about silos that send whole numbers to a secure sum."""
 _OWN_RECORDS = "of a user's records those count that no colluding silo holds"
-of_one_user = partial(
-    Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
-)
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees for sums if silos send their uploads without a secure sum."""
+
+
+def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
+    """Return the builder of guarantees for one user with records in several silos."""
+    return Claims(
+        unit=PrivacyUnit.USER,
+        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        delta=delta,
+        assumptions=assumptions,
+        not_covered=not_covered,
+    )
 
 
 def among_silos(plan: PlanT, num_silos: int) -> PlanT:
@@ -82,7 +89,7 @@ def published_shield(plan: NoisedSum | None) -> tuple[str, ...]:
     return (PROTOCOL, "silos do not collude with the server")
 
 
-def company_assumption(apart: Mapping[int, bool]) -> str:
+def batching_assumption(apart: Mapping[int, bool]) -> str:
     """Return the assumption about users that train in one batch, from the silos' answers.
 
     Parameters
@@ -114,8 +121,8 @@ def exposures(
     uploads = sums if in_uploads is None else float(in_uploads)
     if plan.secure_aggregation is None:
         return sums, uploads
-    found = plan.sum_parameters
-    honest = found.honest_answers / found.least_answers
+    parameters = plan.sum_parameters
+    honest = parameters.honest_answers / parameters.least_answers
     if in_sums is None:
         sums, uploads = sums / honest, float(rounds) if in_uploads is None else uploads
     # With equal weights collusion costs nothing (see the top of this module).

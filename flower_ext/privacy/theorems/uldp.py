@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -34,14 +34,11 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import (
-    PrivacyLoss,
-    gaussian_loss,
-    participations_loss,
-    privacy_loss_of,
-    residue_of,
-)
-from flower_ext.privacy.accounting.residue import with_residue
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.approximation import with_approximation_error
+from flower_ext.privacy.accounting.events import total_approximation_error
+from flower_ext.privacy.accounting.gaussian import gaussian_loss, participations_loss
+from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -59,15 +56,17 @@ from flower_ext.privacy.theorems.silos import (
     SECURE_SUM,
     among_silos,
     exposures,
-    of_one_user,
     published_shield,
     shield_of,
+    user_claims,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
 
+_AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
+"""The server knows the sample, so in a neighbouring data set a sampled user's records vanish."""
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
 
@@ -124,31 +123,22 @@ def uldp_naive_guarantees(
     """
     published = uldp_closed_form(noise_multiplier=noise_multiplier, rounds=rounds, delta=delta)
     loss = gaussian_loss(noise_multiplier / 2, releases=rounds, delta=delta)
+    source = (
+        f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of every silo's "
+        "update"
+    )
     shield = shield_of(plan)
-
-    def provable(view: AdversaryView, *more: str) -> Guarantee:
-        return of_one_user(
-            view=view,
-            epsilon=loss.epsilon,
-            delta=delta,
-            basis="provable",
-            accountant=loss.accountant,
-            source=f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of "
-            "every silo's update",
-            assumptions=(
-                *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
-                noise_assumption(secure_noise),
-                *more,
-            ),
-            not_covered=tuple(not_covered),
-        )
-
+    claims = user_claims(
+        delta,
+        *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
+        noise_assumption(secure_noise),
+        not_covered=not_covered,
+    )
+    sums = [claims.provable(AdversaryView.SUM_ONLY, loss, source, *shield)] if shield else []
     return [
-        of_one_user(
-            view=AdversaryView.SUM_ONLY,
-            epsilon=published,
-            delta=delta,
-            basis="published",
+        claims.published(
+            AdversaryView.SUM_ONLY,
+            published,
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
             assumptions=published_shield(plan),
@@ -160,42 +150,17 @@ def uldp_naive_guarantees(
                 ),
             ),
         ),
-        *((provable(AdversaryView.SUM_ONLY, *shield),) if shield else ()),
-        provable(AdversaryView.EACH_UPLOAD),
+        *sums,
+        claims.provable(AdversaryView.EACH_UPLOAD, loss, source),
     ]
 
 
-def uldp_avg_guarantees(
-    plan: NoisedSum,
-    *,
-    num_silos: int,
-    rounds: int,
-    weighting: Weighting = "equal",
-    participations: float | None = None,
-    in_uploads: float | None = None,
-    secure_noise: bool = True,
-    secure_sampling: bool = True,
-    secure_sum: str = SECURE_SUM,
-    hidden_draw: str = "",
-    company: str = "",
-    not_covered: Sequence[str] = (),
-) -> list[Guarantee]:
-    """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and the provable ones by view.
-
-    * Released models: amplified by sampling users, because the sample stays secret.
-    * Sums only: the server knows the sample, so releases compose without amplification. If a
-      protocol hides the draw from the server too, sums and uploads are amplified like released
-      models.
-    * Each upload: a silo's share of the noise is σC/√|S|, or σC/√m in a secure sum of at least m
-      answers. With equal weights, a user moves each upload by C/|S| and all of them together by
-      C/√|S|, so this view costs nothing extra. With weights by records, a user may have all its
-      weight in one silo.
+@dataclass(frozen=True, kw_only=True)
+class UserRun:
+    """The facts of a run on users in silos that its guarantees rest on.
 
     Parameters
     ----------
-    plan : NoisedSum
-        A plan with the user as unit, sampling of users and noise by the silos. With secure sums, a
-        plan from `among_silos`.
     num_silos : int
     rounds : int
         Number of releases so far, including discarded ones.
@@ -212,100 +177,142 @@ def uldp_avg_guarantees(
         Assumption that hides single uploads from the server.
     hidden_draw : str
         Assumption that hides the sample from the server; empty if the server knows the sample.
-    company : str
+    batching : str
         Assumption under which no bit of a user's training depends on other users (see
-        `company_assumption`).
+        `batching_assumption`).
+    not_covered : Sequence[str]
+        Values that leave the silos without being covered by a guarantee.
+    """
+
+    num_silos: int
+    rounds: int
+    weighting: Weighting = "equal"
+    participations: float | None = None
+    in_uploads: float | None = None
+    secure_noise: bool = True
+    secure_sampling: bool = True
+    secure_sum: str = SECURE_SUM
+    hidden_draw: str = ""
+    batching: str = ""
+    not_covered: Sequence[str] = ()
+
+
+def uldp_avg_guarantees(plan: NoisedSum, run: UserRun) -> list[Guarantee]:
+    """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and the provable ones by view.
+
+    * Released models: amplified by sampling users, because the sample stays secret.
+    * Sums only: the server knows the sample, so releases compose without amplification. If a
+      protocol hides the draw from the server too, sums and uploads are amplified like released
+      models.
+    * Each upload: a silo's share of the noise is σC/√|S|, or σC/√m in a secure sum of at least m
+      answers. With equal weights, a user moves each upload by C/|S| and all of them together by
+      C/√|S|, so this view costs nothing extra. With weights by records, a user may have all its
+      weight in one silo.
+
+    Parameters
+    ----------
+    plan : NoisedSum
+        A plan with the user as unit, sampling of users and noise by the silos. With secure sums, a
+        plan from `among_silos`.
 
     Raises
     ------
     ValueError
         A parameter is out of range, or the plan does not fit these methods.
     """
-    check_user_plan(plan, num_silos, weighting)
-    relation = plan.release.relation
-    loss = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
-    shield = shield_of(plan := among_silos(plan, num_silos))
-    exposure, in_uploads = exposures(plan, rounds, weighting, participations, in_uploads)
-    # The server knows the sample, so in a neighbouring data set a sampled user's records vanish.
-    at_server = NeighboringRelation.REPLACE_SPECIAL
-    shares = plan.sum_parameters.least_answers if shield else num_silos
-    spread = 1.0 if weighting == "equal" else math.sqrt(shares)
-
-    def at_server_loss(noise_multiplier: float, exposure: float) -> PrivacyLoss:
-        own = replace(plan, noise_multiplier=noise_multiplier)
-        if hidden_draw:
-            return privacy_loss_of({own.release: rounds}, delta=plan.delta)
-        return with_residue(
-            lambda delta: participations_loss(
-                noise_multiplier=own.release.noise_multiplier,
-                participations=exposure,
-                relation=at_server,
-                delta=delta,
-            ),
-            residue_of({own.release: rounds}),
-            plan.delta,
-        )
-
-    sums = at_server_loss(plan.noise_multiplier, exposure)
-    uploads = at_server_loss(plan.noise_multiplier / spread, in_uploads)
-    everyone = isinstance(plan.sampling, FullParticipation)
-    drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
-    common = (
+    check_user_plan(plan, run.num_silos, run.weighting)
+    loss = privacy_loss_of({plan.release: run.rounds}, delta=plan.delta)
+    plan = among_silos(plan, run.num_silos)
+    shield = shield_of(plan)
+    in_sums, in_uploads = exposures(
+        plan, run.rounds, run.weighting, run.participations, run.in_uploads
+    )
+    claims = user_claims(
+        plan.delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *filter(None, (company,)),
-        noise_assumption(secure_noise),
+        *filter(None, (run.batching,)),
+        noise_assumption(run.secure_noise),
+        not_covered=run.not_covered,
+    )
+    in_rounds = (
+        f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
+        f"{run.rounds} rounds"
     )
 
-    def provable(view: AdversaryView, loss: PrivacyLoss, source: str, *more: str) -> Guarantee:
-        return Guarantee(
-            unit=PrivacyUnit.USER,
-            relation=relation if view is AdversaryView.RELEASED_MODELS else at_server,
-            view=view,
-            epsilon=loss.epsilon,
-            delta=plan.delta,
-            basis="provable",
-            accountant=loss.accountant,
-            source=source,
-            assumptions=(*common, *more),
-            not_covered=tuple(not_covered),
-        )
+    def source_at_server(exposure: float) -> str:
+        return in_rounds if run.hidden_draw else f"most exposed user: {exposure:.4g} sums' worth"
 
-    facts = f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}"
-    in_rounds = f"{facts}, {rounds} rounds"
-
-    def exposed(worth: float) -> str:
-        return in_rounds if hidden_draw else f"most exposed user: {worth:.4g} sums' worth"
-
-    of_one = "" if spread == 1 else "/√least answers" if shield else "/√|S|"
-    hidden = () if everyone else (HIDDEN_DRAW, *drawn)
-    from_server = (hidden_draw,) if hidden_draw else ()
+    spread, of_one_share = _share_of_noise(plan, run)
+    from_server = (run.hidden_draw,) if run.hidden_draw else ()
     return [
-        _theorem_5(plan, rounds),
-        provable(
+        _theorem_5(plan, run.rounds),
+        claims.provable(
             AdversaryView.RELEASED_MODELS,
             loss,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
             *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
-            *hidden,
+            *_hidden_sample(plan, run),
         ),
-        provable(
+        claims.provable(
             AdversaryView.SUM_ONLY,
-            sums,
-            exposed(exposure) + (", colluders' noise not counted" if shield else ""),
-            *(shield or (WHOLE_UPLOADS, secure_sum)),
+            _loss_at_server(plan, run, in_sums),
+            source_at_server(in_sums) + (", colluders' noise not counted" if shield else ""),
+            *(shield or (WHOLE_UPLOADS, run.secure_sum)),
             *from_server,
+            relation=_AT_SERVER,
         ),
-        provable(
+        claims.provable(
             AdversaryView.EACH_UPLOAD,
-            uploads,
-            f"all uploads together: noise multiplier σ{of_one}; {exposed(in_uploads)}"
+            _loss_at_server(
+                replace(plan, noise_multiplier=plan.noise_multiplier / spread), run, in_uploads
+            ),
+            f"all uploads together: noise multiplier σ{of_one_share}; "
+            + source_at_server(in_uploads)
             + (", should all masks fall" if shield else ""),
             *from_server,
+            relation=_AT_SERVER,
         ),
     ]
+
+
+def _share_of_noise(plan: NoisedSum, run: UserRun) -> tuple[float, str]:
+    """Return by how much less noise than a sum's hides a user in all uploads, also in words.
+
+    With weights by records a user may have all its weight in one silo, whose share hides it.
+    """
+    if run.weighting == "equal":
+        return 1.0, ""
+    if plan.secure_aggregation is None:
+        shares, factor = run.num_silos, "/√|S|"
+    else:
+        shares, factor = plan.sum_parameters.least_answers, "/√least answers"
+    return math.sqrt(shares), factor if shares > 1 else ""
+
+
+def _loss_at_server(plan: NoisedSum, run: UserRun, exposure: float) -> PrivacyLoss:
+    """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
+    if run.hidden_draw:
+        return privacy_loss_of({plan.release: run.rounds}, delta=plan.delta)
+    return with_approximation_error(
+        lambda delta: participations_loss(
+            noise_multiplier=plan.release.noise_multiplier,
+            participations=exposure,
+            relation=_AT_SERVER,
+            delta=delta,
+        ),
+        total_approximation_error({plan.release: run.rounds}),
+        plan.delta,
+    )
+
+
+def _hidden_sample(plan: NoisedSum, run: UserRun) -> tuple[str, ...]:
+    """Return the assumptions under which sampling amplifies; none if all users take part."""
+    if isinstance(plan.sampling, FullParticipation):
+        return ()
+    return (HIDDEN_DRAW, _DRAWN if run.secure_sampling else _DRAWN_BY_SEED)
 
 
 def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
@@ -319,18 +326,12 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
-        exact = replace(plan, sensitivity=1.0, residue=0.0)
+        exact = replace(plan, sensitivity=1.0, approximation_error=0.0)
         epsilon = privacy_loss_of(
             {exact.release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon
-    return of_one_user(
-        view=view,
-        epsilon=epsilon,
-        delta=plan.delta,
-        basis="published",
-        accountant=accountant,
-        source=source,
-        assumptions=assumptions,
+    return user_claims(plan.delta).published(
+        view, epsilon, accountant=accountant, source=source, assumptions=assumptions
     )
 
 

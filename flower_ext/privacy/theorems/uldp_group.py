@@ -23,7 +23,7 @@ from flower_ext.privacy.accounting.group_privacy import DpSgd, check_group, grou
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS, noise_assumption
-from flower_ext.privacy.theorems.silos import OF_SILOS, of_one_user
+from flower_ext.privacy.theorems.silos import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -51,12 +51,25 @@ def uldp_group_guarantees(
     group = 2**doublings
     epsilon, order = lemma_9(silos, doublings, delta, orders=_orders_of_the_figures(group))
     loss = group_loss(silos, group_size=group_size, delta=delta)
+    claims = user_claims(
+        delta,
+        *OF_SILOS,
+        f"each user has at most {group_size} records in all silos together, the same ones "
+        "in every round; which ones are kept depends on that user's records alone",
+        "the group size, the sampling rates and the numbers of steps are public",
+        "every step samples each record independently, and the samples stay secret",
+        OWN_GRADIENTS,
+        noise_assumption(secure_noise),
+        not_covered=(
+            "which records are kept, and that the group size comes from the data where it is "
+            "their maximum or median",
+            *not_covered,
+        ),
+    )
     return [
-        of_one_user(
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=epsilon,
-            delta=delta,
-            basis="published",
+        claims.published(
+            AdversaryView.EACH_UPLOAD,
+            epsilon,
             accountant="RDP (group of 2^c records)",
             source="Kato et al., Uldp-FL, Theorem 4",
             conditions=(
@@ -75,27 +88,10 @@ def uldp_group_guarantees(
                 ),
             ),
         ),
-        of_one_user(
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=loss.epsilon,
-            delta=delta,
-            basis="provable",
-            accountant=loss.accountant,
-            source=f"group of {group_size} records, DP-SGD in {len(silos)} silos",
-            assumptions=(
-                *OF_SILOS,
-                f"each user has at most {group_size} records in all silos together, the same ones "
-                "in every round; which ones are kept depends on that user's records alone",
-                "the group size, the sampling rates and the numbers of steps are public",
-                "every step samples each record independently, and the samples stay secret",
-                OWN_GRADIENTS,
-                noise_assumption(secure_noise),
-            ),
-            not_covered=(
-                "which records are kept, and that the group size comes from the data where it is "
-                "their maximum or median",
-                *not_covered,
-            ),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            loss,
+            f"group of {group_size} records, DP-SGD in {len(silos)} silos",
         ),
     ]
 

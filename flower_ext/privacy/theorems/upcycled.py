@@ -8,7 +8,7 @@ paper                 here
 τ, σ                  ``OutputPerturbation``: ``clipping_norm``, ``noise_stddev``
 α                     ``ObjectivePerturbation.rate``
 u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_bound``,
-                      α                     ``ObjectivePerturbation.rate``
+                      ``proximal_weight``
 |D_i|, M              ``num_examples``, ``participations`` (odd rounds that asked client i)
 ε̄                     the mean over clients, reported beside the largest
 ====================  =====================================================
@@ -24,17 +24,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_count, require_delta
-from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
+from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
+from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.perturbation import (
     ObjectivePerturbation,
     OutputPerturbation,
     Perturbation,
 )
 from flower_ext.privacy.theorems.assumptions import LOADS, ON_A_GRID, OUTLIVES, noise_assumption
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -73,8 +74,8 @@ def upcycled_theorem_6_3(
     require_count("participations", participations)
     refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
-    one = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
-    return participations * one
+    epsilon = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
+    return participations * epsilon
 
 
 # Guarantees of a run ----------------------------------------------------------------------------
@@ -171,49 +172,43 @@ def perturbation_guarantees(
         conditions = [*objective.theorem_6_3_conditions(), smallest, *solution]
         provable_source = theorem
 
-    def guarantee(
-        basis: Basis, values: Sequence[float], accountant: str, source: str, **more: Any
-    ) -> Guarantee:
-        return Guarantee(
-            unit=PrivacyUnit.RECORD,
-            relation=NeighboringRelation.REPLACE_ONE,
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=max(values, default=0.0),
-            delta=delta if output else 0.0,
-            basis=basis,
-            accountant=accountant,
-            source=f"{source}; {_spread(values)}",
-            not_covered=tuple(not_covered),
-            **more,
-        )
-
     # Objective perturbation puts the noise into training: no model without it may be sent instead.
     ends = () if output else ("training ends without an error, and finite, for every record",)
-    assumptions = (
-        "clients train, clip and add noise as instructed",
-        *ends,
-        "the planned rounds and each client's number of examples are public",
-        "bounds on the loss hold for every possible record",
-        LOADS,
-        OUTLIVES,
-        ON_A_GRID if output else _IN_FLOATS,
-        noise_assumption(secure_noise),
+    claims = Claims(
+        unit=PrivacyUnit.RECORD,
+        relation=NeighboringRelation.REPLACE_ONE,
+        delta=delta if output else 0.0,
+        assumptions=(
+            "clients train, clip and add noise as instructed",
+            *ends,
+            "the planned rounds and each client's number of examples are public",
+            "bounds on the loss hold for every possible record",
+            LOADS,
+            OUTLIVES,
+            ON_A_GRID if output else _IN_FLOATS,
+            noise_assumption(secure_noise),
+        ),
+        not_covered=not_covered,
+    )
+    loss = PrivacyLoss(
+        epsilon=max(provable, default=0.0),
+        delta=claims.delta,
+        accountant=EXACT_GAUSSIAN if output else "sum over releases (pure DP)",
     )
     return [
-        guarantee(
-            "published",
-            published,
-            "closed form (moments accountant)" if output else "closed form (pure DP)",
-            theorem,
-            conditions=tuple(conditions),
+        claims.published(
+            AdversaryView.EACH_UPLOAD,
+            max(published, default=0.0),
+            accountant="closed form (moments accountant)" if output else "closed form (pure DP)",
+            source=f"{theorem}; {_spread(published)}",
+            conditions=conditions,
+            not_covered=not_covered,
         ),
-        guarantee(
-            "provable",
-            provable,
-            EXACT_GAUSSIAN if output else "sum over releases (pure DP)",
-            provable_source,
-            assumptions=assumptions,
-            conditions=() if output else tuple(conditions),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            loss,
+            f"{provable_source}; {_spread(provable)}",
+            conditions=() if output else conditions,
         ),
     ]
 

@@ -35,7 +35,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
+from flower_ext.privacy.theorems.uldp import UserRun, uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
 from tests.support.reference import uldp as reference
@@ -516,8 +516,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
     )
     run(strategy)
-    expected = uldp_avg_guarantees(
-        plan(sampling),
+    facts = UserRun(
         num_silos=SILOS,
         rounds=ROUNDS,
         weighting="by-records",
@@ -525,6 +524,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         secure_noise=False,
         secure_sampling=False,
     )
+    expected = uldp_avg_guarantees(plan(sampling), facts)
     ours = strategy.guarantees()
     assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
     assert all(g.unit is PrivacyUnit.USER for g in ours[1:])

@@ -433,14 +433,16 @@ def test_what_the_protocol_adds_to_a_sum_is_paid_for(tmp_path):
     start(strategy := lattice_of(ledger=ledger, plan={"noise_multiplier": 5.0}))
     server = strategy.run.summation._connected
     assert strategy.run.mechanism.sensitivity == server.sensitivity > 1
-    assert strategy.run.mechanism.residue == server.residue > 0
+    assert strategy.run.mechanism.approximation_error == server.approximation_error > 0
     exact = gaussian_loss(5.0 / server.sensitivity, releases=ROUNDS, delta=1e-5).epsilon
     for view in (AdversaryView.SUM_ONLY, AdversaryView.RELEASED_MODELS):
         guarantee = provable(strategy)[view]
         assert guarantee.delta == 1e-5
         assert exact < guarantee.epsilon < 1.001 * exact
     entry = Ledger.read(tmp_path / "ledger.jsonl")[0]
-    assert entry["release"]["residue"] == pytest.approx(server.residue / 5.0)
+    assert entry["release"]["approximation_error"] == pytest.approx(
+        server.approximation_error / 5.0
+    )
     assert ledger.spent(1e-5).epsilon == pytest.approx(guarantee.epsilon)
 
 
@@ -448,7 +450,7 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
     """A planted fault: without re-randomising's and the errors' share it would be too small."""
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=SOME))
-    residue = strategy.run.summation._connected.residue * NORM
+    approximation_error = strategy.run.summation._connected.approximation_error * NORM
     for number, found in enumerate(watch.sums, start=1):
         off = np.linalg.norm(found - watch.expected(number))
         encoding = (
@@ -456,17 +458,17 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
             * math.sqrt(found.size)
             * strategy.run.summation._connected.settings.step
         )
-        assert off <= residue + encoding
+        assert off <= approximation_error + encoding
 
 
 def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
     strategy = lattice_of()
     earlier, sums = lattice_of().run.summation, strategy.run.summation
-    earlier._costs = {"sensitivity": 1.1, "residue": 1e-7}
-    sums._costs = {"sensitivity": 1.2, "residue": 1e-8}
+    earlier._costs = {"sensitivity": 1.1, "approximation_error": 1e-7}
+    sums._costs = {"sensitivity": 1.2, "approximation_error": 1e-8}
     sums.restore(earlier.state())
     assert strategy.run.mechanism.sensitivity == 1.2
-    assert strategy.run.mechanism.residue == 1e-7
+    assert strategy.run.mechanism.approximation_error == 1e-7
 
 
 @pytest.mark.parametrize(

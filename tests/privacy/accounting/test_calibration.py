@@ -12,13 +12,14 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss,
 )
-from flower_ext.privacy.accounting import events as accounting
+from flower_ext.privacy.accounting import accountant as accounting
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import (
     calibrate_rounds,
     calibrate_sampling_rate,
     default_relation,
 )
-from flower_ext.privacy.accounting.events import Release, privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
 from tests.support.grids import grid
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.uldp.lemmas import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.privacy import (
     DpSgd,
     FullParticipation,
@@ -17,6 +16,7 @@ from flower_ext.privacy.theorems.uldp_group import (
     uldp_group_guarantees,
 )
 from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
+from tests.support.reference.uldp_lemmas import group_loss_by_conversion, group_loss_by_renyi
 
 QUIET = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=100_000)
 

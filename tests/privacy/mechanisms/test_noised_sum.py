@@ -26,8 +26,8 @@ def test_a_masked_sum_of_clients_refuses_cohorts_whose_size_is_secret():
 
 
 def test_a_release_counts_noise_and_residue_in_the_units_of_its_sum():
-    release = plan(residue=0.5, sensitivity=2.0).release
-    assert release.residue == pytest.approx(0.125)
+    release = plan(approximation_error=0.5, sensitivity=2.0).release
+    assert release.approximation_error == pytest.approx(0.125)
     assert release.noise_multiplier == pytest.approx(2.0)
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from flower_ext.privacy import gaussian_loss
 from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_epsilon,
+    clipped_steps_loss,
     clipped_steps_noise_stddev,
-    composed_epsilon,
+    composed_loss,
     composed_noise_stddev,
 )
 from tests.support.plans import steps
@@ -18,9 +18,9 @@ from tests.support.plans import steps
 def test_the_provable_noise_meets_its_target_and_a_little_less_misses_it(epsilon, releases):
     facts = {"sensitivity": 0.3, "delta": 1e-3, "releases": releases}
     stddev = composed_noise_stddev(epsilon=epsilon, **facts)
-    reached = composed_epsilon(noise_stddev=stddev, **facts)
+    reached = composed_loss(noise_stddev=stddev, **facts).epsilon
     assert epsilon * (1 - 1e-6) < reached <= epsilon
-    assert composed_epsilon(noise_stddev=0.99 * stddev, **facts) > epsilon
+    assert composed_loss(noise_stddev=0.99 * stddev, **facts).epsilon > epsilon
 
 
 def test_each_noised_step_is_a_release_of_the_records_it_uses():
@@ -37,7 +37,7 @@ def test_each_noised_step_is_a_release_of_the_records_it_uses():
     ]
     assert full.sensitivity == pytest.approx(2 * 0.1 * 2.0 / 50)
     assert batches.sensitivity == pytest.approx(5 * full.sensitivity)
-    spent = clipped_steps_epsilon(full, noise_stddev=0.05, delta=1e-3, rounds=8)
+    spent = clipped_steps_loss(full, noise_stddev=0.05, delta=1e-3, rounds=8).epsilon
     same = gaussian_loss(0.05 / full.sensitivity, releases=40, delta=1e-3).epsilon
     assert spent == pytest.approx(same, rel=1e-12)
 

@@ -16,6 +16,7 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.uldp import (
+    UserRun,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
@@ -43,12 +44,16 @@ def provable_by_view(guarantees):
     return {g.view: g.epsilon for g in guarantees if g.basis == "provable"}
 
 
+def averaging_guarantees(plan, **run):
+    return uldp_avg_guarantees(plan, UserRun(**run))
+
+
 def all_guarantees():
     yield from uldp_naive_guarantees(noise_multiplier=5.0, rounds=100, delta=DELTA)
     yield from uldp_group_guarantees([SILO], group_size=5, delta=DELTA)
     for sampling in (FullParticipation(100), PoissonSampling(100, 0.3)):
         for weighting in ("equal", "by-records"):
-            yield from uldp_avg_guarantees(
+            yield from averaging_guarantees(
                 plan(sampling), num_silos=5, rounds=100, weighting=weighting
             )
 
@@ -94,14 +99,14 @@ def test_a_user_moves_a_clipped_silo_update_by_2c_so_naive_has_half_the_noise_mu
 
 
 def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
-    full = provable_by_view(uldp_avg_guarantees(plan(), num_silos=5, rounds=100))
+    full = provable_by_view(averaging_guarantees(plan(), num_silos=5, rounds=100))
     sampled = provable_by_view(
-        uldp_avg_guarantees(plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100)
+        averaging_guarantees(plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100)
     )
     models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY
     assert sampled[models] < 0.5 * full[models]
     assert sampled[sums] == full[sums] == full[models]
-    seldom = uldp_avg_guarantees(
+    seldom = averaging_guarantees(
         plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100, participations=18
     )
     assert provable_by_view(seldom)[sums] < full[sums]
@@ -110,10 +115,10 @@ def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
 
 def test_with_equal_weights_seeing_every_upload_is_no_more_than_seeing_their_sum():
     sums, uploads = AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD
-    equal = provable_by_view(uldp_avg_guarantees(plan(), num_silos=5, rounds=10))
+    equal = provable_by_view(averaging_guarantees(plan(), num_silos=5, rounds=10))
     assert equal[uploads] == equal[sums]
     weighted = provable_by_view(
-        uldp_avg_guarantees(plan(), num_silos=5, rounds=10, weighting="by-records")
+        averaging_guarantees(plan(), num_silos=5, rounds=10, weighting="by-records")
     )
     assert weighted[sums] == equal[sums]
     expected = gaussian_loss(5 / math.sqrt(5), releases=10, delta=DELTA).epsilon
@@ -135,11 +140,11 @@ def test_seeds_are_named_as_simulation():
     seeded = [
         *uldp_naive_guarantees(noise_multiplier=5.0, rounds=1, delta=DELTA, secure_noise=False)[1:],
         *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, secure_noise=False)[1:],
-        *uldp_avg_guarantees(sampled, num_silos=2, rounds=1, secure_noise=False)[1:],
+        *averaging_guarantees(sampled, num_silos=2, rounds=1, secure_noise=False)[1:],
     ]
     for guarantee in seeded:
         assert any(text.startswith("SIMULATION: noise") for text in guarantee.assumptions)
-    models = uldp_avg_guarantees(sampled, num_silos=2, rounds=1, secure_sampling=False)[1]
+    models = averaging_guarantees(sampled, num_silos=2, rounds=1, secure_sampling=False)[1]
     assert any(text.startswith("SIMULATION: sampled users") for text in models.assumptions)
 
 
@@ -156,7 +161,7 @@ def test_seeds_are_named_as_simulation():
 )
 def test_plans_of_other_methods_are_refused(changes, arguments, said):
     with pytest.raises(ValueError, match=said):
-        uldp_avg_guarantees(plan(**changes), **{"num_silos": 5, "rounds": 10, **arguments})
+        averaging_guarantees(plan(**changes), **{"num_silos": 5, "rounds": 10, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ MODELS, SUMS, UPLOADS = (
 @pytest.mark.parametrize("hidden", ["", TRANSFER])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
 def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampling, hidden):
-    guarantees = uldp_avg_guarantees(
+    guarantees = averaging_guarantees(
         plan(sampling), num_silos=5, rounds=9, hidden_draw=hidden, not_covered=["scores"]
     )
     secret = set() if isinstance(sampling, FullParticipation) else {HIDDEN, DRAWN}
@@ -207,7 +212,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
     every = [
         *uldp_naive_guarantees(noise_multiplier=5.0, rounds=1, delta=DELTA, **out),
         *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, **out),
-        *uldp_avg_guarantees(plan(), num_silos=2, rounds=1, **out),
+        *averaging_guarantees(plan(), num_silos=2, rounds=1, **out),
     ]
     for guarantee in every:
         assert ("scores" in guarantee.not_covered) == (guarantee.basis == "provable")
@@ -219,18 +224,18 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
 def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weighting, hidden):
     """Only the provable guarantee changes; the published one knows one clipping norm only."""
     run = {"num_silos": 5, "rounds": 9, "weighting": weighting, "hidden_draw": hidden}
-    far = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0, sensitivity=2.0), **run)
-    near = uldp_avg_guarantees(plan(sampling, noise_multiplier=5.0), **run)
+    far = averaging_guarantees(plan(sampling, noise_multiplier=10.0, sensitivity=2.0), **run)
+    near = averaging_guarantees(plan(sampling, noise_multiplier=5.0), **run)
     assert provable_by_view(far) == provable_by_view(near)
-    same = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0), **run)
+    same = averaging_guarantees(plan(sampling, noise_multiplier=10.0), **run)
     assert far[0].epsilon == same[0].epsilon < near[0].epsilon
 
 
 def test_a_draw_that_nobody_knows_amplifies_against_the_server_too():
     run = {"num_silos": 5, "rounds": 30, "participations": 12.0}
     sampled = plan(PoissonSampling(100, 0.1))
-    known = provable_by_view(uldp_avg_guarantees(sampled, **run))
-    hidden = provable_by_view(uldp_avg_guarantees(sampled, hidden_draw=TRANSFER, **run))
+    known = provable_by_view(averaging_guarantees(sampled, **run))
+    hidden = provable_by_view(averaging_guarantees(sampled, hidden_draw=TRANSFER, **run))
     assert hidden[SUMS] == hidden[UPLOADS] == hidden[MODELS] == known[MODELS] < known[SUMS]
     assert known[SUMS] == gaussian_loss(5.0, releases=12.0, delta=DELTA).epsilon
 
@@ -238,6 +243,6 @@ def test_a_draw_that_nobody_knows_amplifies_against_the_server_too():
 def test_the_upload_of_a_single_silo_is_the_sum_whatever_its_weights():
     for weighting in ("equal", "by-records"):
         alone = provable_by_view(
-            uldp_avg_guarantees(plan(), num_silos=1, rounds=3, weighting=weighting)
+            averaging_guarantees(plan(), num_silos=1, rounds=3, weighting=weighting)
         )
         assert alone[UPLOADS] == alone[SUMS] == pytest.approx(alone[MODELS])

@@ -27,7 +27,7 @@ from flower_ext.privacy import (
     clip,
     epsilon_text,
 )
-from flower_ext.privacy.accounting.events import EXACT_GAUSSIAN
+from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.theorems.upcycled import (
     epsilons,

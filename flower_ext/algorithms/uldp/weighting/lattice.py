@@ -96,7 +96,7 @@ _CHANNELS = (
 _ROUNDED = 2.0**-7
 """Most steps by which one silo's rounding moves a coordinate. A step is 2²⁴ words. The silo drops
 two bytes of a word (2⁻⁸), and rounds words of c1 (2048 · 2⁻²⁴); r · e + e2 · s is below 2⁻³⁷."""
-_LARGEST_RESIDUE = 1e-3
+_LARGEST_APPROXIMATION_ERROR = 1e-3
 """Largest distance of all sums of a run from exact ones, in standard deviations of their noise."""
 
 
@@ -207,7 +207,7 @@ class LatticeWeighting(WeightingProtocol):
                 f"silos: {error}"
             ) from error
         server = LatticeServer(settings)
-        least = math.sqrt(plan.rounds) * server.residue / _LARGEST_RESIDUE
+        least = math.sqrt(plan.rounds) * server.approximation_error / _LARGEST_APPROXIMATION_ERROR
         if plan.noise_multiplier < least:
             raise InvalidValue(
                 f"noise_multiplier={plan.noise_multiplier:g} of the plan: protocol='lattice' needs "
@@ -241,7 +241,7 @@ class LatticeServer(ServerEnd):
         return self.settings.contribution_bound(norm) / norm
 
     @property
-    def residue(self) -> float:
+    def approximation_error(self) -> float:
         """Most clipping norms between a sum and one that reveals no secret.
 
         Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most

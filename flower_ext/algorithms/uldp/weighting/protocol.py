@@ -129,8 +129,8 @@ class ServerEnd(ABC):
         """Most clipping norms by which one user moves a decoded sum; above 1 due to rounding."""
 
     @property
-    def residue(self) -> float:
-        """Most clipping norms between a sum and the exact one; see `ReleasePlan.residue`."""
+    def approximation_error(self) -> float:
+        """Largest distance of a sum from the exact one in clipping norms, as in `ReleasePlan`."""
         return 0.0
 
     @property

@@ -1,9 +1,9 @@
 """Extra cost in privacy of sums that are not exactly an accountant's sampled Gaussians.
 
 A protocol that computes sums under encryption moves each of them by a little, and may leave a trace
-of units that were not drawn. `with_residue` adds this cost to the accountant's. Consider the steps
-below from one run to the next. In all but the accountant's step, the two runs are Gaussians that
-differ by a shift of norm μ, in standard deviations of the noise:
+of units that were not drawn. `with_approximation_error` adds this cost to the accountant's.
+Consider the steps below from one run to the next. In all but the accountant's step, the two runs
+are Gaussians that differ by a shift of norm μ, in standard deviations of the noise:
 
 1. from the run with a unit to a run with exact sums, except for the unit's trace;
 2. from there to the exact run with only the unit's trace: the accountant's step, (ε₁, δ₁);
@@ -28,13 +28,15 @@ _SPARED = (2.0**-10, 2.0**-5, 0.5)
 """Shares of δ to try for the Gaussian steps, the smaller first."""
 
 
-def with_residue(loss: Callable[[float], PrivacyLoss], shift: float, delta: float) -> PrivacyLoss:
-    """Return an upper bound (ε, δ) of a run with its residue.
+def with_approximation_error(
+    loss: Callable[[float], PrivacyLoss], shift: float, delta: float
+) -> PrivacyLoss:
+    """Return an upper bound (ε, δ) of a run with its approximation error.
 
     Parameters
     ----------
     loss : Callable[[float], PrivacyLoss]
-        Returns the loss of the run without residue, at a given δ.
+        Returns the loss of the run without approximation error, at a given δ.
     shift : float
         μ: bound on the norm of every Gaussian step, over all sums together, in standard deviations
         of their noise.

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flower_ext.evaluation import average_precision, roc_auc
+from flower_ext.metrics import average_precision, roc_auc
 
 
 def pairs_in_order(scores, targets):

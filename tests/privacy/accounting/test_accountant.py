@@ -14,12 +14,12 @@ from flower_ext.privacy import (
     privacy_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.accounting.events import (
+from flower_ext.privacy.accounting.gaussian import (
     EXACT_GAUSSIAN,
     gaussian_loss,
     participations_loss,
-    pld_epsilon,
 )
+from flower_ext.privacy.accounting.pld import pld_epsilon
 from tests.support.grids import grid
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE

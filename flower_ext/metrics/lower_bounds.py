@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import require_at_least_one, require_delta
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
 
@@ -42,48 +42,65 @@ _ROOT = 1e-8
 """Relative error by which a root finder may overshoot; the bound subtracts it."""
 
 
+Scores = Sequence[float] | np.ndarray
+
+
 @dataclass(frozen=True, kw_only=True)
-class LowerBound:
-    """An ε that the mechanism is shown to exceed at ``delta``, with a confidence.
+class BoundTerms:
+    """The terms on which ε is bounded from below.
 
     Parameters
     ----------
-    epsilon : float
-        The bound, at least 0.
+    delta : float
+        δ of the ε, in [0, 1).
     confidence : float
         Probability with which this bound and the others of its group all hold.
-    printed : float
-        ε that the mechanism promises at ``delta``; infinite if it promises none.
+    num_bounds : int
+        Number of bounds in the group, which share the failure probability 1 − ``confidence``.
+    reported : float
+        ε that the mechanism reports at ``delta``; infinite if it reports none.
     """
 
-    epsilon: float
     delta: float
-    method: str
     confidence: float
-    printed: float = math.inf
+    num_bounds: int = 1
+    reported: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delta < 1:
+            raise InvalidValue(f"delta={self.delta!r}: expected a number in [0, 1)")
+        if not 0 < self.confidence < 1:
+            raise InvalidValue(f"confidence={self.confidence!r}: expected a number in (0, 1)")
+        require_at_least_one("num_bounds", self.num_bounds)
+
+    @property
+    def failure(self) -> float:
+        """Largest probability with which one bound may be wrong."""
+        return (1 - self.confidence) / self.num_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """An ε, at least 0, that the mechanism is shown to exceed on the given terms."""
+
+    epsilon: float
+    method: str
+    terms: BoundTerms
 
     @property
     def ratio(self) -> float:
-        """The lower bound divided by the printed ε; above 1, the printed guarantee is false."""
-        if self.printed > 0:
-            return self.epsilon / self.printed
+        """The lower bound divided by the reported ε; above 1, the reported guarantee is false."""
+        if self.terms.reported > 0:
+            return self.epsilon / self.terms.reported
         return math.inf if self.epsilon > 0 else 0.0
 
     @property
     def exceeds(self) -> bool:
-        """True if the bound is above ``printed``, the ε that the mechanism promises."""
-        return self.epsilon > self.printed
+        """True if the bound is above the ε that the mechanism reports."""
+        return self.epsilon > self.terms.reported
 
 
-def by_rates(
-    without: Sequence[float] | np.ndarray,
-    present: Sequence[float] | np.ndarray,
-    *,
-    delta: float,
-    confidence: float,
-    together: int = 1,
-    printed: float = math.inf,
-) -> LowerBound:
+def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
     """Bound ε by the rates of the best test "the score is above t" or "below t".
 
     (ε, δ) implies TPR ≤ e^ε FPR + δ, and the same for the opposite test with the worlds exchanged.
@@ -92,81 +109,54 @@ def by_rates(
     ----------
     without, present : array_like
         Scores of independent trials in the world without the canary, and with it.
-    delta : float
-        In [0, 1).
-    confidence, printed
-        See `LowerBound`.
-    together : int
-        Number of bounds that share the failure probability, 1 − ``confidence``.
 
     Raises
     ------
     ValueError
-        A world has fewer than 8 trials, a score is not finite, or a parameter is out of range.
+        A world has fewer than 8 trials, or a score is not finite.
     """
-    chosen, tried = _parts(without, present, delta, confidence, together)
-    failure = (1 - confidence) / together / 2  # two rates
+    choosing, testing = _held_out(without, present)
+    failure = terms.failure / 2  # two rates
 
     def epsilon(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
+            excess = tp - terms.delta
+            return np.where(excess > 0, np.log(np.maximum(excess, 1e-300) / fp), -math.inf)
 
     # The opposite test exchanges the worlds and negates the scores.
     _, threshold, sign = max(
-        (*_best_threshold(*_turned(chosen, sign), failure, epsilon), sign) for sign in (1, -1)
+        (*_best_threshold(*_turned(choosing, sign), failure, epsilon), sign) for sign in (1, -1)
     )
-    found = epsilon(*_rates(*_turned(tried, sign), threshold, failure))
-    best = max(0.0, float(found))
-    return LowerBound(
-        epsilon=best, delta=delta, method=RATES, confidence=confidence, printed=printed
-    )
+    proved = float(epsilon(*_rates(*_turned(testing, sign), threshold, failure)))
+    return LowerBound(epsilon=max(0.0, proved), method=RATES, terms=terms)
 
 
-def if_gaussian(
-    without: Sequence[float] | np.ndarray,
-    present: Sequence[float] | np.ndarray,
-    *,
-    delta: float,
-    confidence: float,
-    together: int = 1,
-    printed: float = math.inf,
-) -> LowerBound:
+def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
     """Bound ε of a Gaussian mechanism by the shift μ that the rates of one threshold prove.
 
     Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR), and ε(δ) of that shift is exact. For
     another mechanism, such as a sub-sampled one, the result may be too large.
 
     Parameters, errors
-        As of `by_rates`.
+        As of `by_rates`; δ must be above 0.
     """
     from scipy import special
 
     def shift(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
         return np.asarray(special.ndtri(tp) - special.ndtri(fp))
 
-    if not delta > 0:
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
-    chosen, tried = _parts(without, present, delta, confidence, together)
-    failure = (1 - confidence) / together / 2
-    _, threshold = _best_threshold(*chosen, failure, shift)
-    mu, epsilon = float(shift(*_rates(*tried, threshold, failure))), 0.0
+    require_delta(terms.delta)
+    choosing, testing = _held_out(without, present)
+    failure = terms.failure / 2
+    _, threshold = _best_threshold(*choosing, failure, shift)
+    mu, epsilon = float(shift(*_rates(*testing, threshold, failure))), 0.0
     if mu > 0:
-        epsilon = gaussian_loss(1 / mu, releases=1, delta=delta).epsilon * (1 - _ROOT)
-    best = max(0.0, epsilon)
-    return LowerBound(
-        epsilon=best, delta=delta, method=GAUSSIAN, confidence=confidence, printed=printed
-    )
+        epsilon = gaussian_loss(1 / mu, releases=1, delta=terms.delta).epsilon * (1 - _ROOT)
+    return LowerBound(epsilon=max(0.0, epsilon), method=GAUSSIAN, terms=terms)
 
 
 def in_one_run(
-    scores: Sequence[float] | np.ndarray,
-    included: Sequence[bool] | np.ndarray,
-    *,
-    guesses: int,
-    delta: float,
-    confidence: float,
-    together: int = 1,
-    printed: float = math.inf,
+    scores: Scores, included: Sequence[bool] | np.ndarray, terms: BoundTerms, *, guesses: int
 ) -> LowerBound:
     """Bound ε from one run with m canaries, each included by an independent fair coin.
 
@@ -181,36 +171,34 @@ def in_one_run(
         The coins (m,).
     guesses : int
         Even, from 2 to m; it must be chosen before the scores are seen.
-    delta, confidence, together, printed
-        As of `by_rates`.
 
     Raises
     ------
     ValueError
         Shapes differ, or a parameter is out of range.
     """
-    found, coins = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
-    if found.ndim != 1 or found.shape != coins.shape or not np.isfinite(found).all():
+    scores, coins = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
+    if scores.ndim != 1 or scores.shape != coins.shape or not np.isfinite(scores).all():
         raise InvalidValue(
-            f"scores of shape {found.shape}, included of shape {coins.shape}: expected one finite "
+            f"scores of shape {scores.shape}, included of shape {coins.shape}: expected one finite "
             "score and one coin per canary"
         )
-    if not 2 <= guesses <= len(found) or guesses % 2:
-        raise InvalidValue(f"guesses={guesses!r}: expected an even number from 2 to {len(found)}")
-    _check(delta, confidence, together)
-    order, half = np.argsort(found, kind="stable"), guesses // 2
+    canaries = len(scores)
+    if not 2 <= guesses <= canaries or guesses % 2:
+        raise InvalidValue(f"guesses={guesses!r}: expected an even number from 2 to {canaries}")
+    order, half = np.argsort(scores, kind="stable"), guesses // 2
     correct = int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
-    failure = (1 - confidence) / together
+
+    def refuted(epsilon: float) -> bool:
+        return _chance(correct, guesses, canaries, epsilon, terms.delta) < terms.failure
+
     low, high = 0.0, 1.0
-    while _chance(correct, guesses, len(found), high, delta) < failure and high < 1e3:
+    while refuted(high) and high < 1e3:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        proved = _chance(correct, guesses, len(found), middle, delta) < failure
-        low, high = (middle, high) if proved else (low, middle)
-    return LowerBound(
-        epsilon=low, delta=delta, method=ONE_RUN, confidence=confidence, printed=printed
-    )
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return LowerBound(epsilon=low, method=ONE_RUN, terms=terms)
 
 
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
@@ -221,8 +209,8 @@ def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarr
     from scipy import special
 
     count = np.asarray(count)
-    found = special.betainccinv(count + 1, np.maximum(trials - count, 0.5), failure)
-    return np.where(count >= trials, 1.0, found)
+    rate = special.betainccinv(count + 1, np.maximum(trials - count, 0.5), failure)
+    return np.where(count >= trials, 1.0, rate)
 
 
 def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
@@ -248,34 +236,19 @@ Pair = tuple[np.ndarray, np.ndarray]
 Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def _check(delta: float, confidence: float, together: int) -> None:
-    if not 0 <= delta < 1:
-        raise InvalidValue(f"delta={delta!r}: expected a number in [0, 1)")
-    if not 0 < confidence < 1:
-        raise InvalidValue(f"confidence={confidence!r}: expected a number in (0, 1)")
-    require_at_least_one("together", together)
-
-
-def _parts(
-    without: Sequence[float] | np.ndarray,
-    present: Sequence[float] | np.ndarray,
-    delta: float,
-    confidence: float,
-    together: int,
-) -> tuple[Pair, Pair]:
-    """Return the trials that choose the threshold, and the others."""
-    _check(delta, confidence, together)
-    chosen, tried = [], []
+def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:
+    """Return the trials of both worlds that choose the threshold, and those that test it."""
+    choosing, testing = [], []
     for name, scores in (("without", without), ("present", present)):
-        all_of_it = np.asarray(scores, dtype=np.float64)
-        if all_of_it.ndim != 1 or len(all_of_it) < 8:
+        trials = np.asarray(scores, dtype=np.float64)
+        if trials.ndim != 1 or len(trials) < 8:
             raise InvalidValue(f"{name}: expected the scores of at least 8 trials, one number each")
-        if not np.isfinite(all_of_it).all():
+        if not np.isfinite(trials).all():
             raise InvalidValue(f"{name}: expected finite scores")
-        first = math.ceil(HELD_OUT * len(all_of_it))
-        chosen.append(all_of_it[:first])
-        tried.append(all_of_it[first:])
-    return (chosen[0], chosen[1]), (tried[0], tried[1])
+        count = math.ceil(HELD_OUT * len(trials))
+        choosing.append(trials[:count])
+        testing.append(trials[count:])
+    return (choosing[0], choosing[1]), (testing[0], testing[1])
 
 
 def _turned(worlds: Pair, sign: int) -> Pair:

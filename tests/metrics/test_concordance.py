@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flower_ext.evaluation import concordance_index
+from flower_ext.metrics import concordance_index
 
 
 def reference(scores, targets):

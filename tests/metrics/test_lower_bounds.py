@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_ext.evaluation import by_rates, if_gaussian, in_one_run
+from flower_ext.metrics import BoundTerms, by_rates, if_gaussian, in_one_run
 from flower_ext.privacy import gaussian_loss
 from tests.support.grids import grid
 
@@ -33,7 +33,7 @@ def test_a_bound_exceeds_the_true_epsilon_no_more_often_than_it_says(bound, mu):
     rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
     true = epsilon(mu) if mu else 0.0
     above = sum(
-        bound(*sampled(rng, mu, 200), delta=DELTA, confidence=confidence).epsilon > true
+        bound(*sampled(rng, mu, 200), BoundTerms(delta=DELTA, confidence=confidence)).epsilon > true
         for _ in range(repetitions)
     )
     assert not_refuted(above, repetitions, 1 - confidence)
@@ -46,9 +46,9 @@ def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(mo
     def same(without, present, *_):
         return (without, present), (without, present)
 
-    monkeypatch.setattr("flower_ext.evaluation.lower_bounds._parts", same)
+    monkeypatch.setattr("flower_ext.metrics.lower_bounds._held_out", same)
     above = sum(
-        by_rates(*sampled(rng, 0.0, 200), delta=0.0, confidence=confidence).epsilon > 0
+        by_rates(*sampled(rng, 0.0, 200), BoundTerms(delta=0.0, confidence=confidence)).epsilon > 0
         for _ in range(repetitions)
     )
     assert not not_refuted(above, repetitions, 1 - confidence)
@@ -56,8 +56,8 @@ def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(mo
 
 def test_a_gaussian_bound_reaches_most_of_the_true_epsilon():
     rng = np.random.default_rng(0)
-    found = if_gaussian(*sampled(rng, 2.0, 20_000), delta=DELTA, confidence=0.999)
-    assert 0.9 * epsilon(2.0) < found.epsilon <= epsilon(2.0)
+    bound = if_gaussian(*sampled(rng, 2.0, 20_000), BoundTerms(delta=DELTA, confidence=0.999))
+    assert 0.9 * epsilon(2.0) < bound.epsilon <= epsilon(2.0)
 
 
 def test_rates_reach_most_of_the_epsilon_of_randomised_response():
@@ -65,35 +65,36 @@ def test_rates_reach_most_of_the_epsilon_of_randomised_response():
     rng, true = np.random.default_rng(0), 2.0
     truth = 1 / (1 + math.exp(-true))
     scores = [(rng.random(20_000) < p).astype(float) for p in (1 - truth, truth)]
-    found = by_rates(*scores, delta=0.0, confidence=0.999)
-    assert 0.9 * true < found.epsilon <= true
+    bound = by_rates(*scores, BoundTerms(delta=0.0, confidence=0.999))
+    assert 0.9 * true < bound.epsilon <= true
 
 
 def test_an_event_that_only_the_world_without_has_is_found_by_the_opposite_test():
     """P0 has an event of probability 0.2 that P1 lacks; P1 has no event that P0 lacks."""
     rng = np.random.default_rng(0)
     without = np.where(rng.random(4000) < 0.2, -1.0, 0.0)
-    found = by_rates(without, np.zeros(4000), delta=DELTA, confidence=0.999)
-    assert found.epsilon > 3
+    bound = by_rates(without, np.zeros(4000), BoundTerms(delta=DELTA, confidence=0.999))
+    assert bound.epsilon > 3
 
 
 def test_a_quarter_of_the_noise_is_found():
-    rng, printed = np.random.default_rng(0), epsilon(0.5)
-    facts = {"delta": DELTA, "confidence": 0.999, "together": 10, "printed": printed}
-    found = [bound(*sampled(rng, 4 * 0.5, 2000), **facts) for bound in (by_rates, if_gaussian)]
-    assert any(each.exceeds for each in found)
-    assert [each.ratio for each in found] == [each.epsilon / printed for each in found]
-    assert not any(b(*sampled(rng, 0.5, 2000), **facts).exceeds for b in (by_rates, if_gaussian))
+    rng, reported = np.random.default_rng(0), epsilon(0.5)
+    terms = BoundTerms(delta=DELTA, confidence=0.999, num_bounds=10, reported=reported)
+    bounds = [bound(*sampled(rng, 4 * 0.5, 2000), terms) for bound in (by_rates, if_gaussian)]
+    assert any(bound.exceeds for bound in bounds)
+    assert [bound.ratio for bound in bounds] == [bound.epsilon / reported for bound in bounds]
+    assert not any(b(*sampled(rng, 0.5, 2000), terms).exceeds for b in (by_rates, if_gaussian))
 
 
 @two_worlds
 def test_bounds_in_company_are_lower(bound):
     """On average: each group chooses a threshold of its own, and one choice may be lucky."""
-    rng, facts = np.random.default_rng(), {"delta": DELTA, "confidence": 0.95}
+    rng = np.random.default_rng()
+    alone, grouped = (BoundTerms(delta=DELTA, confidence=0.95, num_bounds=n) for n in (1, 100))
     lost = []
     for _ in range(50):
         worlds = sampled(rng, 2.0, 1000)
-        lost.append(bound(*worlds, **facts).epsilon - bound(*worlds, **facts, together=100).epsilon)
+        lost.append(bound(*worlds, alone).epsilon - bound(*worlds, grouped).epsilon)
     assert np.mean(lost) > 0
 
 
@@ -109,21 +110,23 @@ def test_one_run_exceeds_the_true_epsilon_no_more_often_than_it_says(true):
     above = 0
     for _ in range(repetitions):
         scores, included = randomised_response(rng, 200, true)
-        found = in_one_run(scores, included, guesses=100, delta=0.0, confidence=confidence)
-        above += found.epsilon > true
+        bound = in_one_run(
+            scores, included, BoundTerms(delta=0.0, confidence=confidence), guesses=100
+        )
+        above += bound.epsilon > true
     assert not_refuted(above, repetitions, 1 - confidence)
 
 
 def test_one_run_reaches_most_of_the_epsilon_of_randomised_response():
     scores, included = randomised_response(np.random.default_rng(0), 10_000, 2.0)
-    found = in_one_run(scores, included, guesses=9_000, delta=0.0, confidence=0.999)
-    assert 1.7 < found.epsilon <= 2.0
+    bound = in_one_run(scores, included, BoundTerms(delta=0.0, confidence=0.999), guesses=9_000)
+    assert 1.7 < bound.epsilon <= 2.0
 
 
 def test_a_larger_delta_lowers_what_one_run_shows():
     scores, included = randomised_response(np.random.default_rng(0), 1000, 2.0)
     small, large = (
-        in_one_run(scores, included, guesses=500, delta=delta, confidence=0.95).epsilon
+        in_one_run(scores, included, BoundTerms(delta=delta, confidence=0.95), guesses=500).epsilon
         for delta in (1e-9, 1e-3)
     )
     assert large < small
@@ -134,20 +137,23 @@ def test_a_larger_delta_lowers_what_one_run_shows():
     [
         ({"delta": 1.0}, "delta"),
         ({"confidence": 1.0}, "confidence"),
-        ({"together": 0}, "together"),
+        ({"num_bounds": 0}, "num_bounds"),
         ({"without": [0.0] * 7}, "without"),
         ({"present": [math.nan] * 8}, "present"),
     ],
 )
 @two_worlds
 def test_unfit_arguments_are_named(bound, change, said):
-    facts = {"without": [0.0] * 8, "present": [1.0] * 8, "delta": DELTA, "confidence": 0.9}
-    facts |= change
+    arguments = {"without": [0.0] * 8, "present": [1.0] * 8, "delta": DELTA, "confidence": 0.9}
+    arguments |= change
+    worlds = arguments.pop("without"), arguments.pop("present")
     with pytest.raises(ValueError, match=said):
-        bound(facts.pop("without"), facts.pop("present"), **facts)
+        bound(*worlds, BoundTerms(**arguments))
 
 
 @pytest.mark.parametrize("guesses", [0, 3, 12])
 def test_unfit_numbers_of_guesses_are_named(guesses):
     with pytest.raises(ValueError, match="guesses"):
-        in_one_run(np.arange(10), [True] * 10, guesses=guesses, delta=0.0, confidence=0.9)
+        in_one_run(
+            np.arange(10), [True] * 10, BoundTerms(delta=0.0, confidence=0.9), guesses=guesses
+        )

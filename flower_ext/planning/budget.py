@@ -1,9 +1,11 @@
-"""(T*, λ*) for a privacy budget, as published and provable, for ``flower-ext ditto-schedule``."""
+"""Schedules (T*, λ*) for a privacy budget, with their noise: as published, and provable."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flower_ext.errors import InvalidValue
@@ -13,7 +15,7 @@ from flower_ext.planning.search import Schedule, best_rounds, joint_search
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_epsilon,
+    clipped_steps_loss,
     clipped_steps_noise_stddev,
     composed_noise_stddev,
 )
@@ -42,12 +44,26 @@ class PrivacyBudget:
                 num_examples=self.num_examples,
                 clipping_norm=self.clipping_norm,
             )
-        target: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}
-        ball = composed_noise_stddev(sensitivity=2 * self.clipping_norm, releases=rounds, **target)
+        by_model = self._stddev_by_model(rounds)
+        return by_model if self.steps is None else min(by_model, self._stddev_by_steps(rounds))
+
+    def _stddev_by_model(self, rounds: int) -> float:
+        """Return the σ_u that hides any change of a model within the clipping norm."""
+        return composed_noise_stddev(
+            sensitivity=2 * self.clipping_norm,
+            releases=rounds,
+            epsilon=self.epsilon,
+            delta=self.delta,
+        )
+
+    def _stddev_by_steps(self, rounds: int) -> float:
+        """Return the σ_u of uploads whose local steps clip and noise gradients."""
         if self.steps is None:
-            return ball
-        step = clipped_steps_noise_stddev(self.steps, rounds=rounds, **target)
-        return min(ball, self.steps.upload_stddev(step))
+            return math.inf
+        stddev = clipped_steps_noise_stddev(
+            self.steps, rounds=rounds, epsilon=self.epsilon, delta=self.delta
+        )
+        return self.steps.upload_stddev(stddev)
 
     def epsilons(self, noise_stddev: float, rounds: int) -> dict[str, float]:
         """Return ε of uploads with σ_u: as published, at worst, and with clipped gradients.
@@ -61,20 +77,20 @@ class PrivacyBudget:
             rounds=rounds,
             delta=self.delta,
         )
-        found = {"as published": published.epsilon, "worst case": provable.epsilon}
+        epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if self.steps is not None:
-            step = noise_stddev / self.steps.upload_stddev(1.0)
-            found["gradients clipped"] = clipped_steps_epsilon(
-                self.steps, noise_stddev=step, rounds=rounds, delta=self.delta
-            )
-        return found
+            epsilons["gradients clipped"] = clipped_steps_loss(
+                self.steps,
+                noise_stddev=noise_stddev / self.steps.upload_stddev(1.0),
+                rounds=rounds,
+                delta=self.delta,
+            ).epsilon
+        return epsilons
 
     @property
     def provable_source(self) -> str:
         """The bound that the provable noise rests on, in words."""
-        ball = self.noise_stddev(1, "provable")
-        alone = PrivacyBudget(**{**vars(self), "steps": None}).noise_stddev(1, "provable")
-        if self.steps is None or ball >= alone:
+        if self.steps is None or self._stddev_by_steps(1) >= self._stddev_by_model(1):
             return f"sensitivity 2C = {2 * self.clipping_norm:g} of a clipped model"
         return (
             f"records' gradients clipped to {self.steps.gradient_clipping_norm:g}, sensitivity "
@@ -83,8 +99,8 @@ class PrivacyBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The planner's answer by one basis: the published theorem, or the provable bound.
+class CalibratedSchedule:
+    """A schedule with the noise that keeps the budget, by one basis.
 
     Attributes
     ----------
@@ -124,22 +140,27 @@ def finite_or_none(bound: float) -> float | None:
     return bound if math.isfinite(bound) else None
 
 
-def answers(
+def calibrated_schedules(
     budget: PrivacyBudget,
     problem: DittoProblem,
     *,
     max_rounds: int,
     global_weight: float | None = None,
     fairness: LinearFairness | None = None,
-) -> list[Answer]:
-    """Return one answer for each basis, without the published one if G₀ or M is unknown.
+) -> list[CalibratedSchedule]:
+    """Return one schedule for each basis, without the published one if G₀ or M is unknown.
 
     Raises
     ------
     ValueError
         A parameter is out of range, or not exactly one of λ and the fairness problem is given.
     """
-    if (global_weight is None) == (fairness is None):
+    search: Callable[..., Schedule]
+    if fairness is not None and global_weight is None:
+        search = partial(joint_search, problem, fairness, max_rounds=max_rounds)
+    elif fairness is None and global_weight is not None:
+        search = partial(best_rounds, problem, global_weight=global_weight, max_rounds=max_rounds)
+    else:
         raise InvalidValue(
             "global_weight (λ) and fairness: expected one of them, because the fairness problem "
             "determines λ"
@@ -147,32 +168,29 @@ def answers(
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
         bases.insert(0, "published")
-    found = []
-    for basis in bases:
-        facts: dict[str, Any] = {
-            "variance_per_round": budget.noise_stddev(1, basis) ** 2,
-            "max_rounds": max_rounds,
-            "basis": basis,
-        }
-        if fairness is None:
-            assert global_weight is not None
-            schedule = best_rounds(problem, global_weight=global_weight, **facts)
-        else:
-            schedule = joint_search(problem, fairness, **facts)
-        conditions = [*schedule.bound.conditions, _one_full_step(budget.steps)]
-        if fairness is not None:
-            conditions.append(fairness.uniqueness(clipping_norm=budget.clipping_norm, basis=basis))
-        stddev = budget.noise_stddev(schedule.rounds, basis) if schedule.rounds else 0.0
-        found.append(
-            Answer(
-                basis=basis,
-                schedule=schedule,
-                noise_stddev=stddev,
-                epsilons=budget.epsilons(stddev, schedule.rounds) if schedule.rounds else {},
-                not_met=tuple(one.text for one in conditions if not one.holds),
-            )
-        )
-    return found
+    return [_calibrated(budget, search, fairness, basis) for basis in bases]
+
+
+def _calibrated(
+    budget: PrivacyBudget,
+    search: Callable[..., Schedule],
+    fairness: LinearFairness | None,
+    basis: Basis,
+) -> CalibratedSchedule:
+    """Return the schedule that ``search`` finds under the noise of one basis."""
+    schedule = search(variance_per_round=budget.noise_stddev(1, basis) ** 2, basis=basis)
+    conditions = [*schedule.bound.conditions, _one_full_step(budget.steps)]
+    if fairness is not None:
+        conditions.append(fairness.uniqueness(clipping_norm=budget.clipping_norm, basis=basis))
+    rounds = schedule.rounds
+    stddev = budget.noise_stddev(rounds, basis) if rounds else 0.0
+    return CalibratedSchedule(
+        basis=basis,
+        schedule=schedule,
+        noise_stddev=stddev,
+        epsilons=budget.epsilons(stddev, rounds) if rounds else {},
+        not_met=tuple(condition.text for condition in conditions if not condition.holds),
+    )
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:

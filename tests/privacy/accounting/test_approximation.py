@@ -8,8 +8,10 @@ import pytest
 from scipy import optimize, stats
 
 from flower_ext.privacy import FullParticipation, NeighboringRelation, PoissonSampling
-from flower_ext.privacy.accounting.events import Release, gaussian_loss, privacy_loss_of
-from flower_ext.privacy.accounting.residue import with_residue
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.approximation import with_approximation_error
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
 
 ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
 DELTA = 1e-5
@@ -32,7 +34,7 @@ def delta_between(one, other, epsilon):
 def laws(rate, shift):
     """A sum with a unit that is drawn or not and leaves a trace, and one without the unit.
 
-    Both sums are off by the residue, in opposite directions.
+    Both sums are off by the approximation_error, in opposite directions.
     """
     edges = np.arange(-12, 14, 0.005)
 
@@ -43,46 +45,52 @@ def laws(rate, shift):
     return with_unit, masses(-shift)
 
 
-@pytest.mark.parametrize("residue", [1e-9, 1e-5, 1e-3])
+@pytest.mark.parametrize("approximation_error", [1e-9, 1e-5, 1e-3])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
-def test_what_the_worst_residue_shows_is_below_the_bound(rate, residue):
-    bound = epsilon(rate, residue=residue)
-    one, other = laws(rate, residue)
+def test_what_the_worst_residue_shows_is_below_the_bound(rate, approximation_error):
+    bound = epsilon(rate, approximation_error=approximation_error)
+    one, other = laws(rate, approximation_error)
     for pair in ((one, other), (other, one)):
         assert delta_between(*pair, bound) <= DELTA
     least = optimize.brentq(lambda e: delta_between(one, other, e) - DELTA, 0, 20)
-    assert least <= bound <= least + 300 * residue + 0.01
+    assert least <= bound <= least + 300 * approximation_error + 0.01
 
 
 def test_without_the_residue_more_would_be_promised_than_holds():
     one, other = laws(0.1, 0.005)
     assert delta_between(one, other, epsilon(0.1)) > 1.01 * DELTA
-    assert delta_between(one, other, epsilon(0.1, residue=0.005)) <= DELTA
+    assert delta_between(one, other, epsilon(0.1, approximation_error=0.005)) <= DELTA
 
 
-def test_a_residue_of_many_rounds_adds_up_as_squares():
-    rounds = epsilon(residue=1e-5, noise_multiplier=5.0, rounds=100)
-    whole = with_residue(lambda d: gaussian_loss(5.0, releases=100, delta=d), 1e-4, DELTA)
+def test_the_approximation_error_of_many_rounds_adds_up_as_squares():
+    rounds = epsilon(approximation_error=1e-5, noise_multiplier=5.0, rounds=100)
+    whole = with_approximation_error(
+        lambda d: gaussian_loss(5.0, releases=100, delta=d), 1e-4, DELTA
+    )
     assert rounds == pytest.approx(whole.epsilon, rel=1e-12)
     assert rounds > gaussian_loss(5.0, releases=100, delta=DELTA).epsilon
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.05, 0.4, 5.0])
-def test_a_negligible_residue_costs_next_to_nothing_at_any_noise(noise_multiplier):
+def test_a_negligible_approximation_error_costs_next_to_nothing_at_any_noise(noise_multiplier):
     exact = epsilon(0.2, noise_multiplier=noise_multiplier)
-    assert exact < epsilon(0.2, noise_multiplier=noise_multiplier, residue=1e-9) < 1.001 * exact
+    assert (
+        exact
+        < epsilon(0.2, noise_multiplier=noise_multiplier, approximation_error=1e-9)
+        < 1.001 * exact
+    )
 
 
 def test_a_large_residue_promises_nothing():
-    assert math.isinf(epsilon(residue=0.1))
-    assert math.isinf(epsilon(residue=1e-3, rounds=10_000))
+    assert math.isinf(epsilon(approximation_error=0.1))
+    assert math.isinf(epsilon(approximation_error=1e-3, rounds=10_000))
 
 
 def test_no_residue_changes_no_bit_and_leaves_no_line_in_a_ledger():
     plain = privacy_loss_of({release(0.2): 100}, delta=DELTA)
-    assert with_residue(lambda d: plain, 0.0, DELTA) is plain
-    full = release(0.2, residue=1e-9)
+    assert with_approximation_error(lambda d: plain, 0.0, DELTA) is plain
+    full = release(0.2, approximation_error=1e-9)
     assert Release.from_dict(full.to_dict()) == full
-    bare = replace(full, residue=0.0)
+    bare = replace(full, approximation_error=0.0)
     assert set(bare.to_dict()) == {"sampling", "noise_multiplier", "relation"}
     assert Release.from_dict(bare.to_dict()) == bare

@@ -35,6 +35,6 @@ def concordance_index(scores: Tensor, targets: Tensor) -> float:
     pairs = int(comparable.sum())
     if pairs == 0:
         return math.nan
-    own, other = scores.unsqueeze(1), scores.unsqueeze(0)
-    right = (comparable & (own > other)).sum() + 0.5 * (comparable & (own == other)).sum()
+    first, second = scores.unsqueeze(1), scores.unsqueeze(0)
+    right = (comparable & (first > second)).sum() + 0.5 * (comparable & (first == second)).sum()
     return float(right) / pairs

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flower_ext.evaluation import summarize
+from flower_ext.metrics import summarize
 
 
 def test_equal_clients_are_perfectly_fair():

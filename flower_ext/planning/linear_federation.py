@@ -1,4 +1,4 @@
-"""The Bayesian linear world of DP-Ditto's Section V, as data: Eqns 22–29.
+"""Federations drawn from the Bayesian linear model of DP-Ditto's Section V: Eqns 22–29.
 
 ====================  =====================================================
 paper                 here
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearWorld:
+class LinearFederation:
     """One drawn federation; the first axis of every array runs over clients."""
 
     true_models: Array
@@ -99,16 +99,16 @@ class LinearWorld:
         """Return v_n*(λ) of Eqn 29 for uploads û_n + noise_n; more leading axes are draws."""
         check_global_weight(global_weight)
         local, shared = self.local_models, (self.local_models + noise).mean(axis=-2, keepdims=True)
-        own = (LARGEST_WEIGHT - global_weight) / 2 * self.curvature
-        return np.asarray((own * local + global_weight * shared) / (own + global_weight))
+        pull = (LARGEST_WEIGHT - global_weight) / 2 * self.curvature
+        return np.asarray((pull * local + global_weight * shared) / (pull + global_weight))
 
 
-def drawn_unfairness(
+def simulated_unfairness(
     fairness: LinearFairness,
     global_weights: Sequence[float],
     *,
     upload_stddev: float,
-    worlds: int,
+    num_federations: int,
     rng: np.random.Generator,
 ) -> tuple[Array, Array]:
     """Return R(λ) measured on drawn federations, for each λ, and its standard error.
@@ -121,19 +121,19 @@ def drawn_unfairness(
         Each λ, in [0, 2].
     upload_stddev : float
         σ_u of the noise on every upload.
-    worlds : int
+    num_federations : int
         Number of federations, at least 2.
 
     Raises
     ------
     ValueError
-        There are too few worlds, or fewer examples than dimensions.
+        There are too few federations, or fewer examples than dimensions.
     """
-    if worlds < 2:
-        raise InvalidValue(f"worlds={worlds!r}: expected an integer >= 2")
-    seen = np.empty((worlds, len(global_weights)))
-    for row in range(worlds):
-        world = LinearWorld.draw(
+    if num_federations < 2:
+        raise InvalidValue(f"num_federations={num_federations!r}: expected an integer >= 2")
+    unfairness = np.empty((num_federations, len(global_weights)))
+    for row in range(num_federations):
+        federation = LinearFederation.draw(
             rng,
             num_clients=fairness.num_clients,
             num_examples=fairness.num_examples,
@@ -142,8 +142,8 @@ def drawn_unfairness(
             label_variance=fairness.label_variance,
             model_variance=fairness.model_variance,
         )
-        noise = upload_stddev * rng.normal(size=world.true_models.shape)
+        noise = upload_stddev * rng.normal(size=federation.true_models.shape)
         for column, weight in enumerate(global_weights):
-            apart = world.true_models - world.personal_models(weight, noise)
-            seen[row, column] = np.square(apart).sum(axis=1).var()
-    return seen.mean(axis=0), seen.std(axis=0, ddof=1) / math.sqrt(worlds)
+            errors = federation.true_models - federation.personal_models(weight, noise)
+            unfairness[row, column] = np.square(errors).sum(axis=1).var()
+    return unfairness.mean(axis=0), unfairness.std(axis=0, ddof=1) / math.sqrt(num_federations)

@@ -1,0 +1,71 @@
+"""Exact composition of Gaussian releases that no sampling amplifies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.units import NeighboringRelation
+
+EXACT_GAUSSIAN = "exact Gaussian composition"
+"""Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""
+
+
+def participations_loss(
+    *,
+    noise_multiplier: float,
+    participations: float,
+    relation: NeighboringRelation,
+    delta: float,
+) -> PrivacyLoss:
+    """Return (ε, δ) for an adversary who sees who took part, so that sampling amplifies nothing.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Noise multiplier of one release.
+    participations : float
+        The largest number of releases in which any one unit took part. A release whose noise was
+        σ_t instead of σ counts (σ/σ_t)² times. This number must not depend on anybody's data.
+    """
+    return gaussian_loss(
+        noise_multiplier / relation.sensitivity_factor, releases=participations, delta=delta
+    )
+
+
+def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> PrivacyLoss:
+    """Return (ε, δ) of Gaussian releases, exactly (Balle and Wang 2018, Theorem 8).
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Standard deviation of the noise, divided by the largest L2 distance of neighbours.
+    releases : float
+        Number of releases, or the sum of their weights.
+    """
+    if releases == 0:
+        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
+    return _one_gaussian(noise_multiplier / math.sqrt(releases), delta)
+
+
+def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
+    """Compose Gaussians of multipliers σ_i to one of (Σ σ_i⁻²)^(−1/2), which is exact."""
+    precision = sum(
+        count * (release.relation.sensitivity_factor / release.noise_multiplier) ** 2
+        for release, count in counts
+    )
+    return _one_gaussian(1 / math.sqrt(precision), delta)
+
+
+@lru_cache(maxsize=4096)
+def _one_gaussian(noise_multiplier: float, delta: float) -> PrivacyLoss:
+    import dp_accounting
+
+    epsilon = math.inf
+    if noise_multiplier > 0:
+        epsilon = float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
+    epsilon *= 1 + 1e-9  # the root finder stops on either side of the root
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)

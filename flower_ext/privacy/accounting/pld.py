@@ -1,0 +1,110 @@
+"""Bounds on ε by distributions of privacy losses on a grid, which Fourier transforms compose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flower_ext.privacy.accounting.events import MOST_NOISE, Release
+from flower_ext.privacy.accounting.sampling import PoissonSampling
+
+if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
+    import dp_accounting
+
+_ROUNDING = 1e-15
+"""Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
+FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
+"""Limits of a grid interval: a finer one loses δ to rounding, a wider one overflows exp."""
+MOST_CELLS = 50_000
+"""Most grid intervals for the losses of one release, which take half a second."""
+MOST_AT_ONCE = 4096
+"""Most copies of a grid that one Fourier transform composes. The bound by which dp-accounting cuts
+the tails of a composition is loose for more copies, and its transforms become long."""
+
+
+def widest_step(counts: Iterable[tuple[Release, int]]) -> float:
+    """Return the range of one release's privacy loss within ten standard deviations of the noise.
+
+    Releases that are not sub-sampled are composed to one Gaussian first.
+    """
+    widest = 0.0
+    for release, count in counts:
+        shift = release.relation.sensitivity_factor / min(release.noise_multiplier, MOST_NOISE)
+        rate = release.sampling.rate if isinstance(release.sampling, PoissonSampling) else 1.0
+        if rate == 1:
+            shift *= math.sqrt(count)
+        log_absent = math.log1p(-rate) if rate < 1 else -math.inf
+        ends = [
+            float(np.logaddexp(log_absent, math.log(rate) + shift * z))
+            for z in (shift / 2 + 10, -shift / 2 - 10)
+        ]
+        widest = max(widest, ends[0] - ends[1])
+    return widest
+
+
+def grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
+    """Return the width of a grid of privacy losses that adds about a thousandth to ε (a guess).
+
+    Many steps are nearly one Gaussian. With a shift of μ it loses about μ²/2 + μ √(2 log 1/δ)
+    at δ, and its loss has variance μ². A grid of width w adds at most w²/4 to the variance in
+    every step.
+    """
+    log = -math.log(delta)
+    shift = math.sqrt(2) * (math.sqrt(log + epsilon) - math.sqrt(log))
+    interval = 2 * shift * math.sqrt(1e-3 / steps)
+    return min(max(interval, FINEST_INTERVAL), WIDEST_INTERVAL)
+
+
+def pld_epsilon(
+    events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float, *, interval: float
+) -> float:
+    """Return ε from a grid of privacy losses that are rounded up.
+
+    The result is infinite if rounding in the Fourier transforms can lose as much as ``delta``.
+    """
+    from dp_accounting import pld
+
+    resolved = delta - _ROUNDING * sum(count for _, count in events)
+    if resolved <= 0:
+        return math.inf
+    total = pld.privacy_loss_distribution.identity(interval)
+    for event, count in events:
+        total = total.compose(_composed(*_grid_of(event, count, interval)))
+    return float(total.get_epsilon_for_delta(resolved))
+
+
+def _grid_of(event: dp_accounting.DpEvent, count: int, interval: float) -> tuple[Any, int]:
+    """Return a grid of privacy losses, and how often to compose it."""
+    import dp_accounting
+    from dp_accounting.pld import privacy_loss_distribution as grids
+
+    match event:
+        case dp_accounting.GaussianDpEvent():
+            noise = event.noise_multiplier / math.sqrt(count)
+            return grids.from_gaussian_mechanism(noise, value_discretization_interval=interval), 1
+        case dp_accounting.PoissonSampledDpEvent(event=dp_accounting.GaussianDpEvent()):
+            return grids.from_gaussian_mechanism(
+                event.event.noise_multiplier,
+                value_discretization_interval=interval,
+                sampling_prob=event.sampling_probability,
+            ), count
+        case dp_accounting.dp_event.MixtureOfGaussiansDpEvent():
+            return grids.from_mixture_gaussian_mechanism(
+                event.standard_deviation,
+                event.sensitivities,
+                event.sampling_probs,
+                value_discretization_interval=interval,
+            ), count
+    raise TypeError(f"event={event!r}: expected a Gaussian, sub-sampled or a mixture, or neither")
+
+
+def _composed(losses: Any, count: int) -> Any:
+    """Compose a grid of privacy losses with itself, many copies block by block."""
+    if count <= MOST_AT_ONCE:
+        return losses.self_compose(count)
+    blocks, left = divmod(count, MOST_AT_ONCE)
+    total = _composed(losses.self_compose(MOST_AT_ONCE), blocks)
+    return total.compose(losses.self_compose(left)) if left else total
