@@ -34,9 +34,13 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	$(BIN)/flower-ext compile
 	touch $@
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The core, and every distribution in plugins/.
+PLUGINS := $(wildcard plugins/*/pyproject.toml)
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' \
+		$(foreach plugin,$(PLUGINS),--editable ./$(dir $(plugin)))
 	touch $@
 
 demo: $(VENV)/.installed

@@ -22,7 +22,7 @@ from flower_ext.secure.aggregation import (
     graph_of,
     member,
 )
-from flower_ext.secure.aggregation.masks import Residues, apply_mask
+from flower_ext.secure.aggregation.mask_streams import Residues, apply_mask
 
 MEASURED = 3
 """Number of timed clients, which clip, noise and mask their whole vector."""

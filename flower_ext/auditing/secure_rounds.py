@@ -25,8 +25,8 @@ from flower_ext.secure.aggregation import (
     SealedShares,
     SumServer,
 )
-from flower_ext.secure.aggregation.masks import apply_mask, self_mask_key
-from flower_ext.secure.aggregation.messages import OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_SEED
+from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import combine
 
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)

@@ -40,11 +40,11 @@ from flower_ext.secure.aggregation import (
     Delivery,
     Keys,
     MaskedInput,
-    Question,
     Revealed,
     RoundContext,
     SealedShares,
     SumServer,
+    UnmaskRequest,
     degree,
     draw_order,
     graph_digest,
@@ -266,7 +266,7 @@ class SecureRound:
 
 
 def _told(
-    name: str, messages: Mapping[int, Keys | Delivery | Question]
+    name: str, messages: Mapping[int, Keys | Delivery | UnmaskRequest]
 ) -> dict[int, records.Arrays]:
     """Return each member's message as an array of that name."""
     return {

@@ -48,7 +48,7 @@ from tests.faults.worlds import (
     CLIENTS,
     FAST,
     PRIVATE,
-    PRIVATE_LATTICE,
+    PRIVATE_PLUG_INS,
     SILOS,
     USERS,
     Case,
@@ -60,7 +60,7 @@ from tests.faults.worlds import (
 )
 from tests.support.replies import reply
 
-METHODS = {case.name: case for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
+METHODS = {case.name: case for case in (*CASES, PRIVATE, *PRIVATE_PLUG_INS)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 DP_SGD = DpSgdTraining(
     steps=2,

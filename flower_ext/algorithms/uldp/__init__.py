@@ -14,12 +14,10 @@ from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, W
 
 if TYPE_CHECKING:
     from flower_ext.algorithms.uldp.private import PrivateUldpAvg, PrivateUldpSgd
-    from flower_ext.algorithms.uldp.weighting.lattice import LatticeWeighting
-    from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
+    from flower_ext.algorithms.uldp.weighting.paillier_weighting import PrivateWeighting
 
 __all__ = [
     "EqualWeights",
-    "LatticeWeighting",
     "PrivateUldpAvg",
     "PrivateUldpSgd",
     "PrivateWeighting",
@@ -31,12 +29,11 @@ __all__ = [
     "WeightsByRecords",
     "theory_learning_rate",
 ]
-_ROOM = "flower_ext.algorithms.uldp"
+_PACKAGE = "flower_ext.algorithms.uldp"
 _PRIVATE = {
-    "LatticeWeighting": f"{_ROOM}.weighting.lattice",
-    "PrivateUldpAvg": f"{_ROOM}.private",
-    "PrivateUldpSgd": f"{_ROOM}.private",
-    "PrivateWeighting": f"{_ROOM}.weighting.paillier",
+    "PrivateUldpAvg": f"{_PACKAGE}.private",
+    "PrivateUldpSgd": f"{_PACKAGE}.private",
+    "PrivateWeighting": f"{_PACKAGE}.weighting.paillier_weighting",
 }
 
 

@@ -1,7 +1,7 @@
 """ULDP-AVG-w and ULDP-SGD-w with weights n_su / N_u that no party learns.
 
 Source: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024). A `WeightingProtocol` (package
-`weighting`) keeps the weights private: over Paillier, as in the paper, or over ring-LWE.
+`weighting`) keeps the weights private: over Paillier, as in the paper, or one of a plug-in.
 
 Clipping, noise and local training are those of `UldpAvg`. The server draws users by their places in
 an order that only the silos know, unless the protocol itself draws them. Silos do not learn which
@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from logging import getLogger
 from typing import Any
 
@@ -30,13 +29,12 @@ from flower_ext.algorithms.uldp.private_silo import answer, local_update
 from flower_ext.algorithms.uldp.private_weights import PrivateWeights
 from flower_ext.algorithms.uldp.weighting.protocol import (
     LOST,
-    NUMBER,
     SUM,
     ServerEnd,
     Silos,
-    Upload,
     WeightingProtocol,
     as_record,
+    load_protocol,
 )
 from flower_ext.algorithms.uldp.weights import ask_company
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
@@ -52,31 +50,6 @@ _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _SENSITIVITY = "sensitivity"
 _RESIDUE = "residue"
-_WEIGHTING = "flower_ext.algorithms.uldp.weighting"
-_PROTOCOLS = {
-    "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
-    "lattice": (f"{_WEIGHTING}.lattice", "LatticeWeighting"),
-}
-"""Module and class of each protocol; imported only when named, because a client needs neither."""
-
-
-def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
-    """Return the protocol of that name with default settings, or the given protocol.
-
-    Raises
-    ------
-    ValueError
-        The name is unknown.
-    """
-    if isinstance(protocol, WeightingProtocol):
-        return protocol
-    if protocol not in _PROTOCOLS:
-        raise InvalidValue(
-            f"protocol={protocol!r}: expected {', '.join(_PROTOCOLS)}, or a protocol's settings"
-        )
-    module, name = _PROTOCOLS[protocol]
-    settings: WeightingProtocol = getattr(import_module(module), name)()
-    return settings
 
 
 class PrivateUldpAvg(UldpAvg):
@@ -91,10 +64,9 @@ class PrivateUldpAvg(UldpAvg):
         As for `UldpAvg`, with ``dropout_policy="discard"``.
     num_silos : int
         Number of silos, at least two.
-    protocol : {"paillier", "lattice"} or WeightingProtocol, optional
-        Settings of a protocol, `PrivateWeighting` or `LatticeWeighting`, or its name for default
-        settings. The first is the default. The second is faster by orders of magnitude, and
-        experimental.
+    protocol : str or WeightingProtocol, optional
+        Settings of a protocol, or its name for default settings: ``"paillier"``
+        (`PrivateWeighting`, the default), or the name of an installed plug-in.
     **options
         Options of `UldpAvg`.
     """
@@ -115,7 +87,7 @@ class PrivateUldpAvg(UldpAvg):
         *,
         plan: ReleasePlan,
         num_silos: int,
-        protocol: str | WeightingProtocol | None = None,
+        protocol: str | WeightingProtocol = "paillier",
         **options: Any,
     ) -> None:
         if "weighting" in options:
@@ -132,7 +104,7 @@ class PrivateUldpAvg(UldpAvg):
             )
         if options.get("diagnostics"):
             raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
-        self.protocol = weighting_protocol(protocol or "paillier")
+        self.protocol = load_protocol(protocol)() if isinstance(protocol, str) else protocol
         self.secure_sum = self.protocol.secure_sum
         hidden = bool(self.protocol.hidden_draw)
         self._costs = {_SENSITIVITY: plan.sensitivity}
@@ -236,7 +208,7 @@ class PrivateUldpAvg(UldpAvg):
         started = time.monotonic()
         try:
             total = self._connected.close_round(
-                {silo: _upload(update.arrays) for silo, update in received.items()}
+                {silo: update.arrays[SUM].tobytes() for silo, update in received.items()}
             )
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
@@ -302,14 +274,12 @@ class PrivateUldpAvg(UldpAvg):
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
             return records.Update(arrays, {})
-        if set(arrays) != {SUM, NUMBER} or arrays[NUMBER].shape or arrays[NUMBER].dtype != np.int64:
-            raise RefusedReply(
-                f"arrays {sorted(arrays)}: expected {SUM!r} and one number {NUMBER!r}"
-            )
-        records.read_bytes(arrays, SUM, self._connected.sum_bytes)
+        if set(arrays) != {SUM}:
+            raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
+        data = records.read_bytes(arrays, SUM, self._connected.sum_bytes)
         try:
             silo = self.exchange.partition_of(reply)
-            self._connected.check_upload(silo, _upload(arrays))
+            self._connected.check_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
         return records.Update(arrays, records.read_metrics(reply))
@@ -325,10 +295,6 @@ class PrivateUldpAvg(UldpAvg):
         ends = np.cumsum([self.sent[name].size for name in names])[:-1]
         parts = zip(names, np.split(total, ends), strict=True)
         return {name: part.reshape(self.sent[name].shape) for name, part in parts}
-
-
-def _upload(arrays: Mapping[str, np.ndarray]) -> Upload:
-    return Upload(round_number=int(arrays[NUMBER]), data=arrays[SUM].tobytes())
 
 
 class PrivateUldpSgd(PrivateUldpAvg, UldpSgd):

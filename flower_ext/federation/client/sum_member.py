@@ -19,7 +19,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.secure.aggregation import Delivery, Keys, Member, Question, RoundContext
+from flower_ext.secure.aggregation import Delivery, Keys, Member, RoundContext, UnmaskRequest
 
 INDEX, NEIGHBOURS = "index", "neighbours"
 BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
@@ -47,7 +47,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
                 keys = Keys.from_bytes(_bytes(asked, KEYS), member.context)
                 told = member.share(keys).to_bytes()
             elif QUESTION in asked:
-                question = Question.from_bytes(_bytes(asked, QUESTION), member.context)
+                question = UnmaskRequest.from_bytes(_bytes(asked, QUESTION), member.context)
                 told = member.unmask(question).to_bytes()
             else:
                 raise ProtocolError(

@@ -10,8 +10,20 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.aggregation.aggregation_messages import (
+    KEY_BYTES,
+    OF_SEED,
+    Advert,
+    Delivery,
+    Keys,
+    MaskedInput,
+    Revealed,
+    SealedShares,
+    UnmaskRequest,
+    key_pair,
+)
 from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.aggregation.masks import (
+from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,
     channel_key,
@@ -21,18 +33,6 @@ from flower_ext.secure.aggregation.masks import (
     self_mask_key,
 )
 from flower_ext.secure.aggregation.member_state import MemberState, Stage
-from flower_ext.secure.aggregation.messages import (
-    KEY_BYTES,
-    OF_SEED,
-    Advert,
-    Delivery,
-    Keys,
-    MaskedInput,
-    Question,
-    Revealed,
-    SealedShares,
-    key_pair,
-)
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
 from flower_ext.secure.labels import check_public
 
@@ -203,7 +203,7 @@ class Member:
         self._state = state.forgetting(stage=Stage.MASKED, held=held)
         return MaskedInput(digest=context.digest, member=state.index, values=masked.tobytes())
 
-    def unmask(self, question: Question) -> Revealed:
+    def unmask(self, question: UnmaskRequest) -> Revealed:
         """Return seed shares of neighbours that answered and key shares of those that were lost.
 
         The member then forgets all other shares. It repeats its answer to the same question.

@@ -43,6 +43,7 @@ in order. `messages` defines the messages between them. This package uses neithe
 
 try:
     import gmpy2 as _gmpy2  # noqa: F401
+    import nacl as _nacl  # noqa: F401
     import phe as _phe  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

@@ -7,7 +7,7 @@ import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import Keys, Member
-from flower_ext.secure.aggregation.messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
 from tests.support.secure_sum import LOW_ORDER, Round, round_context, stored
 
 

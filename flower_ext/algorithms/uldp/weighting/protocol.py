@@ -1,7 +1,8 @@
 """Interface of private weighting: settings, the server's end of a run, and a silo's end.
 
-`PrivateUldpAvg` and its silos' side use these classes only, so a new protocol adds one module for
-each end and changes neither. Secret and encrypted numbers are sent as arrays of bytes.
+`PrivateUldpAvg` and its silos' side use these classes only. A distribution adds a protocol by an
+entry point of the group ``flower_ext.weighting``: its name is the protocol's, its object a subclass
+of `WeightingProtocol`. Secret and encrypted numbers are sent as arrays of bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from logging import getLogger
 from typing import ClassVar, Protocol
 
@@ -34,27 +37,30 @@ from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
 
 log = getLogger("flwr")
 
+PLUG_INS = "flower_ext.weighting"
+"""Group of the entry points of further protocols."""
+_PAILLIER = EntryPoint(
+    name="paillier",
+    value="flower_ext.algorithms.uldp.weighting.paillier_weighting:PrivateWeighting",
+    group=PLUG_INS,
+)
 STEP, BEGIN = "step", "begin"
 """Key of a question's step, and name of every protocol's first step."""
 PROTOCOL = "protocol"
-"""Key of the protocol's name in its first question. Version 0.1.0 sent none and meant Paillier."""
-SUM, NUMBER, LOST = "sum", "round", "lost"
-"""Arrays of an upload: a silo's masked sum and its round, or a notice of lost keys."""
-DRAW, OFFER, ANSWER = "draw", "offer", "answer"
-"""Question to silo 0 before a round whose draw is secret, and the arrays that it exchanges."""
+"""Key of the protocol's name in its first question."""
+SUM, LOST = "sum", "lost"
+"""Array of a reply to a training message: a silo's masked sum, or a notice of lost keys."""
 NOISE_ROOM = 64.0
 """Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
 
 SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
 HIDDEN_BY_TRANSFER = (
     "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all parties "
-    "follow the protocol; the computational Diffie-Hellman problem is hard in the 3072-bit group "
-    "of RFC 3526"
+    "follow the protocol; the computational Diffie-Hellman problem is hard in the prime-order "
+    "group of Ed25519, and BLAKE2b acts as a random oracle"
 )
 """Assumption under which no party knows the drawn users."""
 SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
-_MARK = b"protocol "
-"""First bytes of a stored state that names its protocol."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -112,14 +118,6 @@ class Silos:
         return exchange.ask_everyone(self.grid, question, read, own, partitions=asked)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upload:
-    """One silo's masked sum of a round, as it arrived."""
-
-    round_number: int
-    data: bytes
-
-
 class ServerEnd(ABC):
     """The server's end of one run. Call `set_up` once, then `open_round` and `close_round`."""
 
@@ -171,7 +169,7 @@ class ServerEnd(ABC):
         """
 
     @abstractmethod
-    def check_upload(self, silo: int, upload: Upload) -> None:
+    def check_sum(self, silo: int, data: bytes) -> None:
         """Check one silo's sum as soon as it arrives, before the other silos have answered.
 
         Raises
@@ -183,8 +181,13 @@ class ServerEnd(ABC):
         """
 
     @abstractmethod
-    def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
+    def close_round(self, sums: Mapping[int, bytes]) -> NDArray[np.float64]:
         """Return the weighted and noised sum over all silos, of shape (coordinates,).
+
+        Parameters
+        ----------
+        sums : Mapping[int, bytes]
+            Bytes of each silo's masked sum.
 
         Raises
         ------
@@ -196,11 +199,30 @@ class ServerEnd(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
 class WeightingProtocol(ABC):
-    """Public settings of one protocol. Subclasses are frozen dataclasses."""
+    """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
+
+    Parameters
+    ----------
+    max_records_per_user : int
+        The most records of one user; a protocol says where.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo.
+    draw_choices : int, optional
+        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
+        learns which users take part, so the draw amplifies privacy against the server as well. The
+        plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
+    """
 
     name: ClassVar[str]
     """Name of the protocol in messages, settings and silos' states."""
+    silo_end: ClassVar[type[SiloEnd]]
+    """Class of a silo's end."""
+
+    max_records_per_user: int = 2000
+    silo_record_limits: tuple[int, ...] | None = None
+    draw_choices: int | None = None
     secure_sum: ClassVar[str]
     """Assumption under which the server sees no silo's upload."""
 
@@ -245,33 +267,44 @@ class OpenSum(Protocol):
         ...
 
 
-class SiloEnd(Protocol):
+class SiloEnd(ABC):
     """A silo's end of one run. Each message to it may reach a new process."""
 
+    @classmethod
+    @abstractmethod
+    def begin(cls, question: Question) -> Arrays:
+        """Begin a run's set-up, and answer the first question."""
+
+    @classmethod
+    @abstractmethod
+    def resume(cls, vault: ClientVault) -> SiloEnd | None:
+        """Return the silo as it was stored last; None if none was stored."""
+
     @property
+    @abstractmethod
     def run(self) -> str:
         """Name of the run, different for every set-up."""
-        ...
 
     @property
+    @abstractmethod
     def users(self) -> int:
         """Number of users that the silos agreed on."""
-        ...
 
     @property
+    @abstractmethod
     def index(self) -> int:
         """Number of the silo, from zero."""
-        ...
 
     @property
+    @abstractmethod
     def counted(self) -> Collection[int]:
         """Users whose records this silo counted in the set-up; each sum takes an update of each."""
-        ...
 
+    @abstractmethod
     def answer(self, question: Question) -> Arrays:
         """Take one step of the protocol. A step that must not happen twice is stored first."""
-        ...
 
+    @abstractmethod
     def open_sum(self, number: int, sent: Mapping[str, bytes]) -> OpenSum:
         """Begin this silo's sum of round ``number``. The round does not count as used yet.
 
@@ -280,19 +313,29 @@ class SiloEnd(Protocol):
         sent : Mapping[str, bytes]
             Arrays from `ServerEnd.open_round`.
         """
-        ...
 
 
-class SiloProtocol(Protocol):
-    """A protocol's module for a silo, which begins a run's silo or restores it."""
+@cache
+def protocols() -> Mapping[str, EntryPoint]:
+    """Return the entry points of all installed protocols by name."""
+    return {point.name: point for point in (*entry_points(group=PLUG_INS), _PAILLIER)}
 
-    def begin(self, question: Question) -> Arrays:
-        """Begin a run's set-up, and answer the first question."""
-        ...
 
-    def resume(self, vault: ClientVault) -> SiloEnd | None:
-        """Return the silo as it was stored last; None if none was stored."""
-        ...
+def load_protocol(name: str) -> type[WeightingProtocol]:
+    """Import the settings class of the protocol of that name.
+
+    Raises
+    ------
+    ValueError
+        No such protocol is installed; the message says what to install.
+    """
+    if name not in protocols():
+        raise InvalidValue(
+            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; another "
+            f"protocol is a distribution of its own: pip install flower-ext-{name}"
+        )
+    protocol: type[WeightingProtocol] = protocols()[name].load()
+    return protocol
 
 
 @contextmanager
@@ -382,20 +425,3 @@ def counts_of(data: ClientData, users: int, *, most: int) -> list[int]:
             most,
         )
     return [int(count) for count in counts.clamp(max=most)]
-
-
-def keeps(name: str, state: bytes) -> bytes:
-    """Return a silo's state with the name of its protocol, for its vault."""
-    return _MARK + name.encode() + b"\n" + state
-
-
-def name_of(kept: bytes) -> str:
-    """Return the name of a stored state's protocol; a state without a name is Paillier's."""
-    if not kept.startswith(_MARK):
-        return "paillier"
-    return kept[len(_MARK) : kept.index(b"\n")].decode()
-
-
-def kept_state(kept: bytes) -> bytes:
-    """Undo `keeps`."""
-    return kept[kept.index(b"\n") + 1 :]
