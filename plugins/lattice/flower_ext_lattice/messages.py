@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.weighting.oblivious import POINT_BYTES
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.weighting_messages import SEED_BYTES, Message, check_later
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import RESIDUE_BYTES
 from flower_ext_lattice.settings import (
+    DRAW_TEXT_BYTES,
     FIRST_WORD_BYTES,
     NONCE_BYTES,
     SECOND_WORD_BYTES,
@@ -80,12 +81,14 @@ class LatticeWeights(Message):
     @classmethod
     def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
         word = 2 * RESIDUE_BYTES
+        hidden = settings.draw_choices is not None
+        texts = settings.users * (settings.draw_choices or 0)
         return (
             NONCE_BYTES,
             settings.users * (DEGREE - 1) * word,
             settings.users * settings.table_size * settings.columns * word,
-            settings.offer_bytes,
-            settings.draw_bytes,
+            POINT_BYTES if hidden else 0,
+            texts * (DRAW_TEXT_BYTES + SEAL_BYTES),
         )
 
 

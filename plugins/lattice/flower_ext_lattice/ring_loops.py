@@ -219,21 +219,9 @@ def _add_later_stages(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> Non
 
 @_fast
 def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
-    """Transform eight polynomials and add their products with the keys to the totals.
+    """Do as `ring.add_products`, by the powers ``roots`` of the root of unity.
 
-    Parameters
-    ----------
-    x : float64 (32768,)
-        Eight polynomials of coefficients up to q / 2 in magnitude, lane by lane. Overwritten with
-        their transforms.
-    keys : float64 (parts, 4096)
-        Transformed, of magnitude up to q / 2. Every part is multiplied with all eight polynomials.
-    totals : float64 (parts, 32768)
-        Transformed. Each call adds at most 0.79 q in magnitude.
-    roots : float64 (4096,)
-        Powers of the root of unity; see `ring`.
-    q : float
-        The prime.
+    Keys are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
     """
     _two_stages(x, roots, 1, 1, q)
     _add_later_stages(x, keys, totals, roots, q)
@@ -251,7 +239,7 @@ def add_encoded(
     roots: Any,
     q: Any,
 ) -> None:
-    """Do `add_products` with x = count · rint(scale · values), and add squares of scale · values.
+    """Do as `ring.add_encoded`.
 
     The loop that encodes also does the first two stages, which saves passes through memory.
     ``squares`` holds 512 partial sums, so that additions do not wait for one another.
@@ -291,16 +279,9 @@ def reduce(x: Any, q: Any) -> None:
 
 @_fast
 def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
-    """Undo the transform of eight polynomials in place; residues end up from 0 to q - 1.
+    """Do as `ring.invert`, of magnitudes up to 2^52, by the inverses ``back`` of the roots.
 
-    Parameters
-    ----------
-    x : float64 (32768,)
-        Transforms of magnitude up to 2^52.
-    back : float64 (4096,)
-        Inverses of the powers of the root.
-    q, scale : float
-        ``scale`` is the inverse of 4096 modulo q.
+    ``scale`` is the inverse of 4096 modulo q.
     """
     p = 1.0 / q
     for i in range(x.shape[0]):
@@ -321,39 +302,29 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 
 
 @_fast
-def switch(one: Any, two: Any, high: Any, low: Any, facts: Any, words: Any) -> None:
-    """Add 2^56 · high + low modulo q1 · q2, and round the result to words of 64 bits.
+def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> None:
+    """Do as `ring.switch`. Each of ``rows`` serves one prime.
 
-    Parameters
-    ----------
-    one, two : float64 (count,)
-        Nonnegative residues modulo q1 and q2.
-    high : float64 (count,)
-        Whole numbers of magnitude up to 2^50.
-    low : int64 (count,)
-        Numbers of magnitude up to 2^56.
-    facts : float64 (2, 5)
-        For each prime: q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and
-        2^16 (2^48 - q) / q.
-    words : uint64 (count,)
+    It holds q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and
+    2^16 (2^48 - q) / q.
     """
     for i in range(words.shape[0]):
         top, bottom = float(low[i] >> 28), float(low[i] & 0xFFFFFFF)
         whole, fraction = 0, 0.0
         for prime in range(2):
-            q = facts[prime, 0]
+            q = rows[prime, 0]
             p = 1.0 / q
             v = one[i] if prime == 0 else two[i]
-            v = v + _times(high[i], facts[prime, 1], q, p) + _times(top, facts[prime, 2], q, p)
-            y = _canonical(_times(v + bottom, facts[prime, 3], q, p), q, p)
+            v = v + _times(high[i], rows[prime, 1], q, p) + _times(top, rows[prime, 2], q, p)
+            y = _canonical(_times(v + bottom, rows[prime, 3], q, p), q, p)
             whole += int(y)
-            fraction += y * facts[prime, 4]
+            fraction += y * rows[prime, 4]
         words[i] = (whole << 16) + int((fraction + _ROUND) - _ROUND)
 
 
 @_fast
 def split(words: Any, q: Any, x: Any) -> None:
-    """Set x to signed words modulo q, of magnitude up to q."""
+    """Do as `ring.split`; residues are of magnitude up to q."""
     p = 1.0 / q
     for i in range(words.shape[0]):
         word = words[i]
@@ -363,18 +334,7 @@ def split(words: Any, q: Any, x: Any) -> None:
 
 @_fast
 def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
-    """Add to words (int64) the signed number with residues ``one`` and ``two``.
-
-    Parameters
-    ----------
-    one, two : float64 (count,)
-        Nonnegative residues modulo ``q`` and ``other``.
-    inverse : float
-        Inverse of q modulo ``other``.
-    q, other : int
-    words : int64 (count,)
-        Sums are modulo 2^64.
-    """
+    """Do as `ring.add_joined`; ``inverse`` is that of q modulo ``other``."""
     p = 1.0 / float(other)
     for i in range(words.shape[0]):
         t = int(_canonical(_times(two[i] - one[i], inverse, float(other), p), float(other), p))

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.weighting.oblivious import KEY_BYTES, POINT_BYTES, SEAL_BYTES
+from flower_ext.secure.weighting.oblivious import KEY_BYTES
 from flower_ext.secure.weighting.party_settings import PartySettings
 from flower_ext_lattice.layout import DEGREE
 
@@ -119,12 +119,6 @@ class LatticeSettings(PartySettings):
         """
         return SUM_LIMIT * self.clipping_norm
 
-    @property
-    def can_wrap(self) -> bool:
-        """True if users and noise could reach `sum_limit` when all of them add up."""
-        largest = self.users * self.clipping_norm + self.silos * self.noise_bound
-        return largest >= self.sum_limit
-
     def contribution_bound(self, clipping_norm: float) -> float:
         """Return the largest L2 norm by which one user who was drawn moves the sum.
 
@@ -189,30 +183,9 @@ class LatticeSettings(PartySettings):
         return self.rerandomising_delta + self.hint_delta + self.undrawn_delta
 
     @property
-    def upload_bytes(self) -> int:
-        """Bytes of a silo's sum, without its header of 28 bytes."""
-        return FIRST_WORD_BYTES * self.coordinates + SECOND_WORD_BYTES * DEGREE * self.blocks
-
-    @property
     def columns(self) -> int:
         """Number of columns of a user's entries: two if nobody may know who is drawn."""
         return 1 if self.draw_choices is None else 2
-
-    @property
-    def offer_bytes(self) -> int:
-        """Length in bytes of the server's offer for a secret draw; zero without one."""
-        return 0 if self.draw_choices is None else POINT_BYTES
-
-    @property
-    def draw_bytes(self) -> int:
-        """Length in bytes of all sealed columns of a secret draw; zero without one."""
-        return (self.draw_choices or 0) * self.users * (DRAW_TEXT_BYTES + SEAL_BYTES)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes that each silo receives in every epoch, without the header of 12 bytes."""
-        entries = 12 * self.users * (DEGREE - 1 + self.columns * self.table_size)
-        return NONCE_BYTES + entries + self.offer_bytes + self.draw_bytes
 
     @property
     def count_bytes(self) -> int:

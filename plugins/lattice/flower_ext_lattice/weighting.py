@@ -48,7 +48,7 @@ log = getLogger("flwr")
 
 _EXPERIMENTAL = (
     "private weighting over ring-LWE is experimental and not externally reviewed: its proof is in "
-    "PROTOCOL.md of flower-ext-lattice, and nobody outside this project has checked it"
+    "docs/lattice-weighting.md, and nobody outside this project has checked it"
 )
 _RING = (
     "ring-LWE is hard in Z_q[X]/(X^4096 + 1) for q of 96 bits, ternary secrets and errors of "
@@ -249,8 +249,8 @@ class LatticeServerEnd(PartyServerEnd[LatticeServer]):
     def _log_costs(self) -> None:
         log.info(
             "private weighting: a silo sends %.1f MB per round and receives weights of %.1f MB",
-            self.settings.upload_bytes / 1e6,
-            self.settings.weights_bytes / 1e6,
+            LatticeSum.size(self.settings) / 1e6,
+            LatticeWeights.size(self.settings) / 1e6,
         )
 
     def _added_bytes(self) -> int:

@@ -12,6 +12,7 @@ from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sende
 from flower_ext.secure.weighting.secret_draw import draw_receiver
 from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
 from flower_ext_lattice import columns, ring, weights
+from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.silo import LatticeSilo
 
 ENTRY = 12
@@ -220,9 +221,11 @@ def test_the_server_receives_another_answer_of_group_elements_each_time(world):
 
 def test_weights_have_the_length_that_the_settings_say(world):
     message, own = open_epoch(world), world.settings
-    assert len(message.to_bytes()) == own.weights_bytes + 12
-    assert len(message.columns) == own.draw_bytes == 5 * 3 * SEALED
-    assert own.weights_bytes > lattice_settings(users=5).weights_bytes + own.draw_bytes
+    assert len(message.to_bytes()) == LatticeWeights.size(own)
+    assert len(message.columns) == 5 * 3 * SEALED
+    entries = 5 * own.table_size * ENTRY
+    plain = LatticeWeights.size(lattice_settings(users=5))
+    assert LatticeWeights.size(own) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
 
 
 def test_an_answer_of_another_epoch_or_a_second_one_is_refused(world):

@@ -23,6 +23,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import ProtocolError
 from flower_ext_lattice import LatticeWeighting, columns, silo_end, weighting
+from flower_ext_lattice.messages import LatticeSum
 from tests.support import grids
 from tests.support.private_silos import (
     METHOD,
@@ -155,7 +156,7 @@ def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcrip
     strategy, grid = transcript
     facts = strategy._connected.settings
     sizes = {"key": 44, "sealed": 2 * 72 + 4 + 32 * USERS, "counts": 12 + 4 * USERS}
-    sizes["sum"] = 28 + facts.upload_bytes
+    sizes["sum"] = LatticeSum.size(facts)
     seen = set()
     for _, name, array in arrays(m for m in grid.received if "query.id" not in str(m.metadata)):
         if name == "company":

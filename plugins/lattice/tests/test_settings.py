@@ -5,6 +5,7 @@ import pytest
 from lattice_world import lattice_settings
 
 from flower_ext.errors import InvalidValue
+from flower_ext_lattice.messages import LatticeSum, LatticeWeights
 
 MILLION = {"users": 100, "silos": 5, "coordinates": 10**6, "rounds": 1000}
 
@@ -100,11 +101,9 @@ def test_distances_grow_with_what_they_add_up_over():
 
 def test_a_sum_wraps_at_512_norms():
     assert lattice_settings(clipping_norm=2.0).sum_limit == 1024
-    assert not lattice_settings(users=400).can_wrap
-    assert lattice_settings(users=512).can_wrap
 
 
 def test_a_million_coordinates_take_14_megabytes():
     facts = lattice_settings(**MILLION, silo_record_limits=(400,) * 5)
-    assert facts.upload_bytes == 14_028_160
-    assert facts.weights_bytes == 7_315_232
+    assert LatticeSum.size(facts) == 28 + 14_028_160
+    assert LatticeWeights.size(facts) == 12 + 7_315_232
