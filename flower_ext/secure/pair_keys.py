@@ -126,8 +126,8 @@ class PairKeys:
             keys[other] = derive(shared, "pair", self._context, low, high, *both, server_key)
         self._keys = keys
         ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
-        told = self._context + ordered + server_key
-        self._fingerprint = hashlib.sha256(told).hexdigest()
+        everything = self._context + ordered + server_key
+        self._fingerprint = hashlib.sha256(everything).hexdigest()
 
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz

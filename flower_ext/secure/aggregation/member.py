@@ -258,13 +258,13 @@ class Member:
                 "take each step once, and send the stored reply if it is needed again"
             )
 
-    def _check_neighbours(self, found: set[int]) -> None:
+    def _check_neighbours(self, members: set[int]) -> None:
         neighbours = set(self._state.neighbours)
-        if not found <= neighbours:
-            raise InvalidValue(f"members {sorted(found - neighbours)}: expected only neighbours")
-        if len(found) < self.context.threshold:
+        if not members <= neighbours:
+            raise InvalidValue(f"members {sorted(members - neighbours)}: expected only neighbours")
+        if len(members) < self.context.threshold:
             raise ProtocolError(
-                f"{len(found)} neighbours: expected at least threshold={self.context.threshold}"
+                f"{len(members)} neighbours: expected at least threshold={self.context.threshold}"
             )
 
     def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:

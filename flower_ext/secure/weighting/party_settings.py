@@ -22,9 +22,9 @@ class PartySettings(ABC):
         Name of the run. Choose one that was never used, because masks derive from it.
     users, silos, coordinates : int
         |U|, |S| (at least two), and the length of an update.
-    draw_choices, draw_hits : int
+    draw_choices, drawn_choices : int
         If ``draw_choices`` is given, each user takes part in a round with probability
-        ``draw_hits`` / ``draw_choices``, and no party learns which users do.
+        ``drawn_choices`` / ``draw_choices``, and no party learns which users do.
 
     Raises
     ------
@@ -37,7 +37,7 @@ class PartySettings(ABC):
     silos: int
     coordinates: int
     draw_choices: int | None = None
-    draw_hits: int = 1
+    drawn_choices: int = 1
 
     def __post_init__(self) -> None:
         if not self.run:
@@ -46,10 +46,10 @@ class PartySettings(ABC):
             require_at_least_one(name, getattr(self, name))
         if self.silos < 2:
             raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
-        choices, hits = self.draw_choices, self.draw_hits
-        if choices is not None and not 0 < hits < choices:
+        choices, drawn = self.draw_choices, self.drawn_choices
+        if choices is not None and not 0 < drawn < choices:
             raise InvalidValue(
-                f"draw_hits={hits!r}: expected an integer from 1 to draw_choices - 1 = "
+                f"drawn_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
                 f"{choices - 1}, because a draw neither always nor never takes a user"
             )
 

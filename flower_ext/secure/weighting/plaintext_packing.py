@@ -98,15 +98,15 @@ class Packing:
             A coordinate's magnitude exceeds ``bound``, so some summand broke the agreed limits.
         """
         half, mask = mpz(1) << (self.slot_bits - 1), (mpz(1) << self.slot_bits) - 1
-        found: list[mpz] = []
+        digits: list[mpz] = []
         for plaintext in plaintexts:
             rest = mpz(plaintext)
             for _ in range(self.slots):
                 digit = ((rest + half) & mask) - half
-                found.append(digit)
+                digits.append(digit)
                 rest = (rest - digit) >> self.slot_bits
             if rest:
                 raise OverflowError("a packed sum is longer than its slots")
-        if any(abs(value) > self.bound for value in found):
+        if any(abs(value) > self.bound for value in digits):
             raise OverflowError("a coordinate of the sum is above its bound")
-        return found[:coordinates]
+        return digits[:coordinates]

@@ -108,7 +108,7 @@ class EncryptedSum:
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
 
         def work(parts: Sequence[tuple[Group, int]]) -> list[Reals]:
-            x, found = np.zeros(GROUP), []
+            x, of_parts = np.zeros(GROUP), []
             for group, prime in parts:
                 squares, totals = np.zeros((len(updates), _SQUARES)), self._totals[group.number]
                 for at, update in enumerate(updates):
@@ -126,8 +126,8 @@ class EncryptedSum:
                     if reducing[at]:
                         for total in totals[prime]:
                             ring.reduce(total, prime)
-                found.append(squares.sum(1))
-            return found
+                of_parts.append(squares.sum(1))
+            return of_parts
 
         # One prime after the other: both together would not fit the caches.
         parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
@@ -151,16 +151,18 @@ class EncryptedSum:
         masks : Sequence of (bytes, bool)
             Keys from `PairKeys.mask_keys`.
         """
-        facts = self._settings
-        first = np.empty((facts.coordinates, FIRST_WORD_BYTES), np.uint8)
-        second = np.empty(facts.blocks * DEGREE, "<u8")
+        settings = self._settings
+        first = np.empty((settings.coordinates, FIRST_WORD_BYTES), np.uint8)
+        second = np.empty(settings.blocks * DEGREE, "<u8")
 
         def work(groups: Sequence[Group]) -> list[None]:
             for group in groups:
                 residues, errors, dither = self._rerandomised(group)
                 count = group.coordinates.stop - group.coordinates.start
-                own = np.rint(noise[group.coordinates] / facts.step).astype(np.float64)
-                one = ring.switch(np.ascontiguousarray(residues[:, 0, :count]), own, dither[:count])
+                steps = np.rint(noise[group.coordinates] / settings.step).astype(np.float64)
+                one = ring.switch(
+                    np.ascontiguousarray(residues[:, 0, :count]), steps, dither[:count]
+                )
                 two = ring.switch(
                     np.ascontiguousarray(residues[:, 1]), np.zeros(len(errors)), errors
                 )
@@ -231,9 +233,9 @@ def _add(
 ) -> None:
     """Add the words of all silos."""
     for message in sums:
-        own = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
+        words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
         raw = np.zeros((len(first), 8), np.uint8)
-        raw[:, 8 - FIRST_WORD_BYTES :] = own[group.coordinates]
+        raw[:, 8 - FIRST_WORD_BYTES :] = words[group.coordinates]
         first += raw.view("<u8")[:, 0]
         second += np.frombuffer(message.second, "<u8")[group.words]
 

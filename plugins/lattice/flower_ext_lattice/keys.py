@@ -30,11 +30,11 @@ class SecretKey:
             Transforms of uniform polynomials.
         errors : float64 (count, DEGREE)
         """
-        found = np.empty(masks.shape)
-        for prime, own in enumerate(PRIMES):
+        encryptions = np.empty(masks.shape)
+        for prime, modulus in enumerate(PRIMES):
             product = ring.multiplied(masks[prime], self.transforms[prime], prime)
-            found[prime] = np.mod(errors - ring.inverted(product, prime), own.q)
-        return found
+            encryptions[prime] = np.mod(errors - ring.inverted(product, prime), modulus.q)
+        return encryptions
 
     def public_words(self, public_seed: bytes) -> bytes:
         """Return the words of pk0; ``public_seed`` determines pk1."""
@@ -64,10 +64,10 @@ def key_pairs(first: Reals, second: Reals) -> Reals:
     first, second : float64 (2, count, DEGREE)
         Residues of the first polynomials, and of the transforms of the second.
     """
-    found = np.empty((first.shape[1], 2, 2, DEGREE))
+    pairs = np.empty((first.shape[1], 2, 2, DEGREE))
     for prime in range(len(PRIMES)):
-        found[:, prime, 0] = ring.transformed(first[prime], prime)
-        own = second[prime].reshape(-1).copy()
-        ring.reduce(own, prime)
-        found[:, prime, 1] = own.reshape(second[prime].shape)
-    return found
+        pairs[:, prime, 0] = ring.transformed(first[prime], prime)
+        residues = second[prime].reshape(-1).copy()
+        ring.reduce(residues, prime)
+        pairs[:, prime, 1] = residues.reshape(second[prime].shape)
+    return pairs

@@ -106,8 +106,8 @@ def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
     prime : int
         0 or 1.
     """
-    own = PRIMES[prime]
-    ring_loops.add_products(x, keys, totals, own.roots, own.q)
+    modulus = PRIMES[prime]
+    ring_loops.add_products(x, keys, totals, modulus.roots, modulus.q)
 
 
 def add_encoded(
@@ -133,8 +133,10 @@ def add_encoded(
     keys, totals, prime
         See `add_products`.
     """
-    own = PRIMES[prime]
-    ring_loops.add_encoded(values, scale, count, squares, scratch, keys, totals, own.roots, own.q)
+    modulus = PRIMES[prime]
+    ring_loops.add_encoded(
+        values, scale, count, squares, scratch, keys, totals, modulus.roots, modulus.q
+    )
 
 
 def _alternating(polynomials: Reals) -> Reals:
@@ -147,32 +149,32 @@ def _alternating(polynomials: Reals) -> Reals:
 def transformed(polynomials: Reals, prime: int) -> Reals:
     """Return the transforms, reduced, of polynomials (count, DEGREE)."""
     nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
-    found = np.empty(polynomials.shape)
+    result = np.empty(polynomials.shape)
     for start in range(0, len(polynomials), LANES):
         part = polynomials[start : start + LANES]
         x = _alternating(part)
         ring_loops.reduce(x, PRIMES[prime].q)
         add_products(x, *nothing, prime)
         ring_loops.reduce(x, PRIMES[prime].q)
-        found[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
-    return found
+        result[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
+    return result
 
 
 def inverted(transforms: Reals, prime: int) -> Reals:
     """Return the polynomials of transforms (count, DEGREE), as nonnegative residues."""
-    found = np.empty(transforms.shape)
+    result = np.empty(transforms.shape)
     for start in range(0, len(transforms), LANES):
         part = transforms[start : start + LANES]
         x = _alternating(part)
         invert(x, prime)
-        found[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
-    return found
+        result[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
+    return result
 
 
 def invert(x: Reals, prime: int) -> None:
     """Undo the transform of eight alternating polynomials in place, to nonnegative residues."""
-    own = PRIMES[prime]
-    ring_loops.invert(x, own.back, own.q, own.scale)
+    modulus = PRIMES[prime]
+    ring_loops.invert(x, modulus.back, modulus.q, modulus.scale)
 
 
 def reduce(x: Reals, prime: int) -> None:
@@ -240,7 +242,7 @@ def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
     raw = np.zeros((int(np.prod(shape)), 8), np.uint8)
     raw[:, :RESIDUE_BYTES] = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
     residues = raw.view("<u8").reshape(shape).astype(np.float64)
-    for own, prime in zip(residues, PRIMES, strict=True):
-        if own.size and own.max() >= prime.q:
+    for of_prime, prime in zip(residues, PRIMES, strict=True):
+        if of_prime.size and of_prime.max() >= prime.q:
             raise InvalidValue(f"{name}: expected numbers below the prime {prime.value}")
     return residues

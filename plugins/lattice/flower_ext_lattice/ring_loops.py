@@ -141,9 +141,9 @@ def _product(
         source, at, key, target, q, inverse = arguments
         kinds = signature.args
         vectors = _Vectors(builder, q, inverse)
-        own = vectors.place(context.make_array(kinds[0])(context, builder, source).data, at)
+        place = vectors.place(context.make_array(kinds[0])(context, builder, source).data, at)
         sums = vectors.place(context.make_array(kinds[3])(context, builder, target).data, at)
-        rest = vectors.times(vectors.load(own), vectors.every(key))
+        rest = vectors.times(vectors.load(place), vectors.every(key))
         vectors.store(vectors.sum(vectors.load(sums), rest), sums)
         return context.get_dummy_value()
 

@@ -55,11 +55,11 @@ class Stream:
 
         Each is a byte modulo 3; bytes of 255 are skipped.
         """
-        found = np.empty(0, np.uint8)
-        while len(found) < count:
-            drawn = self.octets(count - len(found) + count // 200 + 16)
-            found = np.concatenate([found, drawn[drawn < _TERNARY_LIMIT]])
-        return _TERNARY[found[:count]]
+        accepted = np.empty(0, np.uint8)
+        while len(accepted) < count:
+            drawn = self.octets(count - len(accepted) + count // 200 + 16)
+            accepted = np.concatenate([accepted, drawn[drawn < _TERNARY_LIMIT]])
+        return _TERNARY[accepted[:count]]
 
     def errors(self, count: int) -> NDArray[np.int64]:
         """Return ``count`` numbers of the centred binomial distribution, of variance 21/2.
@@ -75,13 +75,13 @@ class Stream:
 
         Draws of 48 bits that are not below the prime are skipped.
         """
-        found = np.empty(0)
-        while len(found) < count:
-            raw = np.zeros((count - len(found) + 4, 8), np.uint8)
+        accepted = np.empty(0)
+        while len(accepted) < count:
+            raw = np.zeros((count - len(accepted) + 4, 8), np.uint8)
             raw[:, :RESIDUE_BYTES] = self.octets(len(raw) * RESIDUE_BYTES).reshape(len(raw), -1)
             drawn = raw.view("<u8")[:, 0].astype(np.float64)
-            found = np.concatenate([found, drawn[drawn < PRIMES[prime].q]])
-        return found[:count]
+            accepted = np.concatenate([accepted, drawn[drawn < PRIMES[prime].q]])
+        return accepted[:count]
 
 
 def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:

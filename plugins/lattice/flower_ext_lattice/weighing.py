@@ -80,14 +80,14 @@ class Weighing:
         users = list(arrays)
         self._total = None  # restored below if all updates are accepted
         for start in range(0, len(users), _TOGETHER):
-            own = users[start : start + _TOGETHER]
+            batch = users[start : start + _TOGETHER]
             norms = total.add(
-                [arrays[user] for user in own],
-                [self._counts[user] for user in own],
-                self._weights.keys([self._places[user] for user in own]),
+                [arrays[user] for user in batch],
+                [self._counts[user] for user in batch],
+                self._weights.keys([self._places[user] for user in batch]),
                 progress=progress,
             )
-            self._check_norms(own, norms)
+            self._check_norms(batch, norms)
         self._missing -= set(users)
         self._total = total
 
@@ -107,10 +107,10 @@ class Weighing:
                 f"updates of users {sorted(self._missing)} are missing: expected one update for "
                 "every user with records in this silo"
             )
-        own = self.check_noise(noise)
+        noise_array = self.check_noise(noise)
         masks = self._masks(self._opening)
         self._total = None
-        first, second = total.words(own, masks)
+        first, second = total.words(noise_array, masks)
         return LatticeSum(
             round_number=self._opening.round_number,
             epoch=self._opening.epoch,
@@ -128,21 +128,21 @@ class Weighing:
             The shape is wrong, a value is not finite or beyond ``noise_bound``, or the noise is so
             short that a Gaussian of ``noise_stddev`` is as short only once in 10^12 draws.
         """
-        own = self._array(noise, "noise")
-        highest = float(np.abs(own).max())
+        array = self._array(noise, "noise")
+        highest = float(np.abs(array).max())
         if not highest <= self._settings.noise_bound:
             raise InvalidValue(
                 f"noise reaches a magnitude of {highest:g}: expected finite numbers up to "
                 f"{self._settings.noise_bound:g}"
             )
-        squares = float(np.square(own / self._settings.noise_stddev, dtype=np.float64).sum())
+        squares = float(np.square(array / self._settings.noise_stddev, dtype=np.float64).sum())
         if squares < chi2.ppf(_CHANCE, self._settings.coordinates):
             measured = self._settings.noise_stddev * np.sqrt(squares / self._settings.coordinates)
             raise InvalidValue(
                 f"noise of standard deviation {measured:.3g}: expected about "
                 f"noise_stddev={self._settings.noise_stddev:g}"
             )
-        return own
+        return array
 
     def _open(self) -> EncryptedSum:
         if self._total is None:

@@ -81,7 +81,8 @@ def encrypt(
         weights = table[(shifted[place] - np.arange(size)) % size, None]
         weights = weights * np.array(columns.drawn[place])
         entries = [
-            (int(words[prime, place, 0]) + weights) % own.value for prime, own in enumerate(PRIMES)
+            (int(words[prime, place, 0]) + weights) % modulus.value
+            for prime, modulus in enumerate(PRIMES)
         ]
         text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
         pads = b"".join(
@@ -90,8 +91,8 @@ def encrypt(
         )
         text = text ^ np.frombuffer(pads, np.uint8)
         if columns.keys:
-            own = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
-            text ^= np.stack(own, axis=1).reshape(-1)
+            column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
+            text ^= np.stack(column_pads, axis=1).reshape(-1)
         sealed += text.tobytes()
     return LatticeWeights(
         epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed)

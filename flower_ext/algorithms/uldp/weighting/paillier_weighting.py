@@ -33,7 +33,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     WeightingProtocol,
     checked_answers,
     cores,
-    draw_hits,
+    drawn_choices,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining
@@ -92,9 +92,9 @@ class PrivateWeighting(WeightingProtocol):
 
     def __post_init__(self) -> None:
         silos = 2 if self.silo_record_limits is None else len(self.silo_record_limits)
-        facts = {"users": 1, "silos": silos, "coordinates": 1}
+        sizes = {"users": 1, "silos": silos, "coordinates": 1}
         bounds = {"update_bound": self.precision, "noise_bound": self.precision}
-        self.settings(run="check", **facts, **bounds)
+        self.settings(run="check", **sizes, **bounds)
 
     @property
     def assumed_totals(self) -> str:
@@ -114,7 +114,7 @@ class PrivateWeighting(WeightingProtocol):
             "user's number of records"
         )
 
-    def settings(self, **facts: Any) -> WeightingSettings:
+    def settings(self, **of_run: Any) -> WeightingSettings:
         """Return the protocol's settings for one run.
 
         Raises
@@ -122,7 +122,7 @@ class PrivateWeighting(WeightingProtocol):
         ValueError
             As `WeightingSettings`.
         """
-        return WeightingSettings(**asdict(self), **facts)
+        return WeightingSettings(**asdict(self), **of_run)
 
     @property
     def hidden_draw(self) -> str:
@@ -131,7 +131,7 @@ class PrivateWeighting(WeightingProtocol):
 
     @property
     def shown(self) -> Sequence[str]:
-        """Revealed facts: the number of users without records, and the drawn places."""
+        """Facts that no guarantee covers: users without records, drawn places, running times."""
         return (
             "how many users have no record in any silo (not which): the server",
             *(() if self.hidden_draw else (SHOWN_PLACES,)),
@@ -167,7 +167,7 @@ class PrivateWeighting(WeightingProtocol):
             users=plan.sampling.population,
             silos=silos,
             coordinates=coordinates,
-            draw_hits=draw_hits(plan, self.draw_choices),
+            drawn_choices=drawn_choices(plan, self.draw_choices),
             update_bound=plan.clipping_norm,
             noise_bound=NOISE_ROOM * stddev,
         )

@@ -41,8 +41,8 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
 from flower_ext.algorithms.uldp.weighting.silo_store import (
     StoredSilo,
     VaultWriter,
-    settings_from_facts,
-    settings_to_facts,
+    settings_from_values,
+    settings_to_values,
 )
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
@@ -127,8 +127,8 @@ class PartyServerEnd(ServerEnd, Generic[ServerT]):
         """Exchange keys and the silos' seed, and collect masked counts."""
         settings, party = self.settings, self.party
         self._log_costs()
-        facts = {PROTOCOL: self.protocol, **settings_to_facts(settings)}
-        keys = silos.ask(BEGIN, KEY, SiloKey.size(settings), facts=facts)
+        values = {PROTOCOL: self.protocol, **settings_to_values(settings)}
+        keys = silos.ask(BEGIN, KEY, SiloKey.size(settings), values=values)
         relayed = party.relay_keys(
             [read_from(silo, SiloKey, key, settings) for silo, key in keys.items()]
         )
@@ -139,7 +139,7 @@ class PartyServerEnd(ServerEnd, Generic[ServerT]):
         shared = {silo: {KEYS: records.to_record(public)} for silo in keys}
         size, others = SealedSeed.size(settings), settings.silos - 1
         length = size * others + self._added_bytes()
-        sealed = silos.ask(KEYS, SEALED, length, own=shared, only=(0,))[0]
+        sealed = silos.ask(KEYS, SEALED, length, silo_records=shared, answering=(0,))[0]
         seeds = party.relay_seed(
             [
                 SealedSeed.from_bytes(sealed[at : at + size], settings)
@@ -148,7 +148,7 @@ class PartyServerEnd(ServerEnd, Generic[ServerT]):
         )
         self._take_added(sealed[size * others :])
         for_one = {seed.receiver: {SEED: as_record({SEED: seed.to_bytes()})} for seed in seeds}
-        counts = silos.ask(COUNT, COUNTS, MaskedCounts.size(settings), own=for_one)
+        counts = silos.ask(COUNT, COUNTS, MaskedCounts.size(settings), silo_records=for_one)
         party.receive_counts(
             [read_from(silo, MaskedCounts, masked, settings) for silo, masked in counts.items()]
         )
@@ -166,9 +166,9 @@ class PartyServerEnd(ServerEnd, Generic[ServerT]):
 
     def _draw(self, offer: DrawOffer, silos: Silos) -> DrawAnswer:
         """Ask silo 0 for the silos' choices of a secret draw."""
-        own = {0: {OFFER: as_record({OFFER: offer.to_bytes()})}}
+        offered = {0: {OFFER: as_record({OFFER: offer.to_bytes()})}}
         length = DrawAnswer.size(self.settings)
-        answers = silos.ask(DRAW, ANSWER, length, own=own, asked=(0,))
+        answers = silos.ask(DRAW, ANSWER, length, silo_records=offered, recipients=(0,))
         with checked_answers():
             return DrawAnswer.from_bytes(answers[0], self.settings)
 
@@ -218,9 +218,9 @@ class PartySiloEnd(SiloEnd, Generic[SiloT]):
     @classmethod
     def begin(cls, question: Question) -> Arrays:
         """Make this silo's keys, and answer with the public one."""
-        facts = {name: v for name, v in question.asked.items() if name not in (STEP, PROTOCOL)}
+        values = {name: v for name, v in question.asked.items() if name not in (STEP, PROTOCOL)}
         with knowing_no_data():
-            settings = settings_from_facts(cls.settings_type, facts)
+            settings = settings_from_values(cls.settings_type, values)
             cls._admit(settings, question)
         owned(question.data, settings.users)
         writer = VaultWriter(cls.protocol, settings, question.vault)
@@ -238,7 +238,7 @@ class PartySiloEnd(SiloEnd, Generic[SiloT]):
             end._writer.vault = vault
             return end
         kept = StoredSilo.read(stored)
-        settings = settings_from_facts(cls.settings_type, kept.settings)
+        settings = settings_from_values(cls.settings_type, kept.settings)
         writer = VaultWriter(cls.protocol, settings, vault)
         silo: Any = cls.party_type.from_state(settings, kept.state, save=writer, workers=cores())
         return cls(silo, writer)

@@ -78,10 +78,10 @@ class Silos:
         name: str,
         length: int,
         *,
-        facts: Mapping[str, object] | None = None,
-        own: Mapping[int, Mapping[str, ArrayRecord]] | None = None,
-        only: Sequence[int] | None = None,
-        asked: Sequence[int] | None = None,
+        values: Mapping[str, object] | None = None,
+        silo_records: Mapping[int, Mapping[str, ArrayRecord]] | None = None,
+        answering: Sequence[int] | None = None,
+        recipients: Sequence[int] | None = None,
     ) -> dict[int, bytes]:
         """Ask for one step of the protocol, and return the bytes in each silo's answer.
 
@@ -91,13 +91,13 @@ class Silos:
             Name of the protocol's step.
         name, length : str, int
             Name and length of the array that an answer must hold.
-        facts : Mapping[str, object], optional
+        values : Mapping[str, object], optional
             Plain values besides the step.
-        own : Mapping[int, Mapping[str, ArrayRecord]], optional
+        silo_records : Mapping[int, Mapping[str, ArrayRecord]], optional
             Records for single silos, besides the question.
-        only : Sequence[int], optional
+        answering : Sequence[int], optional
             Silos whose answers hold bytes; the other answers are empty. By default all hold bytes.
-        asked : Sequence[int], optional
+        recipients : Sequence[int], optional
             Silos to ask; by default all.
 
         Raises
@@ -106,7 +106,7 @@ class Silos:
             A silo does not answer, or its answer holds no such array.
         """
         exchange = self.strategy.exchange
-        speakers = {exchange.nodes[silo] for silo in only or exchange.nodes}
+        speakers = {exchange.nodes[silo] for silo in answering or exchange.nodes}
 
         def read(reply: Message) -> bytes:
             arrays = records.read_answer(reply)
@@ -114,8 +114,8 @@ class Silos:
                 return b""
             return records.read_bytes(arrays, name, length)
 
-        question = ConfigRecord({STEP: step, **(facts or {})})  # type: ignore[dict-item]
-        return exchange.ask_everyone(self.grid, question, read, own, partitions=asked)
+        question = ConfigRecord({STEP: step, **(values or {})})  # type: ignore[dict-item]
+        return exchange.ask_everyone(self.grid, question, read, silo_records, partitions=recipients)
 
 
 class ServerEnd(ABC):
@@ -361,7 +361,7 @@ def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
 
 
-def draw_hits(plan: ReleasePlan, choices: int | None) -> int:
+def drawn_choices(plan: ReleasePlan, choices: int | None) -> int:
     """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
 
     Parameters
@@ -377,13 +377,13 @@ def draw_hits(plan: ReleasePlan, choices: int | None) -> int:
     if choices is None:
         return 1
     rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
-    hits = round(rate * choices)
-    if not (0 < hits < choices and abs(rate - hits / choices) < 1e-12):
+    drawn = round(rate * choices)
+    if not (0 < drawn < choices and abs(rate - drawn / choices) < 1e-12):
         raise InvalidValue(
             f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a multiple "
             f"of 1/{choices} below 1"
         )
-    return hits
+    return drawn
 
 
 def cores() -> int:

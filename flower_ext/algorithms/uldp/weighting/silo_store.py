@@ -49,7 +49,7 @@ class VaultWriter:
     """Stores a silo in the vault of the message that is being answered, whenever it changes."""
 
     def __init__(self, protocol: str, settings: PartySettings, vault: ClientVault) -> None:
-        self._protocol, self._settings = protocol, settings_to_facts(settings)
+        self._protocol, self._settings = protocol, settings_to_values(settings)
         self.vault = vault
 
     def __call__(self, state: bytes) -> None:
@@ -58,21 +58,21 @@ class VaultWriter:
         self.vault.store(silo.to_bytes())
 
 
-def settings_to_facts(settings: PartySettings) -> dict[str, Any]:
+def settings_to_values(settings: PartySettings) -> dict[str, Any]:
     """Return the settings of a run as plain values, without those that are None."""
-    facts = {name: value for name, value in asdict(settings).items() if value is not None}
-    return {n: list(v) if isinstance(v, tuple) else v for n, v in facts.items()}
+    fields = {name: value for name, value in asdict(settings).items() if value is not None}
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in fields.items()}
 
 
-def settings_from_facts(kind: type[SettingsT], facts: Mapping[str, Any]) -> SettingsT:
-    """Undo `settings_to_facts`.
+def settings_from_values(kind: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+    """Undo `settings_to_values`.
 
     Raises
     ------
     ValueError
         As ``kind``.
     """
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
-    return kind(**values)
+    return kind(**fields)
