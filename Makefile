@@ -34,13 +34,11 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	$(BIN)/flower-ext compile
 	touch $@
 
-# The core, and every distribution in plugins/.
-PLUGINS := $(wildcard plugins/*/pyproject.toml)
+PLUGINS := $(sort $(dir $(wildcard plugins/*/pyproject.toml)))
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS)
+$(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS:%=%pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' \
-		$(foreach plugin,$(PLUGINS),--editable ./$(dir $(plugin)))
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(PLUGINS:%=--editable ./%)
 	touch $@
 
 demo: $(VENV)/.installed
