@@ -123,7 +123,7 @@ TESTS = {
         *_OF_ROUNDS,
     ),
     "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
-    "secure/pair_keys.py": ("secure/test_masks.py",),
+    "secure/pair_keys.py": ("secure/test_pair_keys.py",),
     "secure/fixed_point.py": ("secure/test_fixed_point.py",),
     "secure/aggregation/context.py": ("secure/aggregation",),
     "secure/aggregation/graph.py": ("secure/aggregation",),

@@ -24,7 +24,7 @@ class WeightingSettings(PartySettings):
 
     Parameters
     ----------
-    run, users, silos, coordinates, draw_choices, drawn_choices
+    run, users, silos, coordinates, draw_choices, winning_choices
         As for `PartySettings`.
     max_records_per_user : int
         N_max: the most records that one user may have over all silos.

@@ -22,9 +22,9 @@ class PartySettings(ABC):
         Name of the run. Choose one that was never used, because masks derive from it.
     users, silos, coordinates : int
         |U|, |S| (at least two), and the length of an update.
-    draw_choices, drawn_choices : int
+    draw_choices, winning_choices : int
         If ``draw_choices`` is given, each user takes part in a round with probability
-        ``drawn_choices`` / ``draw_choices``, and no party learns which users do.
+        ``winning_choices`` / ``draw_choices``, and no party learns which users do.
 
     Raises
     ------
@@ -37,7 +37,7 @@ class PartySettings(ABC):
     silos: int
     coordinates: int
     draw_choices: int | None = None
-    drawn_choices: int = 1
+    winning_choices: int = 1
 
     def __post_init__(self) -> None:
         if not self.run:
@@ -46,10 +46,10 @@ class PartySettings(ABC):
             require_at_least_one(name, getattr(self, name))
         if self.silos < 2:
             raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
-        choices, drawn = self.draw_choices, self.drawn_choices
+        choices, drawn = self.draw_choices, self.winning_choices
         if choices is not None and not 0 < drawn < choices:
             raise InvalidValue(
-                f"drawn_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
+                f"winning_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
                 f"{choices - 1}, because a draw neither always nor never takes a user"
             )
 

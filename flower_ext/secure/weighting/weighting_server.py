@@ -134,7 +134,7 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         self._last_round = self._open_round = message.number
         messages = [mpz(0)] * (self.settings.users * choices)
         for user, inverse in enumerate(self._inverses):
-            for place in SystemRandom().sample(range(choices), self.settings.drawn_choices):
+            for place in SystemRandom().sample(range(choices), self.settings.winning_choices):
                 messages[user * choices + place] = inverse
         encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
         texts = [pack_ciphertexts([ciphertext], self.settings) for ciphertext in encrypted]

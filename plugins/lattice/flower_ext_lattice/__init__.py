@@ -20,7 +20,7 @@ n_su, N_u, ρ_u, x_u        ``counts``, their sum over silos, ``shifts``, ``shif
 s, (pk0, pk1), a_u, b_u    `keys`, `weights`
 K_{u,i}                    keys of the oblivious transfer, `oblivious.Sender.keys`
 V_su, r, e2, D_s, z_s      `encrypted_sum`; z_s is ``noise``
-second key per entry       `columns`: ``draw_choices`` is P, ``drawn_choices`` / P the sampling rate
+second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices`` / P the rate
 =========================  ================================================================
 
 The order of calls, with the message that each step returns (classes are in `messages`, and in

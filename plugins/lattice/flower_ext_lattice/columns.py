@@ -2,8 +2,8 @@
 
 The server writes every entry of a user's weights in two columns, one with y_u = 0 and one with
 y_u = 1, in an order that it draws at random for each user. Each column has a key of its own. By
-1-out-of-P oblivious transfer the silos receive the number and the key of one column. As many of the
-P choices as ``drawn_choices`` says give the column with y_u = 1, and the others that with y_u = 0.
+1-out-of-P oblivious transfer the silos receive the number and the key of one column: that with
+y_u = 1 by ``winning_choices`` of the P choices, and that with y_u = 0 by the others.
 
 The server does not know which choice the silos made. The silos do not know which column they
 opened, because the order is random and an encryption of zero looks like any other.
@@ -62,8 +62,8 @@ def seal_columns(
     choices = range(settings.draw_choices or 1)
     texts = []
     for drawn, keys in zip(columns.drawn, columns.keys, strict=True):
-        drawn_choices = secrets.SystemRandom().sample(choices, settings.drawn_choices)
-        numbers = [drawn.index(int(choice in drawn_choices)) for choice in choices]
+        winning_choices = secrets.SystemRandom().sample(choices, settings.winning_choices)
+        numbers = [drawn.index(int(choice in winning_choices)) for choice in choices]
         texts.append([bytes([number]) + keys[number] for number in numbers])
     sealed = sender.seal(answer, texts, workers=workers)
     return b"".join(b"".join(of_user) for of_user in sealed)

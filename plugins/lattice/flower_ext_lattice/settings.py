@@ -53,7 +53,7 @@ class LatticeSettings(PartySettings):
 
     Parameters
     ----------
-    run, users, silos, coordinates, draw_choices, drawn_choices
+    run, users, silos, coordinates, draw_choices, winning_choices
         As for `PartySettings`; d is the number of coordinates.
     silo_record_limits : sequence of int
         The most records of one user in each silo. They are mandatory: a user with more records than

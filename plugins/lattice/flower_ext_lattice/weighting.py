@@ -32,7 +32,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     WeightingProtocol,
     checked_answers,
     cores,
-    drawn_choices,
+    winning_choices,
 )
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
@@ -164,7 +164,7 @@ class LatticeWeighting(WeightingProtocol):
                 noise_stddev=stddev,
                 rounds=plan.rounds,
                 draw_choices=self.draw_choices,
-                drawn_choices=drawn_choices(plan, self.draw_choices),
+                winning_choices=winning_choices(plan, self.draw_choices),
             )
         except InvalidValue as error:
             if not str(error).startswith("noise_stddev"):

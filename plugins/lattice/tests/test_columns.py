@@ -91,7 +91,7 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(world, watch, rng):
 @pytest.mark.full
 @pytest.mark.parametrize(("hits", "choices"), [(1, 2), (1, 4), (3, 4)])
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices, watch):
-    own = facts(users=8, silos=2, draw_choices=choices, drawn_choices=hits)
+    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
     world = LatticeWorld(own, np.full((2, 8), 3))
     samples = [watch.drawn(world, open_epoch(world)) for _ in range(10)]
     counts = np.array([[place in sample for place in range(8)] for sample in samples])
@@ -284,5 +284,5 @@ def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (3, -1)])
 def test_a_draw_that_is_none_is_refused(choices, hits):
-    with pytest.raises(InvalidValue, match="drawn_choices="):
-        lattice_settings(draw_choices=choices, drawn_choices=hits)
+    with pytest.raises(InvalidValue, match="winning_choices="):
+        lattice_settings(draw_choices=choices, winning_choices=hits)

@@ -64,8 +64,8 @@ def test_every_field_enters_the_context():
     contexts = {base.context} | {
         lattice_settings(**{name: value}).context for name, value in changes.items()
     }
-    contexts.add(lattice_settings(draw_choices=5, drawn_choices=2).context)
-    changes["drawn_choices"] = 2
+    contexts.add(lattice_settings(draw_choices=5, winning_choices=2).context)
+    changes["winning_choices"] = 2
     assert set(changes) == {field.name for field in dataclasses.fields(base)}
     assert len(contexts) == 1 + len(changes)
 

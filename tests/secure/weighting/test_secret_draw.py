@@ -76,7 +76,7 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     ("hits", "choices"), grid([(1, 2), (1, 4), (3, 4)], lambda odds: odds == (1, 2))
 )
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
-    own = facts(users=8, silos=2, draw_choices=choices, drawn_choices=hits)
+    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
     world = World(own, np.full((2, 8), 3))
     samples = [users_in(world, drawn(world, number)) for number in range(1, 11)]
     counts = np.array([[user in sample for user in range(8)] for sample in samples])
@@ -197,8 +197,8 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (0, 0)])
 def test_a_draw_that_is_none_is_refused(choices, hits):
-    with pytest.raises(ValueError, match="drawn_choices="):
-        weighting_settings(draw_choices=choices, drawn_choices=hits)
+    with pytest.raises(ValueError, match="winning_choices="):
+        weighting_settings(draw_choices=choices, winning_choices=hits)
 
 
 def test_every_number_of_drawn_rounds_is_fresh(rng):

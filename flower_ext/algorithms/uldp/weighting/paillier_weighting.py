@@ -33,7 +33,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     WeightingProtocol,
     checked_answers,
     cores,
-    drawn_choices,
+    winning_choices,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining
@@ -167,7 +167,7 @@ class PrivateWeighting(WeightingProtocol):
             users=plan.sampling.population,
             silos=silos,
             coordinates=coordinates,
-            drawn_choices=drawn_choices(plan, self.draw_choices),
+            winning_choices=winning_choices(plan, self.draw_choices),
             update_bound=plan.clipping_norm,
             noise_bound=NOISE_ROOM * stddev,
         )

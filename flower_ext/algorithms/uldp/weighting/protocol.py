@@ -361,7 +361,7 @@ def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
 
 
-def drawn_choices(plan: ReleasePlan, choices: int | None) -> int:
+def winning_choices(plan: ReleasePlan, choices: int | None) -> int:
     """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
 
     Parameters
