@@ -126,7 +126,7 @@ def round_cost(members: int, length: int) -> Cost:
         for index in answering[MEASURED:]:
             masked = parties[index].mask(deliveries[index], values)
             serving(server.add_masked, masked)
-    questions = serving(server.questions)
+    questions = serving(server.unmask_requests)
     revealed = [each(parties[index].unmask, question) for index, question in questions.items()]
     for one in revealed:
         serving(server.add_revealed, one)

@@ -71,7 +71,7 @@ class SecureTranscript:
         stages: tuple[tuple[Any, Any, Any], ...] = (
             (Advert, server.add_advert, server.keys),
             (SealedShares, server.add_shares, server.deliveries),
-            (MaskedInput, server.add_masked, server.questions),
+            (MaskedInput, server.add_masked, server.unmask_requests),
         )
         try:
             for kind, add, close in stages:

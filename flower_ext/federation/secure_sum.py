@@ -179,7 +179,7 @@ class SecureRound:
         """
         self._take(map(_message_of, updates), self._server.add_masked)
         try:
-            questions = self._server.questions()
+            questions = self._server.unmask_requests()
             self._unmasking = True
             self._take(self._ask(_told(QUESTION, questions), Revealed), self._server.add_revealed)
             total = self._server.total()

@@ -216,7 +216,7 @@ class UnmaskRequest(_Message):
     kinds: Mapping[int, bytes]
 
     def check(self, context: RoundContext) -> None:
-        """Refuse anything but a question of this round for one of the two kinds of shares."""
+        """Refuse anything but a request of this round for one of the two kinds of shares."""
         if not 0 <= self.answers <= context.members:
             raise InvalidValue(f"answers={self.answers}: expected 0 to {context.members}")
         if not set(self.kinds.values()) <= {OF_SEED, OF_KEY}:

@@ -41,10 +41,10 @@ class SumServer:
     """The server of one round.
 
     A round has four stages. In each, the server collects messages in any order and then closes the
-    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and `questions`,
-    `add_revealed` and `total`. It refuses a member's second message of a stage, and messages of a
-    closed stage. A refused message changes nothing, and the caller continues without it. The server
-    adds masked vectors up as they arrive and keeps none.
+    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
+    `unmask_requests`, `add_revealed` and `total`. It refuses a member's second message of a stage,
+    and messages of a closed stage. A refused message changes nothing, and the caller continues
+    without it. The server adds masked vectors up as they arrive and keeps none.
 
     Parameters
     ----------
@@ -169,8 +169,8 @@ class SumServer:
         self._answered.add(message.member)
         self._heard.add(message.member)
 
-    def questions(self) -> dict[int, UnmaskRequest]:
-        """Close the third stage, and return the question for every member that answered.
+    def unmask_requests(self) -> dict[int, UnmaskRequest]:
+        """Close the third stage, and return the request for every member that answered.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class SumServer:
         kinds = self._kinds(message.member)
         if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
             raise InvalidValue(
-                f"shares of member {message.member}: expected the kinds in the server's question"
+                f"shares of member {message.member}: expected the kinds in the server's request"
             )
         for share in message.shares.values():
             field_value(share[1:])

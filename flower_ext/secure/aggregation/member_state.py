@@ -37,7 +37,7 @@ class MemberState:
     mask_private: bytes = b""
     channel_private: bytes = b""
     seed: bytes = b""
-    question: bytes = b""
+    request: bytes = b""
     answer: bytes = b""
     keys: Mapping[int, bytes] = field(default_factory=dict)
     held: Mapping[int, bytes] = field(default_factory=dict)

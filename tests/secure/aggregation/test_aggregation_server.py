@@ -20,17 +20,17 @@ def test_repeated_and_late_messages_are_refused_and_the_sum_stays_right():
         one.server.add_masked(first)
     for index in range(1, 5):
         one.server.add_masked(one.members[index].mask(deliveries[index], one.vectors[index]))
-    questions = one.server.questions()
+    unmask_requests = one.server.unmask_requests()
     with pytest.raises(ProtocolError, match="revealed shares now"):
         one.server.add_masked(late)
-    assert (one.unmask(questions) == one.plain_sum()).all()
+    assert (one.unmask(unmask_requests) == one.plain_sum()).all()
     assert 5 not in one.server.answered
 
 
-def wrong_shares(one, questions, liars):
+def wrong_shares(one, unmask_requests, liars):
     """Let ``liars`` reveal wrong shares of everybody, and the others right ones."""
     for index in sorted(one.server.answered):
-        revealed = one.members[index].unmask(questions[index])
+        revealed = one.members[index].unmask(unmask_requests[index])
         if index in liars:
             wrong = {o: s[:-1] + bytes([s[-1] ^ 1]) for o, s in revealed.shares.items()}
             revealed = replace(revealed, shares=wrong)
@@ -66,8 +66,8 @@ def test_too_many_wrong_shares_discard_the_round():
 
 def test_the_other_kind_of_share_is_refused():
     one = Round(round_context(6, 5, 2, 3))
-    questions = one.mask(one.share(one.advertise()))
-    revealed = one.members[0].unmask(questions[0])
+    unmask_requests = one.mask(one.share(one.advertise()))
+    revealed = one.members[0].unmask(unmask_requests[0])
     swapped = {**revealed.shares, 1: b"k" + revealed.shares[1][1:]}
     with pytest.raises(InvalidValue, match="kinds"):
         one.server.add_revealed(replace(revealed, shares=swapped))

@@ -128,12 +128,12 @@ class Equivocating:
         self.seeds, self.keys = {}, {}
 
     def ask(self, index, lost):
-        """Keep what one member reveals to a question that names these members as lost."""
+        """Keep what one member reveals to a request that names these members as lost."""
         sharing = self.members[index]._state.held.keys()
         kinds = {other: OF_KEY if other in lost else OF_SEED for other in sharing}
         answers = self.context.members - len(lost & sharing)
-        question = UnmaskRequest(digest=self.context.digest, answers=answers, kinds=kinds)
-        for owner, share in self.members[index].unmask(question).shares.items():
+        request = UnmaskRequest(digest=self.context.digest, answers=answers, kinds=kinds)
+        for owner, share in self.members[index].unmask(request).shares.items():
             kept = self.seeds if share[:1] == OF_SEED else self.keys
             kept.setdefault(owner, {})[index + 1] = share[1:]
 
@@ -190,7 +190,7 @@ def test_a_server_that_calls_all_neighbours_lost_to_each_other_is_stopped_by_no_
     parameters = SecureSum(colluding=0.0, dropouts=0.1).for_cohort(300)
     server = Equivocating(parameters)
     near = server.near - {0}
-    assert len(near) - 1 <= 300 - parameters.least_answers  # so every question passes
+    assert len(near) - 1 <= 300 - parameters.least_answers  # so every request passes
     for index in server.masking - {0}:
         server.ask(index, near)
     assert server.opens(near)
