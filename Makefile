@@ -34,9 +34,11 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	$(BIN)/flower-ext compile
 	touch $@
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+PLUGINS := $(sort $(dir $(wildcard plugins/*/pyproject.toml)))
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS:%=%pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(PLUGINS:%=--editable ./%)
 	touch $@
 
 demo: $(VENV)/.installed

@@ -28,7 +28,6 @@ import typer
 from benchmarks.lattice import paillier
 from benchmarks.lattice.runs import Cost, round_cost
 from flower_ext.runs.page import table
-from flower_ext.secure.weighting.lattice import ring
 
 RESNET_18 = 11_181_642
 CURVE = {
@@ -126,8 +125,7 @@ def main(
         draw(costs, output / "lattice-users.svg")
     if with_paillier:
         rows.append(_paillier_row(with_paillier))
-    compiled = ring.work.__name__.rpartition(".")[2]
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, NumPy {np.__version__}, {compiled}"
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, NumPy {np.__version__}"
     page = f"# Private weighting over ring-LWE\n\n{machine}\n\n{table(HEAD, rows)}\n"
     (output / "table.md").write_text(page, encoding="utf-8")
     print(page)

@@ -31,7 +31,7 @@ def round_cost(*, coordinates: int, users: int, silos: int) -> tuple[float, floa
     rng = seeded_generator(0, "counts")
     counts = rng.integers(1, 2000 // silos + 1, (silos, users))
     server.receive_counts(
-        [silo.blind_counts(own.tolist()) for silo, own in zip(parties, counts, strict=True)]
+        [silo.mask_counts(own.tolist()) for silo, own in zip(parties, counts, strict=True)]
     )
     weights, opening = timed(server.open_round, 1)
     pool, spent, sums = parties[0].prepare(), 0.0, []

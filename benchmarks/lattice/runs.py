@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.privacy import seeded_generator
-from flower_ext.secure.weighting.lattice.messages import LatticeWeights
-from flower_ext.secure.weighting.lattice.server import LatticeServer
-from flower_ext.secure.weighting.lattice.settings import LatticeSettings
-from flower_ext.secure.weighting.lattice.silo import LatticeSilo
+from flower_ext_lattice.messages import LatticeWeights
+from flower_ext_lattice.server import LatticeServer
+from flower_ext_lattice.settings import LatticeSettings
+from flower_ext_lattice.silo import LatticeSilo
 
 Result = TypeVar("Result")
 _TOGETHER = 16
@@ -89,7 +89,7 @@ def set_up(
     weights, cost.weights_server, answering = _opened(server, silos[0])
     cost.down = len(weights.to_bytes())
     # The first opening also computes the silo's keys of the transfer, once per run.
-    _, spent = timed(lambda: silos[0]._shared.entry_keys)
+    _, spent = timed(lambda: silos[0]._entry_keys)
     cost.set_up_silo += spent
     for silo in silos[::-1]:
         _, cost.weights_silo = timed(silo.receive_weights, weights)

@@ -22,7 +22,7 @@ from flower_ext.secure.aggregation import (
     graph_of,
     member,
 )
-from flower_ext.secure.aggregation.masks import Residues, apply_mask
+from flower_ext.secure.aggregation.mask_streams import Residues, apply_mask
 
 MEASURED = 3
 """Number of timed clients, which clip, noise and mask their whole vector."""
@@ -126,7 +126,7 @@ def round_cost(members: int, length: int) -> Cost:
         for index in answering[MEASURED:]:
             masked = parties[index].mask(deliveries[index], values)
             serving(server.add_masked, masked)
-    questions = serving(server.questions)
+    questions = serving(server.unmask_requests)
     revealed = [each(parties[index].unmask, question) for index, question in questions.items()]
     for one in revealed:
         serving(server.add_revealed, one)

@@ -25,7 +25,6 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch.nn.functional import cross_entropy
 
 from flower_ext.algorithms.uldp import (
-    LatticeWeighting,
     PrivateWeighting,
     UldpAvg,
     private_silo,
@@ -33,10 +32,8 @@ from flower_ext.algorithms.uldp import (
     weighted_sum,
 )
 from flower_ext.algorithms.uldp.weighted import WeightedSum
-from flower_ext.algorithms.uldp.weighting import keeping
-from flower_ext.algorithms.uldp.weighting.lattice import LatticeServer
-from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd, LatticeOpenSum
-from flower_ext.algorithms.uldp.weighting.paillier import PaillierServer
+from flower_ext.algorithms.uldp.weighting.paillier_end import pool_pays
+from flower_ext.algorithms.uldp.weighting.paillier_weighting import PaillierServerEnd
 from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
 from flower_ext.data import describe_silos, load_silos
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
@@ -46,6 +43,8 @@ from flower_ext.runs.page import table
 from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
 from flower_ext.training.models import build
+from flower_ext_lattice.silo_end import LatticeOpenSum, LatticeSiloEnd
+from flower_ext_lattice.weighting import LatticeServerEnd, LatticeWeighting
 
 PARTS = ("set-up", "training", "encryptions", "silos", "decryption", "rest")
 LOCAL = LocalTraining(epochs=2, batch_size=32, learning_rate=0.2)
@@ -70,11 +69,11 @@ class Clock:
             (WeightingSilo, "weigh", "silos"),
             (WeightingSilo, "prepare", "silos"),
             (WeightingServer, "close_round", "decryption"),
-            (LatticeServer, "open_round", "encryptions"),
-            (LatticeEnd, "open_sum", "silos"),
+            (LatticeServerEnd, "open_round", "encryptions"),
+            (LatticeSiloEnd, "open_sum", "silos"),
             (LatticeOpenSum, "add", "silos"),
             (LatticeOpenSum, "finish", "silos"),
-            (LatticeServer, "close_round", "decryption"),
+            (LatticeServerEnd, "close_round", "decryption"),
             (private_silo, "users_updates", "training"),
         )
         kept = [getattr(owner, name) for owner, name, _ in spots]
@@ -169,8 +168,8 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))
     connected = summation._connected
-    if isinstance(connected, PaillierServer):
-        pays = keeping.pool_pays(connected.settings)
+    if isinstance(connected, PaillierServerEnd):
+        pays = pool_pays(connected.settings)
         guess = estimate_round(connected.settings, prepared=pays)
         print(
             f"Estimate on one core: a silo with all users {guess.silo:.1f} s "

@@ -31,12 +31,11 @@ from flower_ext.secure import (
     WeightingServer,
     WeightingSettings,
     WeightingSilo,
-    ZeroPool,
     estimate_round,
 )
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts, choose_windows
-from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
+from flower_ext.secure.weighting.paillier import PrivateKey, ZeroPool, generate_key
 
 BASE = WeightingSettings(
     run="benchmark",
@@ -123,7 +122,7 @@ class Parties:
         most = settings.max_records_per_user // settings.silos
         self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)
         self.server.receive_counts(
-            [s.blind_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
+            [s.mask_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
         )
         if pool is not None:
             for silo in self.silos:

@@ -200,7 +200,7 @@ def choose() -> Drawing:
     ask(466, 500, "silos may tell the server\nnothing of their users")
     leaf(466, "UldpAvg, equal weights\nReleasePlan(unit=USER)")
     ask(534, 500, "weights by records, and\nnobody learns the counts")
-    leaf(534, "PrivateUldpAvg\nReleasePlan(unit=USER)")
+    leaf(534, "UldpAvg, weighted_sum\nReleasePlan(unit=USER)")
     ask(622, 690, "personal models,\nclients unlike each other")
     leaf(622, "DPDitto\nRecordLevelPlan(steps=)")
     ask(690, 690, "small convex model,\nexact minimiser")

@@ -25,8 +25,8 @@ from flower_ext.secure.aggregation import (
     SealedShares,
     SumServer,
 )
-from flower_ext.secure.aggregation.masks import apply_mask, self_mask_key
-from flower_ext.secure.aggregation.messages import OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_SEED
+from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import combine
 
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
@@ -71,7 +71,7 @@ class SecureTranscript:
         stages: tuple[tuple[Any, Any, Any], ...] = (
             (Advert, server.add_advert, server.keys),
             (SealedShares, server.add_shares, server.deliveries),
-            (MaskedInput, server.add_masked, server.questions),
+            (MaskedInput, server.add_masked, server.unmask_requests),
         )
         try:
             for kind, add, close in stages:

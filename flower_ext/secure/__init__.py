@@ -3,8 +3,8 @@
 `aggregation` computes the secure sum of one training round; `weighting` is the protocol of Uldp-FL.
 The other modules serve both: labelled keys, masks of pairs, fixed-point numbers, threads.
 
-This module also exports the names of `weighting`. It imports them at first use, because `weighting`
-needs the extra of that name and `aggregation` does not.
+This module also exports the parties of `weighting`. It imports them at first use, because
+`weighting` needs the extra of that name and `aggregation` does not.
 """
 
 from importlib import import_module
@@ -15,53 +15,24 @@ from flower_ext.errors import IncompleteRound, ProtocolError
 if TYPE_CHECKING:
     from flower_ext.secure.weighting.agreement import WeightingSettings
     from flower_ext.secure.weighting.estimate import RoundEstimate, estimate_round
-    from flower_ext.secure.weighting.messages import (
-        BlindedCounts,
-        DrawAnswer,
-        DrawOffer,
-        EncryptedWeights,
-        MaskedSum,
-        SealedSeed,
-        SealedWeights,
-        SiloKey,
-    )
-    from flower_ext.secure.weighting.paillier import ZeroPool
-    from flower_ext.secure.weighting.server import WeightingServer
-    from flower_ext.secure.weighting.silo import WeightingSilo
+    from flower_ext.secure.weighting.weighting_server import WeightingServer
+    from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 __all__ = [
-    "BlindedCounts",
-    "DrawAnswer",
-    "DrawOffer",
-    "EncryptedWeights",
     "IncompleteRound",
-    "MaskedSum",
     "ProtocolError",
     "RoundEstimate",
-    "SealedSeed",
-    "SealedWeights",
-    "SiloKey",
     "WeightingServer",
     "WeightingSettings",
     "WeightingSilo",
-    "ZeroPool",
     "estimate_round",
 ]
 
 _MODULES = {
-    "BlindedCounts": "messages",
-    "DrawAnswer": "messages",
-    "DrawOffer": "messages",
-    "EncryptedWeights": "messages",
-    "MaskedSum": "messages",
     "RoundEstimate": "estimate",
-    "SealedSeed": "messages",
-    "SealedWeights": "messages",
-    "SiloKey": "messages",
-    "WeightingServer": "server",
+    "WeightingServer": "weighting_server",
     "WeightingSettings": "agreement",
-    "WeightingSilo": "silo",
-    "ZeroPool": "paillier",
+    "WeightingSilo": "weighting_silo",
     "estimate_round": "estimate",
 }
 

@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.federation import InProcessGrid, records
 from tests.faults.malformed import malformed, requests
-from tests.faults.worlds import CASES, PRIVATE, PRIVATE_LATTICE, Case, initial, task
+from tests.faults.worlds import CASES, PRIVATE, PRIVATE_PLUG_INS, Case, initial, task
 
 
 @dataclass
@@ -66,4 +66,4 @@ def ask(case: Case, count: int, *, seed: int) -> Asked:
 
 def everyone(count: int, *, seed: int) -> dict[str, Asked]:
     """Run `ask` for every method."""
-    return {case.name: ask(case, count, seed=seed) for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
+    return {case.name: ask(case, count, seed=seed) for case in (*CASES, PRIVATE, *PRIVATE_PLUG_INS)}

@@ -25,11 +25,10 @@ from flower_ext.algorithms import (
 )
 from flower_ext.algorithms.scaffold import STEPS
 from flower_ext.algorithms.uldp import (
-    LatticeWeighting,
     PrivateWeighting,
     UldpAvg,
 )
-from flower_ext.algorithms.uldp.weighting import protocol
+from flower_ext.algorithms.uldp.weighting.protocol import SUM, load_protocol, protocols
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -210,16 +209,24 @@ CASES: tuple[Case, ...] = (
     ),
 )
 
+
+def _renumbered(message: np.ndarray, number: int) -> np.ndarray:
+    """Return a masked sum with another number of its round, which follows its kind."""
+    return np.concatenate(
+        [message[:4], np.frombuffer(number.to_bytes(8, "big"), np.uint8), message[12:]]
+    )
+
+
 _SUM = {
     "no ciphertext": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.full(a.shape, rng.choice([0, 255]), np.uint8)),
-        only=protocol.SUM,
+        only=SUM,
     ),
     "number of another round": in_array(
         records.UPDATE,
-        lambda a, rng: type(a)(np.array(rng.choice([-1, 0, 10**6, 2**62]), np.int64)),
-        only=protocol.NUMBER,
+        lambda a, rng: type(a)(_renumbered(a.numpy(), int(rng.choice([0, 10**6, 2**62])))),
+        only=SUM,
     ),
 }
 PRIVATE = Case(
@@ -257,18 +264,25 @@ PRIVATE = Case(
         **ENVELOPE,
     },
 )
-PRIVATE_LATTICE = replace(
-    PRIVATE,
-    name="ULDP-AVG-w, over ring-LWE",
-    build=lambda **o: private_strategy_of(
-        UldpAvg,
-        plan=user_plan(dropout_policy="discard"),
-        num_silos=SILOS,
-        local=FAST,
-        protocol=LatticeWeighting(max_records_per_user=60),
-        **o,
-    ),
-)
+
+
+def _plug_in(name: str) -> Case:
+    """Return private weights under the protocol of a plug-in."""
+    return replace(
+        PRIVATE,
+        name=f"ULDP-AVG-w, protocol {name}",
+        build=lambda **o: private_strategy_of(
+            UldpAvg,
+            plan=user_plan(dropout_policy="discard"),
+            num_silos=SILOS,
+            local=FAST,
+            protocol=load_protocol(name)(max_records_per_user=60),
+            **o,
+        ),
+    )
+
+
+PRIVATE_PLUG_INS = tuple(_plug_in(name) for name in sorted(protocols()) if name != "paillier")
 
 
 def personal_of(prefix: str = "") -> Callable[[str], bool]:

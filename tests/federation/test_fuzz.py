@@ -49,7 +49,7 @@ from tests.faults.worlds import (
     CLIENTS,
     FAST,
     PRIVATE,
-    PRIVATE_LATTICE,
+    PRIVATE_PLUG_INS,
     SILOS,
     USERS,
     Case,
@@ -62,7 +62,7 @@ from tests.faults.worlds import (
 from tests.support.replies import reply
 from tests.support.strategies import group_strategy, strategy_of
 
-METHODS = {case.name: case for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
+METHODS = {case.name: case for case in (*CASES, PRIVATE, *PRIVATE_PLUG_INS)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 DP_SGD = DpSgdTraining(
     steps=2,

@@ -26,7 +26,7 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import CellSum, in_cells
 from flower_ext.privacy.mechanisms.updates import total
-from flower_ext.secure.aggregation import masks, member
+from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.batched.rows import CompiledRow
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
@@ -323,12 +323,12 @@ def pair_masks_left_out(patch, experiment: Experiment) -> Experiment:
     own = []
 
     def self_mask_key(*facts):
-        own.append(masks.self_mask_key(*facts))
+        own.append(mask_streams.self_mask_key(*facts))
         return own[-1]
 
     def apply_mask(key, values, *, subtract=False):
         if key in own:
-            masks.apply_mask(key, values, subtract=subtract)
+            mask_streams.apply_mask(key, values, subtract=subtract)
 
     patch.setattr(member, "self_mask_key", self_mask_key)
     patch.setattr(member, "apply_mask", apply_mask)

@@ -1,10 +1,12 @@
 """Small runs of Uldp-FL with encrypted weights, and the equal runs without encryption."""
 
 import numpy as np
+import pytest
 from flwr.app import ArrayRecord, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
-from flower_ext.algorithms.uldp.weighting import keeping, lattice_silo
+from flower_ext.algorithms.uldp.weighting import paillier_end, party_ends
+from flower_ext.algorithms.uldp.weighting.protocol import load_protocol, protocols
 from flower_ext.federation import ClientVault, InProcessGrid, records
 from flower_ext.privacy import FullParticipation
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
@@ -17,6 +19,16 @@ SMALL = PrivateWeighting(
     max_records_per_user=60,
     precision=1e-6,  # far above the rounding of float32 models
 )
+INSTALLED = [
+    SMALL,
+    *(
+        load_protocol(name)(silo_record_limits=(12, 12, 12))
+        for name in sorted(protocols())
+        if name != SMALL.name
+    ),
+]
+EVERY = pytest.mark.parametrize("protocol", INSTALLED, ids=lambda protocol: protocol.name)
+"""Runs a test under Paillier, and under each protocol of an installed plug-in."""
 
 
 def make(method=UldpAvg, protocol=SMALL, **changes):
@@ -79,9 +91,8 @@ class FreshProcesses(InProcessGrid):
     def _answers(self, messages):
         replies = []
         for message in messages:
-            keeping._earlier.clear()
-            keeping._pools.clear()
-            lattice_silo._earlier.clear()
+            party_ends._cache.clear()
+            paillier_end._pools.clear()
             context = self.contexts[message.metadata.dst_node_id]
             stored = vault(self, context.node_id - 1_000).load()
             context.state = RecordDict()

@@ -104,7 +104,7 @@ class Round:
                 masked = self.members[index].mask(message, self.vectors[index])
                 self.server.add_masked(self.sent(masked))
         self.restore()
-        return {index: self.sent(one) for index, one in self.server.questions().items()}
+        return {index: self.sent(one) for index, one in self.server.unmask_requests().items()}
 
     def unmask(self, questions, lost=()):
         for index in sorted(self.server.answered - set(lost)):

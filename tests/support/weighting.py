@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 from gmpy2 import invert, mpz, powmod
 
-from flower_ext.secure import MaskedSum, WeightingServer, WeightingSettings, WeightingSilo
+from flower_ext.secure import WeightingServer, WeightingSettings, WeightingSilo
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
+from flower_ext.secure.weighting.paillier_messages import MaskedSum
 
 KEY_BITS = 512
 
@@ -68,9 +69,9 @@ class World:
         seeds = self.server.relay_seed(self.silos[0].seal_seed())
         for silo, seed in zip(self.silos[1:], seeds, strict=True):
             silo.open_seed(seed)
-        blinded = [s.blind_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
-        self.server.receive_counts(blinded)
-        self.sent += [*relayed, *seeds, *blinded]
+        masked = [s.mask_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
+        self.server.receive_counts(masked)
+        self.sent += [self.server.public_key, *relayed, *seeds, *masked]
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return updates (silos × users × coordinates) and noise (silos × coordinates)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flower_ext.federation import Summation
 from flower_ext.privacy import PrivacyPlan
@@ -28,26 +28,29 @@ def protocol_of(settings: Settings) -> WeightingProtocol:
     ------
     UnfitSetting
         A setting of Paillier for another protocol, which has nothing like it.
+    ValueError
+        The protocol is not installed; the message says what to install.
     """
-    from flower_ext.algorithms.uldp import LatticeWeighting, PrivateWeighting
+    from flower_ext.algorithms.uldp import PrivateWeighting
+    from flower_ext.algorithms.uldp.weighting.protocol import load_protocol
 
-    if settings.protocol == "lattice":
-        if settings.allowed_totals:
-            raise UnfitSetting(
-                f"run-config allowed-totals={settings.allowed_totals!r} with protocol='lattice': "
-                "expected protocol='paillier', or no allowed-totals"
-            )
-        return LatticeWeighting(
-            max_records_per_user=settings.max_records_per_user,
-            silo_record_limits=integers(settings.silo_record_limits),
-            draw_choices=settings.draw_choices or None,
+    protocol = load_protocol(settings.protocol)
+    limits: dict[str, Any] = {
+        "max_records_per_user": settings.max_records_per_user,
+        "silo_record_limits": integers(settings.silo_record_limits),
+        "draw_choices": settings.draw_choices or None,
+    }
+    if protocol is PrivateWeighting:
+        return PrivateWeighting(
+            key_bits=settings.key_bits,
+            precision=settings.precision,
+            allowed_totals=integers(settings.allowed_totals),
+            allow_insecure_key_size=settings.allow_insecure_keys,
+            **limits,
         )
-    return PrivateWeighting(
-        key_bits=settings.key_bits,
-        precision=settings.precision,
-        max_records_per_user=settings.max_records_per_user,
-        allowed_totals=integers(settings.allowed_totals),
-        silo_record_limits=integers(settings.silo_record_limits),
-        draw_choices=settings.draw_choices or None,
-        allow_insecure_key_size=settings.allow_insecure_keys,
-    )
+    if settings.allowed_totals:
+        raise UnfitSetting(
+            f"run-config allowed-totals={settings.allowed_totals!r} with protocol="
+            f"{settings.protocol!r}: expected protocol='paillier', or no allowed-totals"
+        )
+    return protocol(**limits)

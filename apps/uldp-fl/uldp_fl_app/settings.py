@@ -74,9 +74,9 @@ class Settings(ReleaseSettings, TrainingSettings):
     )
 
     # uldp-avg-private and uldp-sgd-private
-    protocol: Literal["paillier", "lattice"] = setting(
-        "lattice is faster by orders of magnitude, and experimental: nobody outside this project "
-        "has reviewed it"
+    protocol: str = setting(
+        "paillier, or the name of a plug-in: lattice (flower-ext-lattice) is faster by orders of "
+        "magnitude, and experimental: nobody outside this project has reviewed it"
     )
     max_records_per_user: CountOrZero = setting("in all silos together")
     silo_record_limits: Integers = setting(

@@ -14,12 +14,10 @@ from flower_ext.algorithms.uldp.weighted import weighted_sum
 from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, WeightSource
 
 if TYPE_CHECKING:
-    from flower_ext.algorithms.uldp.weighting.lattice import LatticeWeighting
-    from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
+    from flower_ext.algorithms.uldp.weighting.paillier_weighting import PrivateWeighting
 
 __all__ = [
     "EqualWeights",
-    "LatticeWeighting",
     "PrivateWeighting",
     "UldpAvg",
     "UldpGroup",
@@ -30,10 +28,9 @@ __all__ = [
     "theory_learning_rate",
     "weighted_sum",
 ]
-_ROOM = "flower_ext.algorithms.uldp"
+_PACKAGE = "flower_ext.algorithms.uldp"
 _PRIVATE = {
-    "LatticeWeighting": f"{_ROOM}.weighting.lattice",
-    "PrivateWeighting": f"{_ROOM}.weighting.paillier",
+    "PrivateWeighting": f"{_PACKAGE}.weighting.paillier_weighting",
 }
 
 

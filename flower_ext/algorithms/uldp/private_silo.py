@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from importlib import import_module
 from logging import getLogger
-from typing import cast
 
 import numpy as np
 
@@ -25,19 +23,18 @@ from flower_ext.algorithms.uldp.silo_training import (
 from flower_ext.algorithms.uldp.weighting.protocol import (
     BEGIN,
     LOST,
-    NUMBER,
     PROTOCOL,
     STEP,
     SUM,
     WEIGHTED,
     Arrays,
-    OpenSum,
     SiloEnd,
-    SiloProtocol,
-    name_of,
+    SiloSum,
+    load_protocol,
 )
+from flower_ext.algorithms.uldp.weighting.silo_store import StoredSilo
 from flower_ext.algorithms.uldp.weights import USERS, owned
-from flower_ext.errors import tellable
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import (
     ClientVault,
     ClientWork,
@@ -53,9 +50,6 @@ from flower_ext.secure import ProtocolError
 from flower_ext.training import Params, Task
 
 log = getLogger("flwr")
-
-_PACKAGE = "flower_ext.algorithms.uldp.weighting"
-_SILOS = {"paillier": f"{_PACKAGE}.paillier_silo", "lattice": f"{_PACKAGE}.lattice_silo"}
 
 
 def is_weighted(work: ClientWork) -> bool:
@@ -75,7 +69,7 @@ def answer(question: Question) -> Arrays:
         if question.asked[STEP] == BEGIN:
             if silo is not None and silo.run == question.asked.get("run"):
                 raise ProtocolError("the set-up of this run began before: expected a new run")
-            return _silo_protocol(str(question.asked.get(PROTOCOL, "paillier"))).begin(question)
+            return _end_of(str(question.asked[PROTOCOL])).begin(question)
         if silo is None:
             lost = f"silo {question.partition} has lost its keys: start the run anew"
             raise ProtocolError(lost)
@@ -84,14 +78,15 @@ def answer(question: Question) -> Arrays:
 
 def resume(vault: ClientVault) -> SiloEnd | None:
     """Return the silo as it was stored last, under any protocol; None if none was stored."""
-    kept = vault.load()
-    return None if kept is None else _silo_protocol(name_of(kept)).resume(vault)
+    stored = vault.load()
+    return None if stored is None else _end_of(StoredSilo.read(stored).protocol).resume(vault)
 
 
-def _silo_protocol(name: str) -> SiloProtocol:
-    if name not in _SILOS:
-        raise ProtocolError(f"protocol={name!r}: expected one of {', '.join(_SILOS)}")
-    return cast(SiloProtocol, import_module(_SILOS[name]))
+def _end_of(protocol: str) -> type[SiloEnd]:
+    try:
+        return load_protocol(protocol).silo_end
+    except InvalidValue as error:
+        raise ProtocolError(str(error)) from error
 
 
 @contextmanager
@@ -119,13 +114,13 @@ class Adding:
 
     Parameters
     ----------
-    begin : Callable[[], OpenSum]
+    begin : Callable[[], SiloSum]
         Begins the sum of the round; a second sum may replace the first one, which never leaves.
     users : Collection[int]
         The counted users. Updates of others are left out, as their weight is zero.
     """
 
-    def __init__(self, begin: Callable[[], OpenSum], users: Collection[int]) -> None:
+    def __init__(self, begin: Callable[[], SiloSum], users: Collection[int]) -> None:
         self._begin, self._into = begin, begin()
         self._users, self._missing = users, set(users)
         self._error: Exception | None = None
@@ -175,7 +170,7 @@ class Adding:
         return masked
 
     @staticmethod
-    def _finished(into: OpenSum, missing: Collection[int], noise: np.ndarray) -> bytes:
+    def _finished(into: SiloSum, missing: Collection[int], noise: np.ndarray) -> bytes:
         """Return a masked sum after adding zeros for the missing users."""
         into.add(dict.fromkeys(missing, np.zeros_like(noise)))
         return into.finish(noise)
@@ -214,8 +209,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
             trained,
             adding.seconds,
         )
-        number = np.array(work.round, dtype=np.int64)
-        return {SUM: records.to_bytes_array(masked), NUMBER: number}
+        return {SUM: records.to_bytes_array(masked)}
 
     return LocalResult(update=HiddenSum(bound=bound, encrypt=encrypt))
 

@@ -1,7 +1,7 @@
 """Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
 
 Source: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024). A `WeightingProtocol` (package
-`weighting`) keeps the weights private: over Paillier, as in the paper, or over ring-LWE.
+`weighting`) keeps the weights private: over Paillier, as in the paper, or one of a plug-in.
 
 Clipping, noise and local training are those of `UldpAvg`. The server draws users by their places in
 an order that only the silos know, unless the protocol itself draws them. Silos do not learn which
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from logging import getLogger
 
 import numpy as np
@@ -25,14 +24,13 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.algorithms.uldp.weighting.protocol import (
     LOST,
-    NUMBER,
     SUM,
     WEIGHTED,
     ServerEnd,
     Silos,
-    Upload,
     WeightingProtocol,
     as_record,
+    load_protocol,
 )
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import (
@@ -62,31 +60,6 @@ log = getLogger("flwr")
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _STATE, _SENSITIVITY, _ERROR = "sum.costs", "sensitivity", "approximation_error"
-_WEIGHTING = "flower_ext.algorithms.uldp.weighting"
-_PROTOCOLS = {
-    "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
-    "lattice": (f"{_WEIGHTING}.lattice", "LatticeWeighting"),
-}
-"""Module and class of each protocol; imported only when named, because a client needs neither."""
-
-
-def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
-    """Return the protocol of that name with default settings, or the given protocol.
-
-    Raises
-    ------
-    ValueError
-        The name is unknown.
-    """
-    if isinstance(protocol, WeightingProtocol):
-        return protocol
-    if protocol not in _PROTOCOLS:
-        raise InvalidValue(
-            f"protocol={protocol!r}: expected {', '.join(_PROTOCOLS)}, or a protocol's settings"
-        )
-    module, name = _PROTOCOLS[protocol]
-    settings: WeightingProtocol = getattr(import_module(module), name)()
-    return settings
 
 
 def weighted_sum(
@@ -99,11 +72,12 @@ def weighted_sum(
 
     Parameters
     ----------
-    protocol : {"paillier", "lattice"} or WeightingProtocol
-        Settings of a protocol, such as `PrivateWeighting`, or its name for default settings. Over
-        ring-LWE it is faster by orders of magnitude, and experimental.
+    protocol : str or WeightingProtocol
+        Settings of a protocol, or its name for default settings: ``"paillier"``
+        (`PrivateWeighting`), or the name of an installed plug-in.
     """
-    return partial(WeightedSum, weighting_protocol(protocol))
+    settings = load_protocol(protocol)() if isinstance(protocol, str) else protocol
+    return partial(WeightedSum, settings)
 
 
 class WeightedSum(Summation):
@@ -210,7 +184,7 @@ class WeightedSum(Summation):
         """Keep the larger costs of the run's set-ups."""
         self._raise_costs({name: float(cost) for name, cost in state[_STATE].items()})
 
-    def close(self, silo_sums: Mapping[int, Upload]) -> np.ndarray:
+    def close(self, silo_sums: Mapping[int, bytes]) -> np.ndarray:
         """Decrypt a round's sum over all silos, of shape (coordinates,).
 
         Raises
@@ -250,9 +224,9 @@ class WeightedSum(Summation):
         """Let all silos set up anew before the next round, as one may have lost its keys."""
         self._keys_lost = True
 
-    def check_upload(self, silo: int, upload: Upload) -> None:
+    def check_sum(self, silo: int, data: bytes) -> None:
         """Refuse a silo's sum that is malformed or of another round."""
-        self._connected.check_upload(silo, upload)
+        self._connected.check_sum(silo, data)
 
     @property
     def sum_bytes(self) -> int:
@@ -317,14 +291,12 @@ class OpenWeightedSum(OpenSum):
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
             return Update(arrays, {})
-        if set(arrays) != {SUM, NUMBER} or arrays[NUMBER].shape or arrays[NUMBER].dtype != np.int64:
-            raise RefusedReply(
-                f"arrays {sorted(arrays)}: expected {SUM!r} and one number {NUMBER!r}"
-            )
-        records.read_bytes(arrays, SUM, self._summation.sum_bytes)
+        if set(arrays) != {SUM}:
+            raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
+        data = records.read_bytes(arrays, SUM, self._summation.sum_bytes)
         try:
             silo = self._opening.clients.exchange.partition_of(reply)
-            self._summation.check_upload(silo, _upload(arrays))
+            self._summation.check_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
         return Update(arrays, records.read_metrics(reply))
@@ -349,7 +321,7 @@ class OpenWeightedSum(OpenSum):
             )
         started = time.monotonic()
         total = self._summation.close(
-            {silo: _upload(update.arrays) for silo, update in received.items()}
+            {silo: update.arrays[SUM].tobytes() for silo, update in received.items()}
         )
         seconds = time.monotonic() - started
         self.measures = {**self.measures, "decryption_seconds": seconds}
@@ -364,7 +336,3 @@ def _shaped(total: np.ndarray, like: Arrays) -> dict[str, np.ndarray]:
     ends = np.cumsum([like[name].size for name in names])[:-1]
     parts = zip(names, np.split(total, ends), strict=True)
     return {name: part.reshape(like[name].shape) for name, part in parts}
-
-
-def _upload(arrays: Mapping[str, np.ndarray]) -> Upload:
-    return Upload(round_number=int(arrays[NUMBER]), data=arrays[SUM].tobytes())

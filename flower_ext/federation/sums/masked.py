@@ -48,11 +48,11 @@ from flower_ext.secure.aggregation import (
     Keys,
     MaskedInput,
     Member,
-    Question,
     Revealed,
     RoundContext,
     SealedShares,
     SumServer,
+    UnmaskRequest,
     degree,
     draw_order,
     graph_digest,
@@ -163,7 +163,7 @@ class OpenMaskedSum(OpenSum):
         """
         self._take(map(_message_of, contributions), self._server.add_masked)
         try:
-            questions = self._server.questions()
+            questions = self._server.unmask_requests()
             self._unmasking = True
             self._take(
                 self._ask(_as_arrays(QUESTION, questions), Revealed), self._server.add_revealed
@@ -274,7 +274,7 @@ class OpenMaskedSum(OpenSum):
 
 
 def _as_arrays(
-    name: str, messages: Mapping[int, Keys | Delivery | Question]
+    name: str, messages: Mapping[int, Keys | Delivery | UnmaskRequest]
 ) -> dict[int, records.Arrays]:
     """Return each member's message as an array of that name."""
     return {
@@ -311,7 +311,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
                 keys = Keys.from_bytes(_bytes(arrays, KEYS), member.context)
                 reply = member.share(keys).to_bytes()
             elif QUESTION in arrays:
-                question = Question.from_bytes(_bytes(arrays, QUESTION), member.context)
+                question = UnmaskRequest.from_bytes(_bytes(arrays, QUESTION), member.context)
                 reply = member.unmask(question).to_bytes()
             else:
                 raise ProtocolError(

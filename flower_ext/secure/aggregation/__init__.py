@@ -12,19 +12,19 @@ The server learns the sum and which members took part. ``docs/secure-sums.md`` d
 adversaries. This package needs NumPy and ``cryptography``, but no extra.
 """
 
-from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.aggregation.graph import degree, draw_order, graph_digest, graph_of
-from flower_ext.secure.aggregation.member import Member
-from flower_ext.secure.aggregation.messages import (
+from flower_ext.secure.aggregation.aggregation_messages import (
     Advert,
     Delivery,
     Keys,
     MaskedInput,
-    Question,
     Revealed,
     SealedShares,
+    UnmaskRequest,
 )
-from flower_ext.secure.aggregation.server import SumServer
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.aggregation.graph import degree, draw_order, graph_digest, graph_of
+from flower_ext.secure.aggregation.member import Member
 
 __all__ = [
     "Advert",
@@ -32,11 +32,11 @@ __all__ = [
     "Keys",
     "MaskedInput",
     "Member",
-    "Question",
     "Revealed",
     "RoundContext",
     "SealedShares",
     "SumServer",
+    "UnmaskRequest",
     "degree",
     "draw_order",
     "graph_digest",

@@ -1,4 +1,4 @@
-"""Public facts of one round, on which all parties agree and every key and message depends."""
+"""Public values of one round, on which all parties agree and every key and message depends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEX = ("run", "graph")
 
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
-    """Public facts that the server announces before a round.
+    """Public values that the server announces before a round.
 
     Parameters
     ----------
@@ -97,18 +97,18 @@ class RoundContext:
 
     def to_bytes(self) -> bytes:
         """Return the context as bytes, for a message or a file."""
-        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps({**facts, **{n: facts[n].hex() for n in _HEX}}, sort_keys=True).encode()
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps({**values, **{n: values[n].hex() for n in _HEX}}, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RoundContext:
         """Undo `to_bytes`; raise `InvalidValue` for anything else."""
         try:
-            facts = json.loads(data)
-            numbers = {n: facts[n] for n in cls.__dataclass_fields__ if n not in _HEX}
+            values = json.loads(data)
+            numbers = {n: values[n] for n in cls.__dataclass_fields__ if n not in _HEX}
             if not all(type(number) is int for number in numbers.values()):
                 raise TypeError("expected integers")
-            run, graph = (bytes.fromhex(facts[name]) for name in _HEX)
+            run, graph = (bytes.fromhex(values[name]) for name in _HEX)
             return cls(run=run, graph=graph, **numbers)
         except InvalidValue:
             raise

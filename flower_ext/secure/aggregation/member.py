@@ -10,8 +10,20 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.aggregation.aggregation_messages import (
+    KEY_BYTES,
+    OF_SEED,
+    Advert,
+    Delivery,
+    Keys,
+    MaskedInput,
+    Revealed,
+    SealedShares,
+    UnmaskRequest,
+    key_pair,
+)
 from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.aggregation.masks import (
+from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,
     channel_key,
@@ -21,18 +33,6 @@ from flower_ext.secure.aggregation.masks import (
     self_mask_key,
 )
 from flower_ext.secure.aggregation.member_state import MemberState, Stage
-from flower_ext.secure.aggregation.messages import (
-    KEY_BYTES,
-    OF_SEED,
-    Advert,
-    Delivery,
-    Keys,
-    MaskedInput,
-    Question,
-    Revealed,
-    SealedShares,
-    key_pair,
-)
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
 from flower_ext.secure.labels import check_public
 
@@ -203,47 +203,47 @@ class Member:
         self._state = state.forgetting(stage=Stage.MASKED, held=held)
         return MaskedInput(digest=context.digest, member=state.index, values=masked.tobytes())
 
-    def unmask(self, question: Question) -> Revealed:
+    def unmask(self, request: UnmaskRequest) -> Revealed:
         """Return seed shares of neighbours that answered and key shares of those that were lost.
 
-        The member then forgets all other shares. It repeats its answer to the same question.
+        The member then forgets all other shares. It repeats its answer to the same request.
 
         Raises
         ------
         ProtocolError
-            The call is out of order; another question was answered before; fewer members answered
-            than the context's least; or the question is not for exactly the neighbours that shared
+            The call is out of order; another request was answered before; fewer members answered
+            than the context's least; or the request is not for exactly the neighbours that shared
             secrets with this member.
         """
         context, state = self.context, self._state
-        question.check(context)
+        request.check(context)
         if state.stage is Stage.UNMASKED:
-            if question.to_bytes() != state.question:
+            if request.to_bytes() != state.request:
                 raise ProtocolError(
-                    "question: expected the one that this member answered before, because two "
+                    "request: expected the one that this member answered before, because two "
                     "answers could reveal both secrets of one neighbour"
                 )
             return Revealed.from_bytes(state.answer, context)
         self._expect(Stage.MASKED)
-        if question.answers < context.least_answers:
+        if request.answers < context.least_answers:
             raise ProtocolError(
-                f"{question.answers} members answered: expected at least "
+                f"{request.answers} members answered: expected at least "
                 f"least_answers={context.least_answers}"
             )
-        if set(question.kinds) != set(state.held):
+        if set(request.kinds) != set(state.held):
             raise ProtocolError(
-                f"neighbours {sorted(question.kinds)}: expected all that shared, "
+                f"neighbours {sorted(request.kinds)}: expected all that shared, "
                 f"{sorted(state.held)}"
             )
         shares = {}
         for other, both in state.held.items():
             if both:
-                kind = question.kinds[other]
+                kind = request.kinds[other]
                 share = both[:SHARE_BYTES] if kind == OF_SEED else both[SHARE_BYTES:]
                 shares[other] = kind + share
         reply = Revealed(digest=context.digest, member=state.index, shares=shares)
         self._state = state.forgetting(
-            stage=Stage.UNMASKED, question=question.to_bytes(), answer=reply.to_bytes()
+            stage=Stage.UNMASKED, request=request.to_bytes(), answer=reply.to_bytes()
         )
         return reply
 
@@ -258,13 +258,13 @@ class Member:
                 "take each step once, and send the stored reply if it is needed again"
             )
 
-    def _check_neighbours(self, found: set[int]) -> None:
+    def _check_neighbours(self, members: set[int]) -> None:
         neighbours = set(self._state.neighbours)
-        if not found <= neighbours:
-            raise InvalidValue(f"members {sorted(found - neighbours)}: expected only neighbours")
-        if len(found) < self.context.threshold:
+        if not members <= neighbours:
+            raise InvalidValue(f"members {sorted(members - neighbours)}: expected only neighbours")
+        if len(members) < self.context.threshold:
             raise ProtocolError(
-                f"{len(found)} neighbours: expected at least threshold={self.context.threshold}"
+                f"{len(members)} neighbours: expected at least threshold={self.context.threshold}"
             )
 
     def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:

@@ -37,7 +37,7 @@ class MemberState:
     mask_private: bytes = b""
     channel_private: bytes = b""
     seed: bytes = b""
-    question: bytes = b""
+    request: bytes = b""
     answer: bytes = b""
     keys: Mapping[int, bytes] = field(default_factory=dict)
     held: Mapping[int, bytes] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class MemberState:
 
     def encode(self) -> bytes:
         """Return the state as JSON."""
-        facts: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for field_of_state in fields(self):
             value = getattr(self, field_of_state.name)
             if isinstance(value, RoundContext):
@@ -65,8 +65,8 @@ class MemberState:
                 value = value.hex()
             elif isinstance(value, Mapping):
                 value = {str(key): entry.hex() for key, entry in value.items()}
-            facts[field_of_state.name] = value
-        return json.dumps(facts).encode()
+            values[field_of_state.name] = value
+        return json.dumps(values).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> MemberState:
@@ -78,15 +78,15 @@ class MemberState:
             The bytes are not a state.
         """
         try:
-            facts = json.loads(data)
-            context = RoundContext.from_bytes(facts.pop("context").encode())
-            index, neighbours = int(facts.pop("index")), tuple(map(int, facts.pop("neighbours")))
-            stage = Stage[facts.pop("stage")]
+            stored = json.loads(data)
+            context = RoundContext.from_bytes(stored.pop("context").encode())
+            index, neighbours = int(stored.pop("index")), tuple(map(int, stored.pop("neighbours")))
+            stage = Stage[stored.pop("stage")]
             values: dict[str, Any] = {
                 name: bytes.fromhex(value)
                 if isinstance(value, str)
                 else {int(key): bytes.fromhex(entry) for key, entry in value.items()}
-                for name, value in facts.items()
+                for name, value in stored.items()
             }
             return cls(context=context, index=index, neighbours=neighbours, stage=stage, **values)
         except InvalidValue:

@@ -13,9 +13,11 @@ R, r_u                the silos' seed; `user_blinds`
 P                     `WeightingSettings.precision`, of the whole sum
 ====================  =====================================================================
 
-This package departs from the paper in six points:
+This package departs from the paper in seven points:
 
 * The silos number the users in an order that the server does not know.
+* The silos derive their seed from what silo 0 drew and from the server's key, so that silo 0 alone
+  cannot choose it.
 * A silo masks its sum by units modulo n² whose product over the silos is one. The paper adds
   numbers modulo n that sum to zero. A unit hides the message *and* the randomness of a ciphertext,
   so a single upload is uniform.
@@ -38,11 +40,14 @@ secret order it drew. A silo learns nothing about other silos. A silo computes o
 records in it, so its running time reveals their approximate number.
 
 `WeightingServer` and `WeightingSilo` are the parties; their methods are the steps of the protocol,
-in order. `messages` defines the messages between them. This package uses neither torch nor Flower.
+in order. What does not depend on the scheme is in `ServerParty` and `SiloParty`, so that another
+scheme adds its arithmetic only. `weighting_messages` and `paillier_messages` define the messages
+between them. This package uses neither torch nor Flower.
 """
 
 try:
     import gmpy2 as _gmpy2  # noqa: F401
+    import nacl as _nacl  # noqa: F401
     import phe as _phe  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

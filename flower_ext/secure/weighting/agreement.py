@@ -1,35 +1,31 @@
-"""Settings that all parties agree on before private weighting begins, and their checks."""
+"""Settings of private weighting over Paillier, and their checks."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
-from flower_ext.secure.weighting.draw import check_draw
 from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
-from flower_ext.secure.weighting.packing import Packing
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
+from flower_ext.secure.weighting.party_settings import PartySettings
+from flower_ext.secure.weighting.plaintext_packing import Packing
 
 _MOST_RECORDS = 2**24
 """Up to this number, a silo searches the modulus for small factors within a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightingSettings:
+class WeightingSettings(PartySettings):
     """Public facts of one run of the protocol. Checked at construction, before any encryption.
 
     Parameters
     ----------
-    run : str
-        Name of the run. Choose one that was never used, because masks derive from it.
-    users, silos, coordinates : int
-        |U|, |S| (at least two), and the length of an update.
+    run, users, silos, coordinates, draw_choices, winning_choices
+        As for `PartySettings`.
     max_records_per_user : int
         N_max: the most records that one user may have over all silos.
     allowed_totals : tuple of int, optional
@@ -45,9 +41,6 @@ class WeightingSettings:
         Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
     precision : float
         P: largest rounding error of a coordinate of the result, over all users and silos together.
-    draw_choices, draw_hits : int
-        If ``draw_choices`` is given, each user takes part in a round with probability
-        ``draw_hits`` / ``draw_choices``, and no party learns which users do.
     key_bits : int
         Length of the Paillier modulus.
     coordinates_per_plaintext : int, optional
@@ -63,35 +56,24 @@ class WeightingSettings:
         A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
     """
 
-    run: str
-    users: int
-    silos: int
-    coordinates: int
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
     update_bound: float
     noise_bound: float
     precision: float = 1e-10
-    draw_choices: int | None = None
-    draw_hits: int = 1
     key_bits: int = SECURE_KEY_BITS
     coordinates_per_plaintext: int | None = None
     table_memory_limit: int = DEFAULT_TABLE_MEMORY
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
-        if not self.run:
-            raise InvalidValue("run='': expected a name that no other run has")
-        for name in ("users", "coordinates", "max_records_per_user"):
-            require_at_least_one(name, getattr(self, name))
-        if self.silos < 2:
-            raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
+        super().__post_init__()
+        require_at_least_one("max_records_per_user", self.max_records_per_user)
         require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()
-        check_draw(self)
         _ = self.encoding, self.noise_encoding, self.packing  # each checks its own sizes
 
     @cached_property
@@ -163,7 +145,7 @@ class WeightingSettings:
         return self.packing.plaintexts(self.coordinates)
 
     @property
-    def residue_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Length of a number modulo n."""
         return (self.key_bits + 7) // 8
 
@@ -171,14 +153,6 @@ class WeightingSettings:
     def ciphertext_bytes(self) -> int:
         """Length of a number modulo n²."""
         return (2 * self.key_bits + 7) // 8
-
-    @cached_property
-    def context(self) -> bytes:
-        """Hash of all fields.
-
-        Keys and masks derive from it, so parties with different settings cannot read one another.
-        """
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     def record_limit(self, silo: int) -> int:
         """Return the most records that one user may have in ``silo``."""

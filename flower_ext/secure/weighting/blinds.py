@@ -8,7 +8,7 @@ import gmpy2
 from gmpy2 import mpz
 
 from flower_ext.secure.labels import derive
-from flower_ext.secure.masks import uniform_residues
+from flower_ext.secure.pair_keys import uniform_residues
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:

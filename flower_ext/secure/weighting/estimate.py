@@ -13,7 +13,7 @@ from gmpy2 import mpz
 
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.multiexp import choose_windows
-from flower_ext.secure.weighting.oblivious import ORDER, PRIME, SEAL_BYTES
+from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver, Sender
 from flower_ext.secure.weighting.paillier import ZeroPool
 
 _REPEATS = 3
@@ -28,8 +28,7 @@ class RoundEstimate:
     ----------
     choose, fold, tables, products, pack, rerandomise : float
         Seconds of one silo. When all users take part, later rounds need neither ``fold`` nor
-        ``tables``. ``choose`` is the oblivious transfer of the weights of drawn users, at the silo
-        that answers for all; the other silos take a third less.
+        ``tables``. ``choose`` is the oblivious transfer of the weights of drawn users.
     encrypt, decrypt : float
         Seconds of the server, for all silos together.
     prepare : float
@@ -87,13 +86,13 @@ def estimate_round(
         modulus_bits=2 * bits,
         table_memory_limit=settings.table_memory_limit,
     )
-    transfer = _seconds(gmpy2.powmod, mpz(2), ORDER // 3, PRIME) if settings.draw_choices else 0.0
+    transfer = _transfer_seconds(settings) if settings.draw_choices else 0.0
     choices = settings.draw_choices or 1
     seal = SEAL_BYTES if settings.draw_choices else 0
     pool = ZeroPool.size(bits)
     share = math.ceil(settings.ciphertexts / settings.silos)
     return RoundEstimate(
-        choose=3 * settings.users * transfer,
+        choose=settings.users * transfer,
         fold=users * exponentiation,
         tables=windows.table_multiplications(users) * multiplication,
         products=settings.coordinates * windows.column_multiplications(users) * multiplication,
@@ -101,7 +100,7 @@ def estimate_round(
         * settings.packing.slot_bits
         * multiplication,
         rerandomise=share * (pool * multiplication if prepared else exponentiation),
-        encrypt=settings.users * (2 * choices * half + transfer),
+        encrypt=settings.users * 2 * choices * half,
         decrypt=settings.ciphertexts * (2 * half + settings.silos * multiplication),
         prepare=pool * exponentiation + ZeroPool.table_multiplications(bits) * multiplication
         if prepared
@@ -109,6 +108,13 @@ def estimate_round(
         download_bytes=settings.users * choices * (settings.ciphertext_bytes + seal),
         upload_bytes=settings.ciphertexts * settings.ciphertext_bytes,
     )
+
+
+def _transfer_seconds(settings: WeightingSettings) -> float:
+    """Return the seconds of one transfer at a silo. The server's are small against encryptions."""
+    public = Sender(settings.context).public
+    options = {"run": settings.context, "transfers": 1, "places": settings.draw_choices or 1}
+    return _seconds(lambda: Receiver(public, bytes(32), **options).keys())  # type: ignore[arg-type]
 
 
 def _odd(bits: int) -> mpz:

@@ -1,18 +1,33 @@
 """1-out-of-P oblivious transfer: the receiver opens one of P texts; the sender learns not which.
 
 Source: Chou and Orlandi, "The Simplest Protocol for Oblivious Transfer" (LATINCRYPT 2015), for
-honest-but-curious parties, in the group of squares modulo the 3072-bit prime of RFC 3526.
+honest-but-curious parties. The group is the subgroup of prime order ℓ of the curve Ed25519, by
+libsodium (package PyNaCl). G is its base point.
 
 ====================  =====================================================================
-sender                A = g^a
-receiver, choice c    B = g^b · A^c
-sender                k_j = H((B · A^-j)^a) for every j, and each text sealed under its key
-receiver              k_c = H(A^b)
+sender                a uniform below ℓ; A = a·G
+receiver, choice c    b uniform below ℓ; B = b·G + (c + 1)·A
+sender                k_j = H(a·B - (j + 1)·a·A) for every j, and each text sealed under its key
+receiver              k_c = H(b·A)
 ====================  =====================================================================
 
-H hashes the run, A, B, and the numbers of transfer and place as well, so that keys of different
-runs and answers have nothing in common. B is uniform for every c. To compute a second key, the
-receiver would need g^(a²).
+Multiples of A are counted from one, so that no scalar is zero and no choice takes a path of its
+own. H is BLAKE2b under a key that hashes the run, A, B and the number of the transfer, and takes
+the place as well. Keys of different runs, answers and places have nothing in common.
+
+* *The sender learns no choice.* b·G is uniform in the group, and adding (c + 1)·A permutes the
+  group, so B is uniform for every c, whatever A the sender chose. This needs no assumption.
+* *The receiver learns one key.* Its own point is b·A, and that of place j differs from it by
+  (c - j)·a·A with c - j not a multiple of ℓ. If H is a random oracle, a second key is random unless
+  the receiver computes such a point, and hence a²·G from A = a·G. That solves the computational
+  Diffie-Hellman problem, because 2·xy = (x + y)² - x² - y².
+* *Every received point has order ℓ.* The curve has points of order 1, 2, 4 and 8. The product of
+  such a point and a secret scalar reveals the scalar modulo 8, and A of small order would reveal
+  the choice. libsodium's check refuses these points, points off the curve or outside the subgroup,
+  and second encodings of one point.
+
+The group's order is public and its points are sent as they are. Nothing is hashed to the group:
+no step needs a point whose logarithm nobody knows.
 
 All of the receiver's randomness comes from one key. Several parties that share this key therefore
 act as one receiver: one of them answers, and all of them open the same texts.
@@ -20,40 +35,37 @@ act as one receiver: one of them answers, and all of them open the same texts.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
 
-import gmpy2
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from gmpy2 import mpz
+from nacl.bindings import (
+    crypto_core_ed25519_add,
+    crypto_core_ed25519_is_valid_point,
+    crypto_core_ed25519_sub,
+    crypto_scalarmult_ed25519_base_noclamp,
+    crypto_scalarmult_ed25519_noclamp,
+)
 
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.labels import derive
-from flower_ext.secure.masks import uniform_residues
+from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 
-ELEMENT_BYTES = 384
-"""Length of a group element in bytes."""
+POINT_BYTES = 32
+"""Length of a point of the group in bytes."""
 KEY_BYTES = 32
 """Length in bytes of the key of one place."""
 SEAL_BYTES = 16
 """Bytes that sealing adds to a text."""
+ORDER = mpz(2) ** 252 + 27742317777372353535851937790883648493
+"""ℓ: the prime order of the group."""
 
 _NONCE = bytes(12)  # every key seals one text
-_GENERATOR = mpz(2)
-
-
-def _rfc_3526_prime() -> mpz:
-    """Return the modulus p of group 15; p and (p - 1)/2 are prime."""
-    with gmpy2.context(precision=3200):
-        digits = mpz(gmpy2.floor(gmpy2.const_pi() * mpz(2) ** 2942))
-    return mpz(2) ** 3072 - mpz(2) ** 3008 - 1 + mpz(2) ** 64 * (digits + 1690314)
-
-
-PRIME = _rfc_3526_prime()
-ORDER = (PRIME - 1) // 2
 
 
 class Sender:
@@ -63,25 +75,20 @@ class Sender:
     ----------
     run : bytes
         Name of the run, the same at the receiver.
-    exponent : int, optional
+    secret : bytes, optional
         a of an earlier sender; by default a fresh one.
     """
 
-    def __init__(self, run: bytes, *, exponent: int | None = None) -> None:
+    def __init__(self, run: bytes, *, secret: bytes | None = None) -> None:
         self._run = run
-        drawn = 1 + secrets.randbelow(int(ORDER) - 1) if exponent is None else exponent
-        self._exponent = mpz(drawn)
-        self._public = _power(_GENERATOR, self._exponent)
+        self._secret = _scalar(1 + secrets.randbelow(int(ORDER) - 1)) if secret is None else secret
+        self.public: bytes = crypto_scalarmult_ed25519_base_noclamp(self._secret)
+        """A, for the receiver."""
 
     @property
-    def exponent(self) -> int:
-        """Return the secret a. Store it at the sender only, and never send it."""
-        return int(self._exponent)
-
-    @property
-    def public(self) -> bytes:
-        """Return A, for the receiver."""
-        return _to_bytes(self._public)
+    def secret(self) -> bytes:
+        """The secret a. Store it at the sender only, and never send it."""
+        return self._secret
 
     def seal(
         self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1
@@ -98,49 +105,48 @@ class Sender:
         Raises
         ------
         ValueError
-            ``answer`` does not hold one group element for each transfer.
+            ``answer`` does not hold one point of the group for each transfer.
         """
-        keys = self.keys(answer, [len(own) for own in texts], workers=workers)
+        keys = self.keys(answer, [len(of_transfer) for of_transfer in texts], workers=workers)
         return [
             [
                 ChaCha20Poly1305(joined[KEY_BYTES * at :][:KEY_BYTES]).encrypt(_NONCE, text, None)
-                for at, text in enumerate(own)
+                for at, text in enumerate(of_transfer)
             ]
-            for joined, own in zip(keys, texts, strict=True)
+            for joined, of_transfer in zip(keys, texts, strict=True)
         ]
 
-    def keys(self, answer: bytes, choices: Sequence[int], *, workers: int = 1) -> list[bytes]:
+    def keys(self, answer: bytes, places: Sequence[int], *, workers: int = 1) -> list[bytes]:
         """Return the P keys of each transfer, joined. The receiver can compute one of each P.
 
         Parameters
         ----------
         answer : bytes
             `Receiver.answer`.
-        choices : Sequence of int
+        places : Sequence of int
             P of each transfer.
 
         Raises
         ------
         ValueError
-            ``answer`` does not hold one group element for each transfer.
+            ``answer`` does not hold one point of the group for each transfer.
         """
-        answers = _elements(answer, len(choices), name="answer")
-        step = gmpy2.invert(_power(self._public, self._exponent), PRIME)
-        run, public = self._run, self.public
+        answers = _points(answer, len(places), name="answer")
+        step = crypto_scalarmult_ed25519_noclamp(self._secret, self.public)
 
-        def derived(transfers: Sequence[int]) -> list[bytes]:
-            found = []
+        def derive_keys(transfers: Sequence[int]) -> list[bytes]:
+            joined = []
             for transfer in transfers:
-                element = _to_bytes(answers[transfer])
-                shared = _power(answers[transfer], self._exponent)
-                own = []
-                for place in range(choices[transfer]):
-                    own.append(_key(run, public, element, shared, transfer, place))
-                    shared = shared * step % PRIME
-                found.append(b"".join(own))
-            return found
+                label = _label(self._run, self.public, answers[transfer], transfer)
+                shared = crypto_scalarmult_ed25519_noclamp(self._secret, answers[transfer])
+                keys = []
+                for place in range(places[transfer]):
+                    shared = crypto_core_ed25519_sub(shared, step)
+                    keys.append(_key(label, shared, place))
+                joined.append(b"".join(keys))
+            return joined
 
-        return map_slices(derived, range(len(choices)), workers=workers)
+        return map_slices(derive_keys, range(len(places)), workers=workers)
 
 
 class Receiver:
@@ -155,13 +161,13 @@ class Receiver:
         derive from it and from ``public``, so that choices for different senders are independent.
     run : bytes
         Name of the run, the same at the sender.
-    transfers, choices : int
+    transfers, places : int
         Number of transfers, and P.
 
     Raises
     ------
     ValueError
-        ``public`` is not a group element.
+        ``public`` is not a point of the group.
     """
 
     def __init__(
@@ -171,14 +177,15 @@ class Receiver:
         *,
         run: bytes,
         transfers: int,
-        choices: int,
+        places: int,
         workers: int = 1,
     ) -> None:
         self._run = run
-        (self._offered,) = _elements(public, 1, name="offer")
-        self._public = public
-        self._choices = uniform_residues(derive(key, "choices", public), transfers, mpz(choices))
-        self._exponents = uniform_residues(derive(key, "exponents", public), transfers, ORDER)
+        (self._public,) = _points(public, 1, name="offer")
+        choices = uniform_residues(derive(key, "choices", public), transfers, mpz(places))
+        scalars = uniform_residues(derive(key, "scalars", public), transfers, ORDER)
+        self._choices = [int(choice) for choice in choices]
+        self._scalars = [_scalar(int(scalar)) for scalar in scalars]
         self._workers = workers
 
     @property
@@ -190,10 +197,9 @@ class Receiver:
     def _answers(self) -> list[bytes]:
         def blind(transfers: Sequence[int]) -> list[bytes]:
             return [
-                _to_bytes(
-                    _power(_GENERATOR, self._exponents[at])
-                    * gmpy2.powmod(self._offered, self._choices[at], PRIME)
-                    % PRIME
+                crypto_core_ed25519_add(
+                    crypto_scalarmult_ed25519_base_noclamp(self._scalars[at]),
+                    crypto_scalarmult_ed25519_noclamp(_scalar(self._choices[at] + 1), self._public),
                 )
                 for at in transfers
             ]
@@ -203,26 +209,23 @@ class Receiver:
     @property
     def choices(self) -> list[int]:
         """Return the choice of each transfer."""
-        return [int(choice) for choice in self._choices]
+        return self._choices
 
     def keys(self) -> list[bytes]:
         """Return the key of the chosen place of each transfer, of `Sender.keys`."""
         answers = self._answers
 
-        def derived(transfers: Sequence[int]) -> list[bytes]:
+        def derive_keys(transfers: Sequence[int]) -> list[bytes]:
             return [
                 _key(
-                    self._run,
-                    self._public,
-                    answers[at],
-                    _power(self._offered, self._exponents[at]),
-                    at,
-                    int(self._choices[at]),
+                    _label(self._run, self._public, answers[at], at),
+                    crypto_scalarmult_ed25519_noclamp(self._scalars[at], self._public),
+                    self._choices[at],
                 )
                 for at in transfers
             ]
 
-        return map_slices(derived, range(len(self._choices)), workers=self._workers)
+        return map_slices(derive_keys, range(len(self._choices)), workers=self._workers)
 
     def open(self, sealed: Sequence[Sequence[bytes]]) -> list[bytes]:
         """Return the chosen text of each transfer.
@@ -235,32 +238,31 @@ class Receiver:
         try:
             return [
                 ChaCha20Poly1305(key).decrypt(_NONCE, texts[place], None)
-                for key, texts, place in zip(self.keys(), sealed, self.choices, strict=True)
+                for key, texts, place in zip(self.keys(), sealed, self._choices, strict=True)
             ]
         except InvalidTag as error:
             raise InvalidValue("sealed texts: expected those sealed for this answer") from error
 
 
-def _key(run: bytes, public: bytes, answer: bytes, shared: mpz, transfer: int, place: int) -> bytes:
-    return derive(_to_bytes(shared), "transfer", run, public, answer, transfer, place)
+def _scalar(number: int) -> bytes:
+    return number.to_bytes(POINT_BYTES, "little")
 
 
-def _power(base: mpz, exponent: mpz) -> mpz:
-    return gmpy2.powmod(base, exponent, PRIME)
+def _label(run: bytes, public: bytes, answer: bytes, transfer: int) -> bytes:
+    return derive(answer, "transfer", run, public, transfer)
 
 
-def _to_bytes(element: mpz) -> bytes:
-    return int(element).to_bytes(ELEMENT_BYTES, "big")
+def _key(label: bytes, shared: bytes, place: int) -> bytes:
+    text = shared + place.to_bytes(8, "big")
+    return hashlib.blake2b(text, key=label, digest_size=KEY_BYTES).digest()
 
 
-def _elements(data: bytes, count: int, *, name: str) -> list[mpz]:
-    if len(data) != count * ELEMENT_BYTES:
+def _points(data: bytes, count: int, *, name: str) -> list[bytes]:
+    if len(data) != count * POINT_BYTES:
         raise InvalidValue(
-            f"{name} of {len(data)} bytes: expected {count} group elements of {ELEMENT_BYTES} bytes"
+            f"{name} of {len(data)} bytes: expected {count} points of {POINT_BYTES} bytes"
         )
-    starts = range(0, len(data), ELEMENT_BYTES)
-    elements = [mpz.from_bytes(data[at : at + ELEMENT_BYTES], "big") for at in starts]
-    for element in elements:
-        if not 1 < element < PRIME - 1 or gmpy2.legendre(element, PRIME) != 1:
-            raise InvalidValue(f"{name}: expected squares modulo the prime, other than one")
-    return elements
+    points = [data[at : at + POINT_BYTES] for at in range(0, len(data), POINT_BYTES)]
+    if not all(crypto_core_ed25519_is_valid_point(point) for point in points):
+        raise InvalidValue(f"{name}: expected points of Ed25519 of prime order")
+    return points

@@ -14,12 +14,12 @@ from flwr.app import ArrayRecord, ConfigRecord
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import (
-    LatticeWeighting,
     PrivateWeighting,
     UldpAvg,
     UldpSgd,
 )
-from flower_ext.algorithms.uldp.weighting import keeping, paillier, paillier_silo
+from flower_ext.algorithms.uldp.private_silo import resume
+from flower_ext.algorithms.uldp.weighting import paillier_end, paillier_weighting, protocol
 from flower_ext.algorithms.uldp.weighting.protocol import WEIGHTED
 from flower_ext.data import SiloData, histogram
 from flower_ext.federation import (
@@ -39,6 +39,7 @@ from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
 from tests.support.private_silos import (
+    EVERY,
     METHOD,
     SMALL,
     FreshProcesses,
@@ -67,7 +68,7 @@ from tests.support.weighting import numbers
 
 
 def kept(grid, number=0):
-    return keeping.resume(vault(grid, number))
+    return resume(vault(grid, number)).silo
 
 
 # The result --------------------------------------------------------------------------------------
@@ -150,14 +151,12 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
 
 
 HIDDEN = replace(SMALL, draw_choices=5)
-LATTICE = LatticeWeighting(silo_record_limits=(8, 8, 8))
-EITHER = pytest.mark.parametrize("protocol", [SMALL, LATTICE], ids=["paillier", "lattice"])
 
 
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
     """Only a test, which acts for all parties at once, can know who was drawn."""
-    rounds, weigh = {}, paillier_silo.WeightingSilo.weigh
+    rounds, weigh = {}, paillier_end.WeightingSilo.weigh
 
     def watched(self, message, *args, **options):
         size = self.settings.ciphertext_bytes
@@ -166,7 +165,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         )
         return weigh(self, message, *args, **options)
 
-    monkeypatch.setattr(paillier_silo.WeightingSilo, "weigh", watched)
+    monkeypatch.setattr(paillier_end.WeightingSilo, "weigh", watched)
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
     grid, model = start(strategy)
     assert strategy.refusals == []
@@ -195,15 +194,15 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
     told = arrays(grid.received, "answer", "answer")
     assert len(told) == ROUNDS
-    pieces = [data[at : at + 384] for _, data in told for at in range(0, len(data), 384)]
+    pieces = [data[at : at + 32] for _, data in told for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, WEIGHTED, "weights")}
     assert len(sent) == ROUNDS  # all silos received the same
     facts = strategy.run.summation._connected.settings
-    assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
+    assert {len(data) for data in sent} == {32 + USERS * 5 * (facts.ciphertext_bytes + 16)}
 
 
-@EITHER
+@EVERY
 def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol, tmp_path):
     class Silent(InProcessGrid):
         draws = 0
@@ -227,7 +226,7 @@ def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol
     assert strategy.participations.rounds == ROUNDS
 
 
-@EITHER
+@EVERY
 def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well(protocol):
     views = {}
     for name, own in (("known", protocol), ("hidden", replace(protocol, draw_choices=5))):
@@ -258,13 +257,17 @@ def raw(message):
     return b"|".join(parts)
 
 
+HEADS = {"key": 12, "counts": 12, "answer": 12, "offer": 12, "weights": 12, "sum": 20}
+"""Bytes of a message before its first field of bytes."""
+
+
 def arrays(messages, record, name):
-    """Return the named arrays of messages, by message."""
+    """Return the named arrays of messages, without their heads, by message."""
     found = []
     for message in messages:
         sent = message.content.array_records.get(record)
         if sent is not None and name in sent:
-            found.append((message, records.to_arrays(sent)[name].tobytes()))
+            found.append((message, records.to_arrays(sent)[name].tobytes()[HEADS[name] :]))
     return found
 
 
@@ -279,10 +282,10 @@ def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothi
     strategy, grid = transcript
     facts = strategy.run.summation._connected.settings
     sizes = {
-        "key": 32,
-        "seeds": 60 * (SILOS - 1),
-        "counts": USERS * facts.residue_bytes,
-        "sum": facts.ciphertexts * facts.ciphertext_bytes,
+        "key": 12 + 32,
+        "sealed": (12 + 60) * (SILOS - 1),
+        "counts": 12 + USERS * facts.count_bytes,
+        "sum": 20 + facts.ciphertexts * facts.ciphertext_bytes,
     }
     seen = set()
     for reply in grid.received:
@@ -294,9 +297,6 @@ def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothi
                 if name == "company":
                     assert array.shape == ()
                     assert int(array) in (0, 1)
-                    continue
-                if name == "round":
-                    assert int(array) in range(1, ROUNDS + 1)
                     continue
                 assert array.dtype == np.uint8
                 assert array.shape == (sizes[name],)
@@ -310,7 +310,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     for number in range(SILOS):
         held = kept(grid, number)
         secret = [held._seed, held._pairs.private, *held._pairs._keys.values()]
-        secret += [int(b).to_bytes(held.settings.residue_bytes, "big") for b in held._blinds]
+        secret += [int(b).to_bytes(held.settings.count_bytes, "big") for b in held._blinds]
         for value in secret:
             assert value not in everything
             assert value.hex().encode() not in everything
@@ -322,7 +322,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
     facts = strategy.run.summation._connected.settings
     sent = []
     for _, data in arrays(grid.received, "answer", "counts"):
-        sent += numbers(data, facts.residue_bytes)
+        sent += numbers(data, facts.count_bytes)
     uploads = arrays(grid.received, "update", "sum")
     assert len(uploads) == SILOS * ROUNDS
     for _, data in uploads:
@@ -352,7 +352,7 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
                 secret |= {weight, -weight % n}
     received = []
     for _, data in arrays(grid.received, "answer", "counts"):
-        received += numbers(data, facts.residue_bytes)
+        received += numbers(data, facts.count_bytes)
     for _, data in arrays(grid.received, "update", "sum"):
         ciphertexts = numbers(data, facts.ciphertext_bytes)
         received += ciphertexts + server._key.decrypt(ciphertexts)
@@ -408,13 +408,20 @@ def with_sum(change):
 
 def with_first(number):
     def change(told):
-        size = 128
-        return {
-            **told,
-            "sum": np.concatenate(
-                [np.frombuffer(int(number).to_bytes(size, "big"), np.uint8), told["sum"][size:]]
-            ),
-        }
+        size, sent = 128, told["sum"].copy()
+        sent[20 : 20 + size] = np.frombuffer(int(number).to_bytes(size, "big"), np.uint8)
+        return {"sum": sent}
+
+    return with_sum(change)
+
+
+def numbered(at, number):
+    """Change an integer of a sum's head: the first is its round, the second its silo."""
+
+    def change(told):
+        sent = told["sum"].copy()
+        sent[8 * at - 4 : 8 * at + 4] = np.frombuffer(int(number).to_bytes(8, "big"), np.uint8)
+        return {"sum": sent}
 
     return with_sum(change)
 
@@ -430,16 +437,9 @@ def stale(replies, grid):
         (lambda replies, grid: replies[:1] + replies[2:], None),
         (with_sum(lambda told: {**told, "sum": told["sum"][:-1]}), "'sum': expected"),
         (with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}), "'sum': expected"),
-        (with_sum(lambda told: {"sum": told["sum"]}), "expected 'sum' and one number 'round'"),
-        (
-            with_sum(lambda told: {**told, "more": told["sum"]}),
-            "expected 'sum' and one number 'round'",
-        ),
-        (with_sum(lambda told: {**told, "round": np.array(3)}), "sum of round 3: expected round 2"),
-        (
-            with_sum(lambda told: {**told, "round": np.array([2])}),
-            "expected 'sum' and one number 'round'",
-        ),
+        (with_sum(lambda told: {**told, "more": told["sum"]}), "expected 'sum'"),
+        (numbered(1, 3), "sum of round 3: expected round 2"),
+        (numbered(2, 0), "MaskedSum of silo 0: expected silo 1, its sender"),
         (with_first(0), "unit modulo"),
         (with_first(2**1024 - 1), "unit modulo"),
         (stale, "sum of round 1: expected round 2"),
@@ -449,14 +449,14 @@ def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_pa
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = make(ledger=ledger)
     decrypted = []
-    close = paillier.WeightingServer.close_round
+    close = paillier_weighting.WeightingServer.close_round
 
     def watched(self, *args, **options):
         result = close(self, *args, **options)
         decrypted.append(self._last_round)
         return result
 
-    monkeypatch.setattr(paillier.WeightingServer, "close_round", watched)
+    monkeypatch.setattr(paillier_weighting.WeightingServer, "close_round", watched)
     start(strategy, Meddler, meddle=meddle)
     assert decrypted == [1, 3]
     entries = Ledger.read(tmp_path / "ledger.jsonl")
@@ -505,20 +505,23 @@ def test_counts_that_are_no_residues_end_the_run():
     def forge(replies, grid):
         told = records.to_arrays(replies[1].content["answer"])
         if "counts" in told:
-            replies[1].content["answer"] = records.to_record(
-                {"counts": np.full_like(told["counts"], 255)}
-            )
+            forged = told["counts"].copy()
+            forged[12:] = 255
+            replies[1].content["answer"] = records.to_record({"counts": forged})
         return replies
 
-    said = "a silo's answer breaks the protocol: counts of silo 1: expected numbers below n"
+    said = "a silo's answer breaks the protocol: counts of silo 1: expected integers below"
     with pytest.raises(FederationNotReady, match=said):
         start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
 
 
 def test_a_silos_key_of_low_order_ends_the_set_up_by_its_number():
     def forge(replies, grid):
-        if "key" in records.to_arrays(replies[1].content["answer"]):
-            replies[1].content["answer"] = records.to_record({"key": np.zeros(32, np.uint8)})
+        told = records.to_arrays(replies[1].content["answer"])
+        if "key" in told:
+            forged = told["key"].copy()
+            forged[12:] = 0
+            replies[1].content["answer"] = records.to_record({"key": forged})
         return replies
 
     with pytest.raises(FederationNotReady, match="silo 1: public key: expected .* full order"):
@@ -588,7 +591,7 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     def weigh(self, *args, **options):
         raise ValueError("updates reach a magnitude of 3.14159")
 
-    monkeypatch.setattr(paillier_silo.WeightingSilo, "weigh", weigh)
+    monkeypatch.setattr(paillier_end.WeightingSilo, "weigh", weigh)
     strategy = make()
     with pytest.raises(FederationNotReady, match="the reason is in its own log"):
         start(strategy)
@@ -652,19 +655,19 @@ def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
 def test_a_round_is_on_record_before_its_sum_leaves():
     grid, _ = start(make(), rounds=2)
     for number in range(SILOS):
-        facts = json.loads(json.loads(vault(grid, number).load())["silo"])
+        facts = json.loads(json.loads(vault(grid, number).load())["state"])
         assert facts["last_round"] == 2
 
 
 def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch):
-    prepare = keeping.prepare
+    prepare = paillier_end._prepare
 
     def full(silo):
         if silo.index == 1:
             raise OSError("no space left on device")
         prepare(silo)
 
-    monkeypatch.setattr(keeping, "prepare", full)
+    monkeypatch.setattr(paillier_end, "_prepare", full)
     start(strategy := make())
     assert len(strategy.refusals) == ROUNDS  # from silo 1 in every round, and from nobody else
     assert all("node 1001" in refusal for refusal in strategy.refusals)
@@ -796,6 +799,19 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
 def test_settings_that_make_no_sense_are_refused_before_anything_is_encrypted(bad, said):
     with pytest.raises(ValueError, match=said):
         bad()
+
+
+def test_a_protocol_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(protocol, "entry_points", lambda group: ())
+    protocol.protocols.cache_clear()
+    said = "protocol='lattice': expected one of paillier; .*: pip install flower-ext-lattice"
+    with pytest.raises(ValueError, match=said):
+        make(protocol="lattice")
+    protocol.protocols.cache_clear()
+
+
+def test_by_name_a_protocol_has_its_default_settings():
+    assert make(protocol="paillier").protocol == PrivateWeighting()
 
 
 def test_without_the_extra_the_error_says_what_to_install():

@@ -8,18 +8,19 @@ import torch
 from flwr.app import ArrayRecord
 from gmpy2 import mpz
 
-from flower_ext.algorithms.uldp import LatticeWeighting, UldpAvg
-from flower_ext.algorithms.uldp.weighting import lattice_silo, paillier, paillier_silo
+from flower_ext.algorithms.uldp import UldpAvg
+from flower_ext.algorithms.uldp.weighting import paillier_weighting
 from flower_ext.algorithms.uldp.weighting.protocol import counts_of
 from flower_ext.algorithms.uldp.weights import WeightsByRecords
 from flower_ext.data import SiloData, histogram
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import Ledger, PoissonSampling
-from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES, PRIME
 from flower_ext.training import Task
 from tests.support.grids import grid as grid_of
 from tests.support.private_silos import (
+    EVERY,
+    INSTALLED,
     METHOD,
     SMALL,
     Forgetful,
@@ -31,8 +32,6 @@ from tests.support.private_silos import (
 from tests.support.silos import ROUNDS, SEED, SILOS, USERS, silos, task
 from tests.support.worlds import Net
 
-LATTICE = LatticeWeighting(silo_record_limits=(12, 12, 12))
-EITHER = pytest.mark.parametrize("protocol", [SMALL, LATTICE], ids=["paillier", "lattice"])
 FEW = PoissonSampling(USERS, 0.4)
 DRAWN = {"draw_choices": 5}
 
@@ -56,9 +55,9 @@ def highest_number(data, rng, _):
     return data[:at] + b"\xff" * 8 + data[at + 8 :]
 
 
-def begun(number, size):
-    """Return a mutation that puts a number of ``size`` bytes in place of the first one."""
-    return lambda data, rng, _: (int(number) % 256**size).to_bytes(size, "big") + data[size:]
+def begun(head, first):
+    """Return a mutation that puts ``first`` after the ``head`` bytes that name the message."""
+    return lambda data, rng, _: data[:head] + first + data[head + len(first) :]
 
 
 BYTES = {
@@ -72,35 +71,35 @@ BYTES = {
     "of before": lambda data, rng, grid: grid.of_before or data,
 }
 OF_CURVE = {
-    "one": lambda data, rng, _: b"\1" + bytes(31) + data[32:],
-    "the prime": lambda data, rng, _: (2**255 - 19).to_bytes(32, "little") + data[32:],
+    "one": begun(12, (1).to_bytes(32, "little")),
+    "the prime": begun(12, (2**255 - 19).to_bytes(32, "little")),
 }
-OF_GROUP = {
-    "one": begun(1, ELEMENT_BYTES),
-    "minus one": begun(PRIME - 1, ELEMENT_BYTES),
-    "the prime": begun(PRIME, ELEMENT_BYTES),
-}
+"""Mutations of a point of X25519 or Ed25519; one is the identity of Ed25519."""
 
 
 def modulus(grid):
     return grid.server._key.public.n
 
 
+def with_number(data, number):
+    """Put a number of 128 bytes in place of the first ciphertext of weights or a sum."""
+    head = len(data) % 128  # kind and integers; ciphertexts have 128 bytes
+    return data[:head] + int(number).to_bytes(128, "big") + data[head + 128 :]
+
+
 OF_KEY = {
-    "n": lambda data, rng, grid: begun(modulus(grid), 128)(data, rng, grid),
-    "n²": lambda data, rng, grid: begun(modulus(grid) ** 2, 128)(data, rng, grid),
-    "n² - 1": lambda data, rng, grid: begun(modulus(grid) ** 2 - 1, 128)(data, rng, grid),
-    "p": lambda data, rng, grid: begun(grid.server._key.p, 128)(data, rng, grid),
+    "n": lambda data, rng, grid: with_number(data, modulus(grid)),
+    "n²": lambda data, rng, grid: with_number(data, modulus(grid) ** 2),
+    "n² - 1": lambda data, rng, grid: with_number(data, modulus(grid) ** 2 - 1),
+    "p": lambda data, rng, grid: with_number(data, grid.server._key.p),
 }
 """Mutations of numbers modulo n², of which the last three are no unit, minus one, and no unit."""
 
 
 def mutations_of(protocol, name):
     """Return all mutations of one array of the messages."""
-    if name == "key":
+    if name in ("key", "answer", "offer"):
         return BYTES | OF_CURVE
-    if name in ("answer", "offer"):
-        return BYTES | OF_GROUP
     return BYTES | (OF_KEY if protocol is SMALL and name in ("sum", "weights") else {})
 
 
@@ -163,21 +162,21 @@ class Tampered(InProcessGrid):
 @pytest.fixture(autouse=True)
 def _server_known(monkeypatch):
     """Tell mutations of the key's numbers which server the run has."""
-    made = paillier.WeightingServer.__init__
+    made = paillier_weighting.WeightingServer.__init__
 
     def noted(self, *args, **options):
         made(self, *args, **options)
         Tampered.server = self
 
-    monkeypatch.setattr(paillier.WeightingServer, "__init__", noted)
+    monkeypatch.setattr(paillier_weighting.WeightingServer, "__init__", noted)
 
 
 SET_UP = [
     pytest.param(protocol, name, receives, id=f"{protocol.name}-{name}")
-    for protocol, sealed in ((SMALL, "seeds"), (LATTICE, "sealed"))
+    for protocol in INSTALLED
     for name, receives in (
         ("key", False),
-        (sealed, False),
+        ("sealed", False),
         ("counts", False),
         ("server", True),
         ("silos", True),
@@ -229,11 +228,11 @@ ROUND = [
         {} if name in ("sum", "weights", "opening") else DRAWN,
         id=f"{protocol.name}-{name}",
     )
-    for protocol in (SMALL, LATTICE)
+    for protocol in INSTALLED
     for name, receives in (
         ("sum", False),
         ("weights", True),
-        *((("opening", True),) if protocol is LATTICE else ()),
+        *((("opening", True),) if protocol is not SMALL else ()),
         ("answer", False),
         ("offer", True),
     )
@@ -250,8 +249,6 @@ def test_a_message_of_a_round_of_anything_discards_that_round_alone(
     """The first round and the last are left alone, and count."""
     chosen = mutations_of(protocol, name).values()
     how = [None, *chosen, None]
-    if (protocol, name) == (SMALL, "offer"):  # a round's message repeats it
-        how = [None, *how]
     sampling = {"sampling": FEW} if changes else {}
     strategy = make(
         protocol=replace(protocol, **changes),
@@ -271,7 +268,7 @@ def test_a_message_of_a_round_of_anything_discards_that_round_alone(
     assert all(np.abs(part).max() < 1e3 for part in model.values())
 
 
-@EITHER
+@EVERY
 def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
     protocol, tmp_path, logged
 ):
@@ -282,10 +279,12 @@ def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
             replies = list(super().send_and_receive(messages, timeout=timeout))
             if len(replies) == SILOS and replies[1].metadata.message_type == f"train.{METHOD}":
                 record = replies[1].content["update"]
-                told = dict(records.to_arrays(record))
+                told = records.to_arrays(record)["sum"]
                 if replies[1].metadata.group_id == "2":
-                    replies[1].content["update"] = records.to_record({**told, "sum": self.earlier})
-                self.earlier = told["sum"]
+                    head = strategy._connected.sum_type._head_bytes()
+                    renumbered = np.concatenate([told[:head], self.earlier[head:]])
+                    replies[1].content["update"] = records.to_record({"sum": renumbered})
+                self.earlier = told
             return replies
 
     strategy = make(protocol=protocol, ledger=Ledger(tmp_path / "ledger"), evaluate_every=0)
@@ -294,7 +293,7 @@ def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
     assert "round 2 discarded: the " in logged.text  # "sum is out of bounds", or its norm
 
 
-@EITHER
+@EVERY
 def test_a_run_whose_first_three_sums_are_spoiled_ends_with_the_reason(protocol, tmp_path):
     ledger = Ledger(tmp_path / "ledger")
     strategy = make(protocol=protocol, plan={"rounds": 9}, ledger=ledger, evaluate_every=0)
@@ -310,22 +309,25 @@ def test_a_run_whose_first_three_sums_are_spoiled_ends_with_the_reason(protocol,
 
 
 def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
-    another = BYTES["of another silo"]
+
+    def another(data, rng, grid):
+        return data[:12] + grid.of_another[12:]
+
     with pytest.raises(FederationNotReady, match="silos 1 and 2: expected a different public key"):
         start(make(), Tampered, name="key", how=[another])
 
 
 def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
-    received = paillier.WeightingServer.receive_counts
+    received = paillier_weighting.WeightingServer.receive_counts
 
     def divided(self, messages):  # no silo knows p: the server itself plays it
-        n, size = self._key.public.n, self.settings.residue_bytes
+        n, size = self._key.public.n, self.settings.count_bytes
         rest = sum(mpz.from_bytes(one.counts[:size], "big") for one in messages[1:])
         first = int((self._key.p - rest) % n).to_bytes(size, "big")
         changed = replace(messages[0], counts=first + messages[0].counts[size:])
         received(self, [changed, *messages[1:]])
 
-    monkeypatch.setattr(paillier.WeightingServer, "receive_counts", divided)
+    monkeypatch.setattr(paillier_weighting.WeightingServer, "receive_counts", divided)
     with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
         start(make())
 
@@ -333,7 +335,7 @@ def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
 # Keys that are lost ------------------------------------------------------------------------------
 
 
-@EITHER
+@EVERY
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param(DRAWN, marks=pytest.mark.full)], ids=["all", "drawn"]
 )
@@ -444,7 +446,7 @@ def run_with(strategy, change, kind="train"):
     return records.to_arrays(result.arrays), replies
 
 
-@EITHER
+@EVERY
 @pytest.mark.parametrize(
     "change", [nan, labels, raising, nobody], ids=["nan", "labels", "raising", "nobody"]
 )
@@ -465,7 +467,7 @@ def test_a_silo_whose_data_fail_sends_a_sum_like_any_other(protocol, change):
     assert difference(model, expected) <= ROUNDS * SMALL.precision
 
 
-@EITHER
+@EVERY
 @pytest.mark.parametrize("change", [other_users, fewer_users])
 def test_users_who_come_or_leave_after_the_set_up_count_as_zero(protocol, change):
     strategy = make(protocol=protocol, evaluate_every=0)
@@ -477,31 +479,37 @@ def test_users_who_come_or_leave_after_the_set_up_count_as_zero(protocol, change
         assert difference(model, expected) <= ROUNDS * SMALL.precision
 
 
-def too_little_memory(monkeypatch, name, silo=1):
-    """Let one silo's encryption of updates fail; sums of zeros are smaller."""
-    if name == "paillier":
-        found, of = paillier_silo.WeightingSilo, paillier_silo.WeightingSilo.weigh
+def too_little_memory(monkeypatch, protocol, step, silo=1):
+    """Let one silo's sum of updates fail in ``step``; sums of zeros need less memory."""
+    opened = protocol.silo_end.open_sum
 
-        def weigh(self, message, updates, *args, **options):
-            if self.index == silo and any(np.any(update) for update in updates.values()):
+    def open_sum(self, number, sent):
+        into = opened(self, number, sent)
+        if self.index != silo:
+            return into
+        add, finish, seen = into.add, into.finish, []
+
+        def failing_add(updates):
+            add(updates)
+            seen.extend(update for update in updates.values() if np.any(update))
+            if step == "add" and seen:
                 raise MemoryError
-            return of(self, message, updates, *args, **options)
 
-        monkeypatch.setattr(found, "weigh", weigh)
-        return
-    opened, add = lattice_silo.LatticeOpenSum, lattice_silo.LatticeOpenSum.add
+        def failing_finish(noise):
+            if step == "finish" and seen:
+                raise MemoryError
+            return finish(noise)
 
-    def failing(self, updates):
-        add(self, updates)
-        if self._weighing._silo == silo and any(np.any(update) for update in updates.values()):
-            raise MemoryError
+        into.add, into.finish = failing_add, failing_finish
+        return into
 
-    monkeypatch.setattr(opened, "add", failing)
+    monkeypatch.setattr(protocol.silo_end, "open_sum", open_sum)
 
 
-@EITHER
-def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, monkeypatch, logged):
-    too_little_memory(monkeypatch, protocol.name)
+@EVERY
+@pytest.mark.parametrize("step", ["add", "finish"])
+def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, step, monkeypatch, logged):
+    too_little_memory(monkeypatch, protocol, step)
     strategy = make(protocol=protocol, evaluate_every=0)
     _, model = start(strategy)
     assert strategy.refusals == []
@@ -520,7 +528,7 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, monkeyp
 # Users with more records than the limits ---------------------------------------------------------
 
 
-@EITHER
+@EVERY
 def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(protocol, logged):
     limits = (3, 4, 5)
     strategy = make(protocol=replace(protocol, silo_record_limits=limits), evaluate_every=0)

@@ -7,32 +7,32 @@ import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import Keys, Member
-from flower_ext.secure.aggregation.messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
 from tests.support.secure_sum import LOW_ORDER, Round, round_context, stored
 
 
 @pytest.fixture
 def asked():
-    """Return a round in which member 5 was lost, and the server's next question to member 0."""
+    """Return a round in which member 5 was lost, and the server's next request to member 0."""
     one = Round(round_context(6, 5, 2, 3))
-    questions = one.mask(one.share(one.advertise()), lost=(5,))
-    return one, questions[0]
+    unmask_requests = one.mask(one.share(one.advertise()), lost=(5,))
+    return one, unmask_requests[0]
 
 
 def test_the_same_question_gets_the_same_answer_and_another_is_refused(asked):
-    one, question = asked
-    first = one.members[0].unmask(question)
+    one, request = asked
+    first = one.members[0].unmask(request)
     again = stored(one.members[0])
-    assert again.unmask(question) == first
-    other = replace(question, kinds={**question.kinds, 4: OF_KEY})
+    assert again.unmask(request) == first
+    other = replace(request, kinds={**request.kinds, 4: OF_KEY})
     with pytest.raises(ProtocolError, match="answered before"):
         again.unmask(other)
 
 
 def test_a_member_that_answered_keeps_no_share_of_the_other_kind(asked):
-    one, question = asked
+    one, request = asked
     held = one.members[0]._state.held
-    one.members[0].unmask(question)
+    one.members[0].unmask(request)
     state = one.members[0].to_bytes()
     assert all(held[other][33:].hex().encode() not in state for other in range(1, 5))
     assert held[5][:33].hex().encode() not in state
@@ -49,10 +49,10 @@ def test_a_member_that_answered_keeps_no_share_of_the_other_kind(asked):
     ],
 )
 def test_a_question_that_does_not_fit_is_refused(asked, changes, error, message):
-    one, question = asked
+    one, request = asked
     before = one.members[0].to_bytes()
     with pytest.raises(error, match=message):
-        one.members[0].unmask(replace(question, **changes))
+        one.members[0].unmask(replace(request, **changes))
     assert one.members[0].to_bytes() == before
 
 
@@ -96,10 +96,10 @@ def test_shares_that_cannot_be_opened_are_reported_and_cost_nobody_the_round(at)
             delivery = replace(delivery, sealed={**delivery.sealed, 4: changed})
         one.server.add_masked(one.members[index].mask(delivery, one.vectors[index]))
     one.server.add_masked(one.members[4].mask(deliveries[4], one.vectors[4]))
-    questions = one.server.questions()
-    revealed = one.members[0].unmask(questions[0])
+    unmask_requests = one.server.unmask_requests()
+    revealed = one.members[0].unmask(unmask_requests[0])
     assert set(revealed.shares) == set(range(1, 20)) - {4}
-    np.testing.assert_array_equal(one.unmask(questions), one.plain_sum())
+    np.testing.assert_array_equal(one.unmask(unmask_requests), one.plain_sum())
     assert one.server.unopened == {4: set(range(10)) - {4}}
 
 

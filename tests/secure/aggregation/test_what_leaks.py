@@ -8,9 +8,9 @@ from scipy.stats import chi2
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import SecureSum
-from flower_ext.secure.aggregation import Delivery, Keys, Question, masks, member
-from flower_ext.secure.aggregation.masks import apply_mask, self_mask_key
-from flower_ext.secure.aggregation.messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation import Delivery, Keys, UnmaskRequest, mask_streams, member
+from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, combine
 from tests.support.secure_sum import Round, graph_for, round_context
 
@@ -51,7 +51,7 @@ def residue(one, *, knows_pairs):
     left = np.frombuffer(data, dtype=np.uint32).copy()
     apply_mask(self_mask_key(one.context.digest, seed, 0), left, subtract=True)
     for other in list(keys)[: None if knows_pairs else -1]:
-        key = masks.pair_mask_key(
+        key = mask_streams.pair_mask_key(
             one.context.digest, private, member=0, other=other, other_public=keys[other][:32]
         )
         apply_mask(key, left, subtract=other > 0)
@@ -128,12 +128,12 @@ class Equivocating:
         self.seeds, self.keys = {}, {}
 
     def ask(self, index, lost):
-        """Keep what one member reveals to a question that names these members as lost."""
+        """Keep what one member reveals to a request that names these members as lost."""
         sharing = self.members[index]._state.held.keys()
         kinds = {other: OF_KEY if other in lost else OF_SEED for other in sharing}
         answers = self.context.members - len(lost & sharing)
-        question = Question(digest=self.context.digest, answers=answers, kinds=kinds)
-        for owner, share in self.members[index].unmask(question).shares.items():
+        request = UnmaskRequest(digest=self.context.digest, answers=answers, kinds=kinds)
+        for owner, share in self.members[index].unmask(request).shares.items():
             kept = self.seeds if share[:1] == OF_SEED else self.keys
             kept.setdefault(owner, {})[index + 1] = share[1:]
 
@@ -151,7 +151,7 @@ class Equivocating:
             apply_mask(self_mask_key(context.digest, seed, 0), left, subtract=True)
             for other in self.graph[0]:
                 owner, public_owner = (0, other) if owners == {0} else (other, 0)
-                key = masks.pair_mask_key(
+                key = mask_streams.pair_mask_key(
                     context.digest,
                     combine(self.keys[owner], context.threshold),
                     member=owner,
@@ -190,7 +190,7 @@ def test_a_server_that_calls_all_neighbours_lost_to_each_other_is_stopped_by_no_
     parameters = SecureSum(colluding=0.0, dropouts=0.1).for_cohort(300)
     server = Equivocating(parameters)
     near = server.near - {0}
-    assert len(near) - 1 <= 300 - parameters.least_answers  # so every question passes
+    assert len(near) - 1 <= 300 - parameters.least_answers  # so every request passes
     for index in server.masking - {0}:
         server.ask(index, near)
     assert server.opens(near)

@@ -4,7 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from flower_ext.secure import ZeroPool, estimate_round
+from flower_ext.secure import estimate_round
+from flower_ext.secure.weighting.paillier import ZeroPool
 from tests.support.weighting import World, weighting_settings
 
 
@@ -50,7 +51,7 @@ def test_packing_trades_decryptions_and_bytes_for_squarings():
     assert packed.pack > alone.pack == 0
 
 
-@pytest.mark.parametrize("missing", ["phe", "gmpy2"])
+@pytest.mark.parametrize("missing", ["phe", "gmpy2", "nacl"])
 def test_without_the_extra_the_error_says_what_to_install(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import flower_ext.secure.weighting"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -8,10 +8,12 @@ import pytest
 from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
-from flower_ext.secure import BlindedCounts, EncryptedWeights, MaskedSum, WeightingSilo
+from flower_ext.secure import WeightingSilo
 from flower_ext.secure.fixed_point import from_residue
-from flower_ext.secure.masks import PairKeys
-from flower_ext.secure.weighting.sums import EncryptedSums
+from flower_ext.secure.pair_keys import PairKeys
+from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
+from flower_ext.secure.weighting.paillier_messages import EncryptedWeights, MaskedSum
+from flower_ext.secure.weighting.weighting_messages import MaskedCounts
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 
 ROUNDS = 3
@@ -46,8 +48,8 @@ def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcrip
     world, _, _ = transcript
     facts = world.settings
     sent = []
-    for message in of_kind(world, BlindedCounts):
-        sent += numbers(message.counts, facts.residue_bytes)
+    for message in of_kind(world, MaskedCounts):
+        sent += numbers(message.counts, facts.count_bytes)
     for message in of_kind(world, EncryptedWeights):
         sent += numbers(message.weights, facts.ciphertext_bytes)
     for message in of_kind(world, MaskedSum):
@@ -69,8 +71,8 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
             weight = int(own) * facts.common_multiple // int(totals[user])
             secret |= {mpz(weight), -mpz(weight) % n, blind * int(own) % n}
     received = []
-    for message in of_kind(world, BlindedCounts):
-        received += numbers(message.counts, facts.residue_bytes)
+    for message in of_kind(world, MaskedCounts):
+        received += numbers(message.counts, facts.count_bytes)
     for message in of_kind(world, MaskedSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
         received += ciphertexts + key().decrypt(ciphertexts)
@@ -150,8 +152,8 @@ def test_all_users_get_the_same_encryptions_in_every_round_and_uploads_are_fresh
 
 def blinded(world) -> tuple[list[list[mpz]], list[mpz]]:
     """Return what the server receives: each silo's blinded counts, and their totals, by place."""
-    n, size = key().public.n, world.settings.residue_bytes
-    counts = [numbers(message.counts, size) for message in of_kind(world, BlindedCounts)]
+    n, size = key().public.n, world.settings.count_bytes
+    counts = [numbers(message.counts, size) for message in of_kind(world, MaskedCounts)]
     return counts, [sum(column) % n for column in zip(*counts, strict=True)]
 
 
@@ -171,7 +173,7 @@ def test_a_server_cannot_guess_counts_from_their_ratios():
 def test_the_same_guess_succeeds_where_users_share_a_blind(monkeypatch):
     n = key().public.n
     monkeypatch.setattr(
-        "flower_ext.secure.weighting.silo.user_blinds",
+        "flower_ext.secure.weighting.weighting_silo.user_blinds",
         lambda seed, users, n: [mpz(2) ** 300 + 1] * 4,
     )
     _, totals = blinded(world_of(COUNTS))

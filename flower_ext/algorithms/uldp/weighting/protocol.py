@@ -1,7 +1,8 @@
 """Interface of private weighting: settings, the server's end of a run, and a silo's end.
 
-`WeightedSum` and its silos' side use these classes only, so a new protocol adds one module for
-each end and changes neither. Secret and encrypted numbers are sent as arrays of bytes.
+`WeightedSum` and its silos' side use these classes only. A distribution adds a protocol by an
+entry point of the group ``flower_ext.weighting``: its name is the protocol's, its object a subclass
+of `WeightingProtocol`. Secret and encrypted numbers are sent as arrays of bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from logging import getLogger
 from typing import ClassVar, Protocol
 
@@ -33,29 +36,32 @@ from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
 
 log = getLogger("flwr")
 
+PLUG_INS = "flower_ext.weighting"
+"""Group of the entry points of further protocols."""
+_PAILLIER = EntryPoint(
+    name="paillier",
+    value="flower_ext.algorithms.uldp.weighting.paillier_weighting:PrivateWeighting",
+    group=PLUG_INS,
+)
 STEP, BEGIN = "step", "begin"
 """Key of a question's step, and name of every protocol's first step."""
 PROTOCOL = "protocol"
-"""Key of the protocol's name in its first question. Version 0.1.0 sent none and meant Paillier."""
+"""Key of the protocol's name in its first question."""
+SUM, LOST = "sum", "lost"
+"""Array of a reply to a training message: a silo's masked sum, or a notice of lost keys."""
 WEIGHTED = "weighted-sum"
 """Record of a round's encrypted weights in the server's message."""
-SUM, NUMBER, LOST = "sum", "round", "lost"
-"""Arrays of an upload: a silo's masked sum and its round, or a notice of lost keys."""
-DRAW, OFFER, ANSWER = "draw", "offer", "answer"
-"""Question to silo 0 before a round whose draw is secret, and the arrays that it exchanges."""
 NOISE_ROOM = 64.0
 """Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
 
 SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
 HIDDEN_BY_TRANSFER = (
     "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all parties "
-    "follow the protocol; the computational Diffie-Hellman problem is hard in the 3072-bit group "
-    "of RFC 3526"
+    "follow the protocol; the computational Diffie-Hellman problem is hard in the prime-order "
+    "group of Ed25519, and BLAKE2b acts as a random oracle"
 )
 """Assumption under which no party knows the drawn users."""
 SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
-_MARK = b"protocol "
-"""First bytes of a stored state that names its protocol."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -72,10 +78,10 @@ class Silos:
         name: str,
         length: int,
         *,
-        facts: Mapping[str, object] | None = None,
-        own: Mapping[int, Mapping[str, ArrayRecord]] | None = None,
-        only: Sequence[int] | None = None,
-        asked: Sequence[int] | None = None,
+        values: Mapping[str, object] | None = None,
+        silo_records: Mapping[int, Mapping[str, ArrayRecord]] | None = None,
+        answering: Sequence[int] | None = None,
+        recipients: Sequence[int] | None = None,
     ) -> dict[int, bytes]:
         """Ask for one step of the protocol, and return the bytes in each silo's answer.
 
@@ -85,13 +91,13 @@ class Silos:
             Name of the protocol's step.
         name, length : str, int
             Name and length of the array that an answer must hold.
-        facts : Mapping[str, object], optional
+        values : Mapping[str, object], optional
             Plain values besides the step.
-        own : Mapping[int, Mapping[str, ArrayRecord]], optional
+        silo_records : Mapping[int, Mapping[str, ArrayRecord]], optional
             Records for single silos, besides the question.
-        only : Sequence[int], optional
+        answering : Sequence[int], optional
             Silos whose answers hold bytes; the other answers are empty. By default all hold bytes.
-        asked : Sequence[int], optional
+        recipients : Sequence[int], optional
             Silos to ask; by default all.
 
         Raises
@@ -100,7 +106,7 @@ class Silos:
             A silo does not answer, or its answer holds no such array.
         """
         nodes = self.clients.exchange.nodes
-        speakers = {nodes[silo] for silo in only or nodes}
+        speakers = {nodes[silo] for silo in answering or nodes}
 
         def read(reply: Message) -> bytes:
             arrays = records.read_answer(reply)
@@ -108,16 +114,8 @@ class Silos:
                 return b""
             return records.read_bytes(arrays, name, length)
 
-        question = ConfigRecord({STEP: step, **(facts or {})})  # type: ignore[dict-item]
-        return self.clients.ask(question, read, own, partitions=asked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Upload:
-    """One silo's masked sum of a round, as it arrived."""
-
-    round_number: int
-    data: bytes
+        question = ConfigRecord({STEP: step, **(values or {})})  # type: ignore[dict-item]
+        return self.clients.ask(question, read, silo_records, partitions=recipients)
 
 
 class ServerEnd(ABC):
@@ -171,7 +169,7 @@ class ServerEnd(ABC):
         """
 
     @abstractmethod
-    def check_upload(self, silo: int, upload: Upload) -> None:
+    def check_sum(self, silo: int, data: bytes) -> None:
         """Check one silo's sum as soon as it arrives, before the other silos have answered.
 
         Raises
@@ -183,8 +181,13 @@ class ServerEnd(ABC):
         """
 
     @abstractmethod
-    def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
+    def close_round(self, sums: Mapping[int, bytes]) -> NDArray[np.float64]:
         """Return the weighted and noised sum over all silos, of shape (coordinates,).
+
+        Parameters
+        ----------
+        sums : Mapping[int, bytes]
+            Bytes of each silo's masked sum.
 
         Raises
         ------
@@ -196,11 +199,30 @@ class ServerEnd(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
 class WeightingProtocol(ABC):
-    """Public settings of one protocol. Subclasses are frozen dataclasses."""
+    """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
+
+    Parameters
+    ----------
+    max_records_per_user : int
+        The most records of one user; a protocol says where.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo.
+    draw_choices : int, optional
+        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
+        learns which users take part, so the draw amplifies privacy against the server as well. The
+        plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
+    """
 
     name: ClassVar[str]
     """Name of the protocol in messages, settings and silos' states."""
+    silo_end: ClassVar[type[SiloEnd]]
+    """Class of a silo's end."""
+
+    max_records_per_user: int = 2000
+    silo_record_limits: tuple[int, ...] | None = None
+    draw_choices: int | None = None
     secure_sum: ClassVar[str]
     """Assumption under which the server sees no silo's upload."""
 
@@ -233,7 +255,7 @@ class WeightingProtocol(ABC):
         """
 
 
-class OpenSum(Protocol):
+class SiloSum(Protocol):
     """A silo's sum of one round, which takes updates while other users still train."""
 
     def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
@@ -245,34 +267,45 @@ class OpenSum(Protocol):
         ...
 
 
-class SiloEnd(Protocol):
+class SiloEnd(ABC):
     """A silo's end of one run. Each message to it may reach a new process."""
 
+    @classmethod
+    @abstractmethod
+    def begin(cls, question: Question) -> Arrays:
+        """Begin a run's set-up, and answer the first question."""
+
+    @classmethod
+    @abstractmethod
+    def resume(cls, vault: ClientVault) -> SiloEnd | None:
+        """Return the silo as it was stored last; None if none was stored."""
+
     @property
+    @abstractmethod
     def run(self) -> str:
         """Name of the run, different for every set-up."""
-        ...
 
     @property
+    @abstractmethod
     def users(self) -> int:
         """Number of users that the silos agreed on."""
-        ...
 
     @property
+    @abstractmethod
     def index(self) -> int:
         """Number of the silo, from zero."""
-        ...
 
     @property
+    @abstractmethod
     def counted(self) -> Collection[int]:
         """Users whose records this silo counted in the set-up; each sum takes an update of each."""
-        ...
 
+    @abstractmethod
     def answer(self, question: Question) -> Arrays:
         """Take one step of the protocol. A step that must not happen twice is stored first."""
-        ...
 
-    def open_sum(self, number: int, sent: Mapping[str, bytes]) -> OpenSum:
+    @abstractmethod
+    def open_sum(self, number: int, sent: Mapping[str, bytes]) -> SiloSum:
         """Begin this silo's sum of round ``number``. The round does not count as used yet.
 
         Parameters
@@ -280,19 +313,29 @@ class SiloEnd(Protocol):
         sent : Mapping[str, bytes]
             Arrays from `ServerEnd.open_round`.
         """
-        ...
 
 
-class SiloProtocol(Protocol):
-    """A protocol's module for a silo, which begins a run's silo or restores it."""
+@cache
+def protocols() -> Mapping[str, EntryPoint]:
+    """Return the entry points of all installed protocols by name."""
+    return {point.name: point for point in (*entry_points(group=PLUG_INS), _PAILLIER)}
 
-    def begin(self, question: Question) -> Arrays:
-        """Begin a run's set-up, and answer the first question."""
-        ...
 
-    def resume(self, vault: ClientVault) -> SiloEnd | None:
-        """Return the silo as it was stored last; None if none was stored."""
-        ...
+def load_protocol(name: str) -> type[WeightingProtocol]:
+    """Import the settings class of the protocol of that name.
+
+    Raises
+    ------
+    ValueError
+        No such protocol is installed; the message says what to install.
+    """
+    if name not in protocols():
+        raise InvalidValue(
+            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; another "
+            f"protocol is a distribution of its own: pip install flower-ext-{name}"
+        )
+    protocol: type[WeightingProtocol] = protocols()[name].load()
+    return protocol
 
 
 @contextmanager
@@ -318,7 +361,7 @@ def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
 
 
-def draw_hits(plan: ReleasePlan, choices: int | None) -> int:
+def winning_choices(plan: ReleasePlan, choices: int | None) -> int:
     """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
 
     Parameters
@@ -334,13 +377,13 @@ def draw_hits(plan: ReleasePlan, choices: int | None) -> int:
     if choices is None:
         return 1
     rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
-    hits = round(rate * choices)
-    if not (0 < hits < choices and abs(rate - hits / choices) < 1e-12):
+    drawn = round(rate * choices)
+    if not (0 < drawn < choices and abs(rate - drawn / choices) < 1e-12):
         raise InvalidValue(
             f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a multiple "
             f"of 1/{choices} below 1"
         )
-    return hits
+    return drawn
 
 
 def cores() -> int:
@@ -382,20 +425,3 @@ def counts_of(data: ClientData, users: int, *, most: int) -> list[int]:
             most,
         )
     return [int(count) for count in counts.clamp(max=most)]
-
-
-def keeps(name: str, state: bytes) -> bytes:
-    """Return a silo's state with the name of its protocol, for its vault."""
-    return _MARK + name.encode() + b"\n" + state
-
-
-def name_of(kept: bytes) -> str:
-    """Return the name of a stored state's protocol; a state without a name is Paillier's."""
-    if not kept.startswith(_MARK):
-        return "paillier"
-    return kept[len(_MARK) : kept.index(b"\n")].decode()
-
-
-def kept_state(kept: bytes) -> bytes:
-    """Undo `keeps`."""
-    return kept[kept.index(b"\n") + 1 :]

@@ -1,0 +1,312 @@
+"""The server's side of one round; `flower_ext.secure.aggregation` describes the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+import numpy as np
+
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.secure.aggregation.aggregation_messages import (
+    OF_KEY,
+    OF_SEED,
+    Advert,
+    Delivery,
+    Keys,
+    MaskedInput,
+    Revealed,
+    SealedShares,
+    UnmaskRequest,
+    key_pair,
+)
+from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.aggregation.graph import Graph, graph_digest
+from flower_ext.secure.aggregation.mask_streams import (
+    Residues,
+    apply_mask,
+    commitment,
+    pair_mask_key,
+    public_of,
+    self_mask_key,
+)
+from flower_ext.secure.aggregation.shamir import candidates, field_value
+from flower_ext.secure.labels import check_public
+
+_STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
+M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
+
+
+class SumServer:
+    """The server of one round.
+
+    A round has four stages. In each, the server collects messages in any order and then closes the
+    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
+    `unmask_requests`, `add_revealed` and `total`. It refuses a member's second message of a stage,
+    and messages of a closed stage. A refused message changes nothing, and the caller continues
+    without it. The server adds masked vectors up as they arrive and keeps none.
+
+    Parameters
+    ----------
+    context : RoundContext
+        The context of all members.
+    graph : Sequence[Sequence[int]]
+        The neighbours of every member, from `graph_of`; the context holds their hash.
+
+    Attributes
+    ----------
+    graph : Sequence[Sequence[int]]
+        As above, for the members' own copies of their row.
+    unopened : dict[int, set[int]]
+        For each member, the neighbours that could not open its shares.
+    wrong : dict[int, set[int]]
+        For each member, the neighbours of whose secrets it revealed a wrong share. The share was
+        wrong when the neighbour dealt it, or the member changed it.
+    unfit : set[int]
+        Members of which no secret fits both their shares and what they published.
+    """
+
+    def __init__(self, context: RoundContext, graph: Graph) -> None:
+        if graph_digest(graph) != context.graph or len(graph) != context.members:
+            raise InvalidValue("graph: expected the one whose digest is in the context")
+        self._context, self.graph = context, graph
+        self.unopened: dict[int, set[int]] = {}
+        self.wrong: dict[int, set[int]] = {}
+        self.unfit: set[int] = set()
+        self._stage = 0
+        self._heard: set[int] = set()
+        self._expected: Collection[int] = range(context.members)
+        self._keys: dict[int, bytes] = {}
+        self._known_keys: set[bytes] = set()
+        self._shared: dict[int, SealedShares] = {}
+        self._answered: set[int] = set()
+        self._sharing: set[int] = set()
+        self._revealed: dict[tuple[int, bytes], dict[int, bytes]] = {}
+        self._sum: Residues = np.zeros(context.length, dtype=context.dtype)
+
+    @property
+    def answered(self) -> frozenset[int]:
+        """Return the members whose vectors are in the sum."""
+        return frozenset(self._answered)
+
+    def add_advert(self, message: Advert) -> None:
+        """Take a member's public keys.
+
+        Raises
+        ------
+        ProtocolError
+            The message is late, early, repeated, from another round, or from a member that left.
+        InvalidValue
+            The message is malformed, or holds a key of another member or of low order.
+        """
+        self._check(0, message)
+        pair = set(key_pair(message.keys))
+        if len(pair) < 2 or pair & self._known_keys:
+            raise InvalidValue(
+                f"keys of member {message.member}: expected two keys that nobody else sent"
+            )
+        for public in pair:
+            check_public(public)
+        self._known_keys |= pair
+        self._keys[message.member] = message.keys
+        self._heard.add(message.member)
+
+    def keys(self) -> dict[int, Keys]:
+        """Close the first stage, and return the keys that each remaining member needs.
+
+        Raises
+        ------
+        IncompleteRound
+            Fewer members than ``least_answers`` are left. Members with fewer neighbours than the
+            threshold do not count.
+        """
+        self._require(0)
+        staying = self._close(set(self._keys))
+        return {
+            member: Keys(
+                digest=self._context.digest,
+                keys={one: self._keys[one] for one in (member, *self._near(member, staying))},
+            )
+            for member in staying
+        }
+
+    def add_shares(self, message: SealedShares) -> None:
+        """Take a member's sealed shares; raise the errors of `add_advert`."""
+        self._check(1, message)
+        expected = set(self._near(message.member, self._expected))
+        if set(message.sealed) != expected:
+            raise InvalidValue(
+                f"shares of member {message.member}: expected shares for each of {sorted(expected)}"
+            )
+        self._shared[message.member] = message
+        self._heard.add(message.member)
+
+    def deliveries(self) -> dict[int, Delivery]:
+        """Close the second stage, and return the shares that neighbours sealed for each member.
+
+        Raises
+        ------
+        IncompleteRound
+            As `keys`.
+        """
+        self._require(1)
+        self._sharing = self._close(set(self._shared))
+        return {
+            member: Delivery(
+                digest=self._context.digest,
+                sealed={
+                    one: self._shared[one].sealed[member]
+                    for one in self._near(member, self._sharing)
+                },
+            )
+            for member in self._sharing
+        }
+
+    def add_masked(self, message: MaskedInput) -> None:
+        """Add a member's masked vector to the sum; raise the errors of `add_advert`."""
+        self._check(2, message)
+        self._sum += np.frombuffer(message.values, dtype=self._context.dtype)
+        self._answered.add(message.member)
+        self._heard.add(message.member)
+
+    def unmask_requests(self) -> dict[int, UnmaskRequest]:
+        """Close the third stage, and return the request for every member that answered.
+
+        Raises
+        ------
+        IncompleteRound
+            Fewer members answered than ``least_answers``, so the round is discarded.
+        """
+        self._require(2)
+        self._enough(len(self._answered))
+        self._next(set(self._answered))
+        return {
+            member: UnmaskRequest(
+                digest=self._context.digest,
+                answers=len(self._answered),
+                kinds=self._kinds(member),
+            )
+            for member in sorted(self._answered)
+        }
+
+    def add_revealed(self, message: Revealed) -> None:
+        """Take the shares that a member reveals; raise the errors of `add_advert`."""
+        self._check(3, message)
+        kinds = self._kinds(message.member)
+        if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
+            raise InvalidValue(
+                f"shares of member {message.member}: expected the kinds in the server's request"
+            )
+        for share in message.shares.values():
+            field_value(share[1:])
+        for other, kind in kinds.items():
+            if other in message.shares:
+                place = self._revealed.setdefault((other, kind), {})
+                place[message.member + 1] = message.shares[other][1:]
+            else:
+                self.unopened.setdefault(other, set()).add(message.member)
+        self._heard.add(message.member)
+
+    def total(self) -> Residues:
+        """Close the round: remove the masks and return the sum of the vectors that arrived.
+
+        Returns
+        -------
+        numpy.ndarray
+            Shape (length,): the sum over `answered`, modulo 2^32 or 2^64.
+
+        Raises
+        ------
+        IncompleteRound
+            A secret cannot be rebuilt, because too few shares of it arrived or too many of them are
+            wrong. The round is discarded.
+        """
+        self._require(3)
+        self._next(set())
+        context, digest = self._context, self._context.digest
+        seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
+        lost = sorted(self._sharing - self._answered)
+        privates = {member: self._rebuild(member, OF_KEY) for member in lost}
+        for member, seed in seeds.items():
+            apply_mask(self_mask_key(digest, seed, member), self._sum, subtract=True)
+        for member, private in privates.items():
+            for other in self._near(member, self._answered):
+                public = key_pair(self._keys[other])[0]
+                key = pair_mask_key(
+                    digest, private, member=member, other=other, other_public=public
+                )
+                # The neighbour added this mask if its number is lower, else it subtracted it.
+                apply_mask(key, self._sum, subtract=other < member)
+        self._revealed.clear()
+        return self._sum.astype(np.uint32 if context.bits == 32 else np.uint64, copy=False)
+
+    def _rebuild(self, member: int, kind: bytes) -> bytes:
+        shares = self._revealed.get((member, kind), {})
+        what = "seed" if kind == OF_SEED else "mask key"
+        if len(shares) < self._context.threshold:
+            raise IncompleteRound(
+                f"{what} of member {member}: {len(shares)} shares, expected "
+                f"{self._context.threshold}; the round is discarded"
+            )
+        doubted = {liar + 1 for liar in self.wrong}
+        for secret, points in candidates(shares, self._context.threshold, doubted):
+            if self._fits(member, kind, secret):
+                for point in points:
+                    self.wrong.setdefault(point - 1, set()).add(member)
+                return secret
+        self.unfit.add(member)
+        raise IncompleteRound(
+            f"{what} of member {member}: the shares do not fit what the member published; "
+            "the round is discarded"
+        )
+
+    def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
+        """Return True if the secret is the one whose hash or public key the member published."""
+        if kind == OF_SEED:
+            published = self._shared[member].commitment
+            return published == commitment(self._context.digest, secret, member)
+        return public_of(secret) == key_pair(self._keys[member])[0]
+
+    def _kinds(self, member: int) -> dict[int, bytes]:
+        """Return the kind of share that a member reveals of each neighbour that shared."""
+        return {
+            other: OF_SEED if other in self._answered else OF_KEY
+            for other in self._near(member, self._sharing)
+        }
+
+    def _near(self, member: int, among: Collection[int]) -> list[int]:
+        return [other for other in self.graph[member] if other in among]
+
+    def _close(self, left: set[int]) -> set[int]:
+        """Drop members with too few neighbours until all have enough; open the next stage."""
+        while True:
+            few = {m for m in left if len(self._near(m, left)) < self._context.threshold}
+            if not few:
+                break
+            left = left - few
+        self._enough(len(left))
+        self._next(left)
+        return left
+
+    def _enough(self, count: int) -> None:
+        if count < self._context.least_answers:
+            raise IncompleteRound(
+                f"{count} members are left: expected at least "
+                f"least_answers={self._context.least_answers}; the round is discarded"
+            )
+
+    def _next(self, expected: set[int]) -> None:
+        self._stage += 1
+        self._heard, self._expected = set(), expected
+
+    def _require(self, stage: int) -> None:
+        if self._stage != stage:
+            raise ProtocolError(f"{_STAGES[stage]}: the server expects {_STAGES[self._stage]} now")
+
+    def _check(self, stage: int, message: M) -> None:
+        message.check(self._context)
+        self._require(stage)
+        if message.member in self._heard:
+            raise ProtocolError(f"member {message.member} sent its {_STAGES[stage]} before")
+        if message.member not in self._expected:
+            raise ProtocolError(f"member {message.member} left this round before")

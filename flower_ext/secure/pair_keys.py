@@ -1,0 +1,240 @@
+"""Masks that hide one silo's message from the server, drawn from keys that pairs of silos share.
+
+Two silos agree on a key by X25519 and HKDF-SHA256 and draw the same numbers from it. One silo adds
+(or multiplies by) them, and the other subtracts (or divides by) them. The masks therefore cancel in
+the sum (or product) over all silos, and in no smaller one.
+
+The numbers come from ChaCha20 under a key for one run, pair, purpose and round. Each draw has 128
+bits more than the modulus, so that its remainder is within 2⁻¹²⁸ of uniform.
+
+The server relays the public keys. A server that swaps them could read every message. Where the
+server is not trusted to relay, compare `PairKeys.fingerprint` over another channel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from gmpy2 import mpz
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.inverses import invert_all
+from flower_ext.secure.labels import agreed, derive
+
+_SURPLUS_BITS = 128
+_NONCE_BYTES = 12
+
+
+def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
+    """Return ``count`` numbers in [0, modulus) that ``key`` determines. Use each key once."""
+    size = (modulus.bit_length() + _SURPLUS_BITS + 7) // 8
+    # A counter and nonce of zero are safe, because the key is used once.
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(count * size))
+    return [
+        mpz.from_bytes(stream[start : start + size], "big") % modulus
+        for start in range(0, count * size, size)
+    ]
+
+
+class PairKeys:
+    """One silo's keys with every other silo of one run.
+
+    Parameters
+    ----------
+    context : bytes
+        Public bytes that all parties of this run share and no other run has.
+    index : int
+        Number of this silo, from zero.
+    private : bytes, optional
+        Raw X25519 private key. By default the operating system draws a new one.
+    """
+
+    def __init__(self, *, context: bytes, index: int, private: bytes | None = None) -> None:
+        self._context = context
+        self._index = index
+        self._private = secrets.token_bytes(32) if private is None else private
+        self._keys: dict[int, bytes] = {}
+        self._used: set[tuple[str, int]] = set()
+        self._fingerprint = ""
+
+    def __repr__(self) -> str:
+        return f"PairKeys(index={self._index}, agreed_with={sorted(self._keys)})"
+
+    @property
+    def public(self) -> bytes:
+        """Raw public key, 32 bytes."""
+        return X25519PrivateKey.from_private_bytes(self._private).public_key().public_bytes_raw()
+
+    @property
+    def private(self) -> bytes:
+        """Raw private key. Store it in this silo only, and never send it."""
+        return self._private
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all public keys, including the server's, in 64 hexadecimal digits.
+
+        All silos have the same fingerprint unless somebody swapped a key.
+        """
+        return self._fingerprint
+
+    def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:
+        """Derive a key with every other silo.
+
+        Parameters
+        ----------
+        public_keys : Mapping[int, bytes]
+            Raw public keys of all silos, including this one, by index.
+        server_key : bytes
+            The server's public key. Silos that received different server keys derive different
+            pair keys.
+
+        Raises
+        ------
+        ValueError
+            A key is missing, malformed, of low order or given twice, or the key at this silo's
+            index is not its own.
+        """
+        if public_keys.get(self._index) != self.public:
+            raise InvalidValue(f"public_keys[{self._index}]: expected this silo's own key")
+        if sorted(public_keys) != list(range(len(public_keys))) or len(public_keys) < 2:
+            raise InvalidValue(
+                f"public_keys of silos {sorted(public_keys)}: expected one key from each of at "
+                "least two silos, numbered from 0"
+            )
+        if len(set(public_keys.values())) != len(public_keys):
+            raise InvalidValue("public_keys: expected a different key for every silo")
+        keys = {}
+        for other, public in public_keys.items():
+            if other == self._index:
+                continue
+            try:
+                shared = agreed(self._private, public)
+            except InvalidValue as error:
+                raise InvalidValue(
+                    f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
+                ) from error
+            low, high = sorted((self._index, other))
+            both = public_keys[low], public_keys[high]
+            keys[other] = derive(shared, "pair", self._context, low, high, *both, server_key)
+        self._keys = keys
+        ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
+        everything = self._context + ordered + server_key
+        self._fingerprint = hashlib.sha256(everything).hexdigest()
+
+    def additive_masks(
+        self, purpose: str, round_number: int, count: int, modulus: mpz
+    ) -> list[mpz]:
+        """Return numbers modulo ``modulus`` that sum to zero over all silos.
+
+        Raises
+        ------
+        ProtocolError
+            The keys are not agreed yet, or masks for this purpose and round were drawn before. Two
+            values under the same mask would reveal their difference.
+        """
+        total = [mpz(0)] * count
+        for other, pad in self._pads(purpose, round_number, count, modulus):
+            sign = 1 if self._index < other else -1
+            total = [(t + sign * x) % modulus for t, x in zip(total, pad, strict=True)]
+        return total
+
+    def multiplicative_masks(
+        self, purpose: str, round_number: int, count: int, modulus: mpz
+    ) -> list[mpz]:
+        """Return units modulo ``modulus`` whose product over all silos is one.
+
+        A draw fails to be a unit with a probability of about one over the smallest prime factor of
+        ``modulus``, which is negligible for a product of two large primes.
+
+        Raises
+        ------
+        ProtocolError
+            As `additive_masks`.
+        """
+        above, below = [mpz(1)] * count, [mpz(1)] * count
+        for other, pad in self._pads(purpose, round_number, count, modulus):
+            side = above if self._index < other else below
+            for at, x in enumerate(pad):
+                side[at] = side[at] * x % modulus
+        inverses = invert_all(below, modulus)
+        return [x * y % modulus for x, y in zip(above, inverses, strict=True)]
+
+    def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
+        """Return a key for each other silo, with True where this silo subtracts the key's stream.
+
+        Both silos of a pair hold the key. One adds the stream and the other subtracts it.
+
+        Raises
+        ------
+        ProtocolError
+            As `additive_masks`.
+        """
+        return [
+            (key, self._index > other) for other, key in self._drawn_keys(purpose, round_number)
+        ]
+
+    def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
+        """Encrypt a message for one silo (ChaCha20-Poly1305).
+
+        Only ``receiver`` can open it, and only as a message of this sender, run and purpose.
+        """
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        cipher = ChaCha20Poly1305(self._sealing_key(receiver))
+        return nonce + cipher.encrypt(nonce, message, self._header(self._index, receiver, purpose))
+
+    def open(self, sender: int, purpose: str, sealed: bytes) -> bytes:
+        """Undo `seal`.
+
+        Raises
+        ------
+        ValueError
+            The message was not sealed by ``sender`` for this silo, run and purpose, or somebody
+            changed it.
+        """
+        cipher = ChaCha20Poly1305(self._sealing_key(sender))
+        nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
+        try:
+            return cipher.decrypt(nonce, text, self._header(sender, self._index, purpose))
+        except (InvalidTag, ValueError) as error:
+            raise InvalidValue(
+                f"sealed message from silo {sender} cannot be opened: expected one that the sender "
+                f"sealed for silo {self._index} in this run"
+            ) from error
+
+    def _pads(
+        self, purpose: str, round_number: int, count: int, modulus: mpz
+    ) -> list[tuple[int, list[mpz]]]:
+        return [
+            (other, uniform_residues(key, count, modulus))
+            for other, key in self._drawn_keys(purpose, round_number)
+        ]
+
+    def _drawn_keys(self, purpose: str, round_number: int) -> list[tuple[int, bytes]]:
+        if not self._keys:
+            raise ProtocolError("masks need the public keys of all silos: call `agree` first")
+        if (purpose, round_number) in self._used:
+            raise ProtocolError(
+                f"masks for {purpose!r} of round {round_number} were drawn before: expected a new "
+                "round number"
+            )
+        self._used.add((purpose, round_number))
+        return [
+            (other, derive(key, "mask", purpose, round_number))
+            for other, key in sorted(self._keys.items())
+        ]
+
+    def _sealing_key(self, other: int) -> bytes:
+        if other not in self._keys:
+            raise ProtocolError(f"no key with silo {other!r}: expected one of {sorted(self._keys)}")
+        return derive(self._keys[other], "seal")
+
+    def _header(self, sender: int, receiver: int, purpose: str) -> bytes:
+        return derive(self._context, "header", sender, receiver, purpose)

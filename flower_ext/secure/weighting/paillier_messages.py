@@ -1,0 +1,110 @@
+"""Messages of private weighting over Paillier: the modulus, encrypted weights and masked sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gmpy2 import mpz
+
+from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
+from flower_ext.secure.weighting.paillier import PublicKey
+from flower_ext.secure.weighting.weighting_messages import Message, pack_numbers, unpack_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaillierKey(Message):
+    """The server's Paillier modulus, for all silos."""
+
+    kind = b"PPsk"
+    parts = ("modulus",)
+
+    modulus: bytes
+
+    @classmethod
+    def of(cls, public: PublicKey, settings: WeightingSettings) -> PaillierKey:
+        """Return the message with the modulus of ``public``."""
+        return cls(modulus=pack_numbers([public.n], settings.count_bytes))
+
+    @property
+    def public(self) -> PublicKey:
+        """The key to encrypt with. Check it before use."""
+        return PublicKey(mpz.from_bytes(self.modulus, "big"))
+
+    @classmethod
+    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
+        return (settings.count_bytes,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncryptedWeights(Message):
+    """One ciphertext per user, for all silos. It encrypts zero for a user that takes no part."""
+
+    kind = b"PPew"
+    integers = ("round_number",)
+    parts = ("weights",)
+
+    round_number: int
+    weights: bytes
+
+    @classmethod
+    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
+        return (settings.users * settings.ciphertext_bytes,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedWeights(Message):
+    """P sealed ciphertexts per user, for all silos. The silos can open one of each P.
+
+    ``public`` is the server's offer for which silo 0 made all silos' choices.
+    """
+
+    kind = b"PPsw"
+    integers = ("round_number",)
+    parts = ("public", "sealed")
+
+    round_number: int
+    public: bytes
+    sealed: bytes
+
+    @classmethod
+    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
+        texts = settings.users * (settings.draw_choices or 0)
+        return POINT_BYTES, texts * (settings.ciphertext_bytes + SEAL_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedSum(Message):
+    """A silo's weighted, noised and masked sum of updates, for the server."""
+
+    kind = b"PPsu"
+    integers = ("round_number", "silo")
+    parts = ("ciphertexts",)
+
+    round_number: int
+    silo: int
+    ciphertexts: bytes
+
+    @classmethod
+    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
+        return (settings.ciphertexts * settings.ciphertext_bytes,)
+
+
+def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: WeightingSettings) -> bytes:
+    """Return ciphertexts, joined."""
+    return pack_numbers(ciphertexts, settings.ciphertext_bytes)
+
+
+def unpack_ciphertexts(data: bytes, settings: WeightingSettings, public: PublicKey) -> list[mpz]:
+    """Undo `pack_ciphertexts`.
+
+    Raises
+    ------
+    ValueError
+        A number is not a ciphertext under ``public``.
+    """
+    ciphertexts = [mpz(number) for number in unpack_numbers(data, settings.ciphertext_bytes)]
+    for ciphertext in ciphertexts:
+        public.check_ciphertext(ciphertext)
+    return ciphertexts

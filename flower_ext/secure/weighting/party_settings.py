@@ -1,0 +1,72 @@
+"""Settings that all parties of a run agree on, under every scheme."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from flower_ext.checks import require_at_least_one
+from flower_ext.errors import InvalidValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartySettings(ABC):
+    """Public facts of one run. Each scheme adds its own. Checked at construction.
+
+    Parameters
+    ----------
+    run : str
+        Name of the run. Choose one that was never used, because masks derive from it.
+    users, silos, coordinates : int
+        |U|, |S| (at least two), and the length of an update.
+    draw_choices, winning_choices : int
+        If ``draw_choices`` is given, each user takes part in a round with probability
+        ``winning_choices`` / ``draw_choices``, and no party learns which users do.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
+    """
+
+    run: str
+    users: int
+    silos: int
+    coordinates: int
+    draw_choices: int | None = None
+    winning_choices: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise InvalidValue("run='': expected a name that no other run has")
+        for name in ("users", "coordinates"):
+            require_at_least_one(name, getattr(self, name))
+        if self.silos < 2:
+            raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
+        choices, drawn = self.draw_choices, self.winning_choices
+        if choices is not None and not 0 < drawn < choices:
+            raise InvalidValue(
+                f"winning_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
+                f"{choices - 1}, because a draw neither always nor never takes a user"
+            )
+
+    @cached_property
+    def context(self) -> bytes:
+        """Hash of the scheme and all fields.
+
+        Keys and masks derive from it, so parties with different settings cannot read one another.
+        """
+        fields = json.dumps([type(self).__name__, asdict(self)], sort_keys=True)
+        return hashlib.sha256(fields.encode()).digest()
+
+    @property
+    @abstractmethod
+    def count_bytes(self) -> int:
+        """Length in bytes of a masked count."""
+
+    @abstractmethod
+    def record_limit(self, silo: int) -> int:
+        """Return the most records that one user may have in ``silo``."""

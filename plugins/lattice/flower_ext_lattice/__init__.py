@@ -1,0 +1,82 @@
+"""Private weighting for large models, over ring-LWE. Experimental: no outsider has reviewed it.
+
+The server learns Σ_s Σ_u (n_su / N_u) Δ_su + z_s and nothing else about the records. Silos learn
+nothing about one another. This package defines the protocol, for a case that Kato et al., "Uldp-FL"
+(PVLDB 2024), leave open: models of a million parameters. Protocol 1 of that paper, over Paillier,
+is in `flower_ext.secure.weighting` and remains the default. This package is a plug-in: an entry
+point of the group ``flower_ext.weighting`` registers `LatticeWeighting` as protocol ``lattice``.
+
+Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). This protocol looks
+the inverse up instead. The silos share a secret shift ρ_u for each user. The server learns only
+x_u = N_u + ρ_u modulo M, and offers encryptions of ⌊2^k / j⌋ for all j, rotated by x_u. The silos
+can open only the one at ρ_u.
+
+=========================  ================================================================
+specification              here
+=========================  ================================================================
+R_q, n, k, b               `ring`; `DEGREE`, `WEIGHT_BITS`, `FRACTION_BITS` in `settings`
+M, N_max, C                ``table_size``, ``max_records_per_user``, ``clipping_norm``
+n_su, N_u, ρ_u, x_u        ``counts``, their sum over silos, ``shifts``, ``shifted``
+s, (pk0, pk1), a_u, b_u    `keys`, `weights`
+K_{u,i}                    keys of the oblivious transfer, `oblivious.Sender.keys`
+V_su, r, e2, D_s, z_s      `encrypted_sum`; z_s is ``noise``
+second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices`` / P the rate
+=========================  ================================================================
+
+The order of calls, with the message that each step returns (classes are in `messages`, and in
+`flower_ext.secure.weighting.weighting_messages`):
+
+=======  ==================================================  ==============================
+step     call                                                message
+=======  ==================================================  ==============================
+1        ``server.public_key``                               LatticeKey, to all silos
+         ``silo.key``                                        SiloKey, to the server
+2        ``server.relay_keys(keys)``                         tuple of SiloKey, to all silos
+         ``silo.receive_keys(server_key, keys)``
+3        ``silo0.seal_seed()``                               SealedSeed for every other silo
+         ``silo0.answer_transfer()``                         TransferAnswer, to the server
+4        ``server.relay_seed(seeds)``                        each SealedSeed to its receiver
+         ``server.receive_answer(answer)``
+         ``silo.open_seed(seed)``, not at silo 0
+5        ``silo.mask_counts(counts)``                        MaskedCounts, to the server
+         ``server.receive_counts(messages)``
+epoch    ``server.open_epoch(sampled=None)``                 LatticeWeights, to all silos
+         or, if nobody may know who is drawn:
+         ``server.offer_draw()``                             DrawOffer, to silo 0
+         ``silo0.answer_draw(offer)``                        DrawAnswer, to the server
+         ``server.open_drawn_epoch(answer)``                 LatticeWeights, to all silos
+         ``silo.receive_weights(weights)``
+round    ``server.open_round(round_number)``                 RoundOpening, to all silos
+         ``silo.weigh(opening, updates, noise)``             LatticeSum, to the server
+         ``server.close_round(sums)``                        the sum, float64 (coordinates,)
+=======  ==================================================  ==============================
+
+An epoch lasts until other users are drawn. Every new draw and every restart of the server begin a
+new epoch. A silo that restarted accepts the weights of its last epoch again if they are the same to
+the last bit.
+
+Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
+few users at a time, and last ``finish(noise)``. It then never holds all users' updates at once.
+
+The transport must be confidential and authenticated between each silo and the server. Otherwise an
+eavesdropper on one silo that colludes with all other silos learns this silo's record counts.
+
+`LatticeServer` and `LatticeSilo` are the parties. They use neither torch nor Flower; `weighting`
+and `silo_end` run them over Flower.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_ext_lattice.weighting import LatticeWeighting
+
+__all__ = ["LatticeWeighting"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the settings at first use, because the parties need neither torch nor Flower."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flower_ext_lattice.weighting import LatticeWeighting
+
+    return LatticeWeighting

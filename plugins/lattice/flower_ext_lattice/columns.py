@@ -1,0 +1,90 @@
+"""A draw of users that neither the server nor the silos know, by a second key for every entry.
+
+The server writes every entry of a user's weights in two columns, one with y_u = 0 and one with
+y_u = 1, in an order that it draws at random for each user. Each column has a key of its own. By
+1-out-of-P oblivious transfer the silos receive the number and the key of one column: that with
+y_u = 1 by ``winning_choices`` of the P choices, and that with y_u = 0 by the others.
+
+The server does not know which choice the silos made. The silos do not know which column they
+opened, because the order is random and an encryption of zero looks like any other.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.oblivious import KEY_BYTES, Receiver, Sender
+from flower_ext.secure.weighting.secret_draw import open_texts
+from flower_ext_lattice.settings import DRAW_TEXT_BYTES, LatticeSettings
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of all users' entries, by place in the silos' secret order.
+
+    Parameters
+    ----------
+    drawn : tuple of tuple of int
+        y_u of each column: 0 or 1.
+    keys : tuple of tuple of bytes
+        Key of each column; empty if the server names the drawn users, in a single column.
+    """
+
+    drawn: Sequence[tuple[int, ...]]
+    keys: Sequence[tuple[bytes, ...]] = ()
+
+
+def draw_columns(settings: LatticeSettings) -> Columns:
+    """Return both columns of every user, in random order and with fresh keys."""
+    drawn = [secrets.choice(((0, 1), (1, 0))) for _ in range(settings.users)]
+    keys = [(secrets.token_bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES)) for _ in drawn]
+    return Columns(drawn, keys)
+
+
+def seal_columns(
+    settings: LatticeSettings, columns: Columns, sender: Sender, answer: bytes, *, workers: int
+) -> bytes:
+    """Return P sealed columns of each user, of which the silos can open one.
+
+    Parameters
+    ----------
+    answer : bytes
+        The silos' choices, of `Receiver.answer`.
+
+    Raises
+    ------
+    ValueError
+        ``answer`` does not hold one point of the group for each user.
+    """
+    choices = range(settings.draw_choices or 1)
+    texts = []
+    for drawn, keys in zip(columns.drawn, columns.keys, strict=True):
+        winning_choices = secrets.SystemRandom().sample(choices, settings.winning_choices)
+        numbers = [drawn.index(int(choice in winning_choices)) for choice in choices]
+        texts.append([bytes([number]) + keys[number] for number in numbers])
+    sealed = sender.seal(answer, texts, workers=workers)
+    return b"".join(b"".join(of_user) for of_user in sealed)
+
+
+def open_columns(
+    settings: LatticeSettings, receiver: Receiver, sealed: bytes
+) -> list[tuple[int, bytes]]:
+    """Return the number and the key of each user's column that the silos chose.
+
+    Parameters
+    ----------
+    receiver : Receiver
+        The silos' choices of this draw.
+
+    Raises
+    ------
+    ValueError
+        A text is malformed, or was sealed for other silos or another draw.
+    """
+    texts = open_texts(settings, receiver, sealed, size=DRAW_TEXT_BYTES)
+    if any(text[0] > 1 for text in texts):
+        raise InvalidValue("weights: expected columns 0 and 1")
+    return [(text[0], text[1:]) for text in texts]

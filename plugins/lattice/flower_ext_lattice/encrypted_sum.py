@@ -1,0 +1,256 @@
+"""A silo's encrypted sum, block by block, and the server's decryption of all silos' sums.
+
+Eight blocks form a group, whose coefficients alternate: coordinate ``8 * i + lane`` of a group is
+coefficient i of its block ``lane``. The last group may have fewer blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.secure.aggregation.mask_streams import apply_mask
+from flower_ext.secure.labels import derive
+from flower_ext.secure.threads import Progress, map_slices
+from flower_ext_lattice import ring
+from flower_ext_lattice.keys import SecretKey
+from flower_ext_lattice.layout import DEGREE, GROUP, LANES
+from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.ring import MODULUS, PRIMES, ROOM, Reals
+from flower_ext_lattice.samplers import Stream
+from flower_ext_lattice.settings import (
+    FIRST_WORD_BYTES,
+    STEP_BITS,
+    WEIGHT_BITS,
+    LatticeSettings,
+)
+
+_CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
+_SQUARES = 512
+_HALF_STEP = 2 ** (STEP_BITS - 1)
+_EXCESS = 1 - MODULUS / 2**96
+"""Relative excess of a step over 2^24 words, because a word is worth q / 2^64."""
+
+
+class Group:
+    """Places of the words and coordinates of eight blocks, or of fewer at the end."""
+
+    def __init__(self, settings: LatticeSettings, number: int) -> None:
+        self.number = number
+        self.start = number * GROUP
+        self.lanes = min(LANES, settings.blocks - number * LANES)
+        self.words = slice(self.start, self.start + self.lanes * DEGREE)
+        self.coordinates = slice(self.start, min(self.words.stop, settings.coordinates))
+
+    def spread(self, flat: NDArray[Any]) -> NDArray[Any]:
+        """Return coordinates or words as eight alternating polynomials, with zeros at the end."""
+        if len(flat) == GROUP:
+            return flat
+        whole = np.zeros(self.lanes * DEGREE, flat.dtype)
+        whole[: len(flat)] = flat
+        spread = np.zeros((DEGREE, LANES), flat.dtype)
+        spread[:, : self.lanes] = whole.reshape(DEGREE, self.lanes)
+        return spread.reshape(-1)
+
+    def flat(self, spread: NDArray[Any]) -> NDArray[Any]:
+        """Undo `spread`, and drop the zeros."""
+        if self.lanes == LANES:
+            return spread
+        return spread.reshape(DEGREE, LANES)[:, : self.lanes].reshape(-1)
+
+
+def _groups(settings: LatticeSettings) -> list[Group]:
+    return [Group(settings, number) for number in range(-(-settings.blocks // LANES))]
+
+
+class EncryptedSum:
+    """The sum Σ_u V_su · (b_u, a_u) over added users, and its noised, masked and rounded words.
+
+    It takes 32 bytes of memory per coordinate.
+
+    Parameters
+    ----------
+    public : float64 (2 primes, 2 parts, DEGREE)
+        `keys.public_key`.
+    """
+
+    def __init__(self, settings: LatticeSettings, public: Reals, *, workers: int = 1) -> None:
+        self._settings = settings
+        self._public = public
+        self._workers = workers
+        self._of_groups = _groups(settings)
+        self._totals: Reals = np.zeros((len(self._of_groups), 2, 2, GROUP))
+        self._added = 0
+
+    def add(
+        self,
+        updates: Sequence[NDArray[Any]],
+        counts: Sequence[int],
+        keys: Sequence[Reals],
+        *,
+        progress: Progress | None = None,
+    ) -> Reals:
+        """Add ``count · update`` under encryption for each user; return the updates' L2 norms.
+
+        Parameters
+        ----------
+        updates : Sequence of arrays
+            Of float32 or float64, contiguous, each of shape (coordinates,).
+        counts : Sequence of int
+        keys : Sequence of float64 (2 primes, 2 parts, DEGREE)
+        progress : callable, optional
+            Counts groups of 32,768 coordinates, once for each prime.
+        """
+        scale = 1.0 / self._settings.step
+        reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
+
+        def work(parts: Sequence[tuple[Group, int]]) -> list[Reals]:
+            x, of_parts = np.zeros(GROUP), []
+            for group, prime in parts:
+                squares, totals = np.zeros((len(updates), _SQUARES)), self._totals[group.number]
+                for at, update in enumerate(updates):
+                    values = group.spread(update[group.coordinates])
+                    ring.add_encoded(
+                        values,
+                        scale,
+                        float(counts[at]),
+                        squares[at],
+                        x,
+                        keys[at][prime],
+                        totals[prime],
+                        prime,
+                    )
+                    if reducing[at]:
+                        for total in totals[prime]:
+                            ring.reduce(total, prime)
+                of_parts.append(squares.sum(1))
+            return of_parts
+
+        # One prime after the other: both together would not fit the caches.
+        parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
+        with np.errstate(invalid="ignore", over="ignore"):
+            squares = map_slices(work, parts, workers=self._workers, progress=progress)
+        self._added += len(updates)
+        # Each prime counts every square once.
+        norms: Reals = np.sqrt(np.sum(squares[:: len(PRIMES)], axis=0)) * self._settings.step
+        return norms
+
+    def words(
+        self, noise: NDArray[Any], masks: Sequence[tuple[bytes, bool]]
+    ) -> tuple[bytes, bytes]:
+        """Return the words of c0 and of c1 with noise, dither, fresh randomness and masks.
+
+        Call it once, because it overwrites the totals.
+
+        Parameters
+        ----------
+        noise : float (coordinates,)
+        masks : Sequence of (bytes, bool)
+            Keys from `PairKeys.mask_keys`.
+        """
+        settings = self._settings
+        first = np.empty((settings.coordinates, FIRST_WORD_BYTES), np.uint8)
+        second = np.empty(settings.blocks * DEGREE, "<u8")
+
+        def work(groups: Sequence[Group]) -> list[None]:
+            for group in groups:
+                residues, errors, dither = self._rerandomised(group)
+                count = group.coordinates.stop - group.coordinates.start
+                steps = np.rint(noise[group.coordinates] / settings.step).astype(np.float64)
+                one = ring.switch(
+                    np.ascontiguousarray(residues[:, 0, :count]), steps, dither[:count]
+                )
+                two = ring.switch(
+                    np.ascontiguousarray(residues[:, 1]), np.zeros(len(errors)), errors
+                )
+                for key, subtract in masks:
+                    apply_mask(derive(key, "first", group.number), one, subtract=subtract)
+                    apply_mask(derive(key, "second", group.number), two, subtract=subtract)
+                raw = one.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
+                first[group.coordinates] = raw[:, 8 - FIRST_WORD_BYTES :]
+                second[group.words] = two
+            return [None] * len(groups)
+
+        map_slices(work, self._of_groups, workers=self._workers)
+        self._totals = np.empty((0, 2, 2, GROUP))
+        return first.tobytes(), second.tobytes()
+
+    def _rerandomised(self, group: Group) -> tuple[Reals, NDArray[np.int64], NDArray[np.int64]]:
+        """Return c + r · pk (2 primes, 2 parts, words), fresh errors e2 and dithers."""
+        stream, count = Stream.fresh(), group.lanes * DEGREE
+        fresh = group.spread(stream.ternary(count))
+        errors, dither = stream.errors(count), stream.dither(count, WEIGHT_BITS)
+        residues = np.empty((2, 2, count))
+        for prime in range(len(PRIMES)):
+            totals = self._totals[group.number, prime]
+            for total in totals:
+                ring.reduce(total, prime)
+            ring.add_products(fresh.copy(), self._public[prime], totals, prime)
+            for part, total in enumerate(totals):
+                ring.invert(total, prime)
+                residues[prime, part] = group.flat(total)
+        return residues, errors, dither
+
+
+def decrypted(
+    settings: LatticeSettings,
+    secret: SecretKey,
+    messages: Iterable[LatticeSum],
+    *,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> NDArray[np.float64]:
+    """Return the sum of all silos, rounded to whole steps. Never publish a finer value."""
+    first = np.zeros(settings.coordinates, np.uint64)
+    second = np.zeros(settings.blocks * DEGREE, np.uint64)
+    sums = list(messages)
+    result = np.empty(settings.coordinates)
+    # The mean of the dithers and of the bytes that silos drop from their words.
+    middle = len(sums) * (_HALF_STEP + 2 ** (_CUT_BITS - 1))
+
+    def work(groups: Sequence[Group]) -> list[None]:
+        for group in groups:
+            _add(first[group.coordinates], second[group.words], sums, group)
+            words = first[group.coordinates].view(np.int64)
+            words += _opened(group, secret, second[group.words])[: len(words)]
+            words -= middle
+            words -= np.rint(words * _EXCESS).astype(np.int64)
+            result[group.coordinates] = (words + _HALF_STEP >> STEP_BITS) * settings.step
+        return [None] * len(groups)
+
+    map_slices(work, _groups(settings), workers=workers, progress=progress)
+    return result
+
+
+def _add(
+    first: NDArray[np.uint64],
+    second: NDArray[np.uint64],
+    sums: Sequence[LatticeSum],
+    group: Group,
+) -> None:
+    """Add the words of all silos."""
+    for message in sums:
+        words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
+        raw = np.zeros((len(first), 8), np.uint8)
+        raw[:, 8 - FIRST_WORD_BYTES :] = words[group.coordinates]
+        first += raw.view("<u8")[:, 0]
+        second += np.frombuffer(message.second, "<u8")[group.words]
+
+
+def _opened(group: Group, secret: SecretKey, second: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return c1 · s modulo 2^64."""
+    spread = group.spread(second.view(np.int64))
+    residues = np.empty((2, len(second)))
+    for prime in range(len(PRIMES)):
+        total = np.zeros((1, GROUP))
+        ring.add_products(
+            ring.split(spread, prime), secret.transforms[prime : prime + 1], total, prime
+        )
+        ring.invert(total[0], prime)
+        residues[prime] = group.flat(total[0])
+    product = np.zeros(len(second), np.int64)
+    ring.add_joined(product, residues)
+    return product

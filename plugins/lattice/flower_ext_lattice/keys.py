@@ -1,0 +1,73 @@
+"""The server's secret key s and its public key (pk0, pk1) = (e - pk1 · s, pk1)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flower_ext.secure.labels import derive
+from flower_ext_lattice import ring
+from flower_ext_lattice.layout import DEGREE
+from flower_ext_lattice.ring import PRIMES, Reals
+from flower_ext_lattice.samplers import Stream, public_polynomial
+
+
+class SecretKey:
+    """The transforms of a ternary polynomial s that ``seed`` (32 bytes) determines."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        secret = Stream(derive(seed, "secret")).ternary(DEGREE)
+        self.transforms: Reals = np.stack(
+            [ring.transformed(secret[None], prime)[0] for prime in range(len(PRIMES))]
+        )
+
+    def encryptions(self, masks: Reals, errors: Reals) -> Reals:
+        """Return errors - masks · s as nonnegative residues, float64 (2, count, DEGREE).
+
+        Parameters
+        ----------
+        masks : float64 (2, count, DEGREE)
+            Transforms of uniform polynomials.
+        errors : float64 (count, DEGREE)
+        """
+        encryptions = np.empty(masks.shape)
+        for prime, modulus in enumerate(PRIMES):
+            product = ring.multiplied(masks[prime], self.transforms[prime], prime)
+            encryptions[prime] = np.mod(errors - ring.inverted(product, prime), modulus.q)
+        return encryptions
+
+    def public_words(self, public_seed: bytes) -> bytes:
+        """Return the words of pk0; ``public_seed`` determines pk1."""
+        errors = Stream(derive(self._seed, "error")).errors(DEGREE).astype(np.float64)
+        masks = public_polynomial(public_seed, "key")[:, None]
+        return ring.to_words(self.encryptions(masks, errors[None]))
+
+
+def public_key(public_seed: bytes, words: bytes) -> Reals:
+    """Return the transforms (2 primes, 2 parts, DEGREE) of pk0 and pk1.
+
+    Raises
+    ------
+    ValueError
+        A word is not below its prime.
+    """
+    first = ring.from_words(words, (2, 1, DEGREE), name="public key")
+    pair: Reals = key_pairs(first, public_polynomial(public_seed, "key")[:, None])[0]
+    return pair
+
+
+def key_pairs(first: Reals, second: Reals) -> Reals:
+    """Return transforms (count, 2 primes, 2 parts, DEGREE), reduced, for `ring.add_products`.
+
+    Parameters
+    ----------
+    first, second : float64 (2, count, DEGREE)
+        Residues of the first polynomials, and of the transforms of the second.
+    """
+    pairs = np.empty((first.shape[1], 2, 2, DEGREE))
+    for prime in range(len(PRIMES)):
+        pairs[:, prime, 0] = ring.transformed(first[prime], prime)
+        residues = second[prime].reshape(-1).copy()
+        ring.reduce(residues, prime)
+        pairs[:, prime, 1] = residues.reshape(second[prime].shape)
+    return pairs

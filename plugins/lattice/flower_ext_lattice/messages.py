@@ -1,0 +1,149 @@
+"""Messages of private weighting over ring-LWE, besides those of every scheme.
+
+A body holds words of polynomials as little-endian numbers of 6 bytes (residues, first parts of a
+sum) or 8 bytes (second parts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flower_ext.errors import ProtocolError
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
+from flower_ext.secure.weighting.weighting_messages import SEED_BYTES, Message, check_later
+from flower_ext_lattice.layout import DEGREE
+from flower_ext_lattice.ring import RESIDUE_BYTES
+from flower_ext_lattice.settings import (
+    DRAW_TEXT_BYTES,
+    FIRST_WORD_BYTES,
+    NONCE_BYTES,
+    SECOND_WORD_BYTES,
+    LatticeSettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeKey(Message):
+    """The server's public key, for all silos.
+
+    ``public_seed`` determines pk1, and every a_u together with the nonce of its weights.
+    ``transfer`` is the sender's point of the oblivious transfer. ``words`` holds the words of pk0.
+    """
+
+    kind = b"LWsk"
+    parts = ("public_seed", "transfer", "words")
+
+    public_seed: bytes
+    transfer: bytes
+    words: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return SEED_BYTES, POINT_BYTES, 2 * RESIDUE_BYTES * DEGREE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferAnswer(Message):
+    """The silos' choices ρ_u, one point per user; the server cannot read them."""
+
+    kind = b"LWta"
+    parts = ("answer",)
+
+    answer: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (settings.users * POINT_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeWeights(Message):
+    """One epoch's encrypted weights, for all silos.
+
+    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them,
+    even of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed`` holds,
+    for each user, M candidates for that word; the silos can open one of them. If the draw is
+    secret, there are two columns of candidates, ``columns`` holds their sealed keys, and ``offer``
+    is the server's offer for which silo 0 made all silos' choices. Otherwise these two are empty.
+    """
+
+    kind = b"LWew"
+    integers = ("epoch",)
+    parts = ("nonce", "words", "sealed", "offer", "columns")
+
+    epoch: int
+    nonce: bytes
+    words: bytes
+    sealed: bytes
+    offer: bytes = b""
+    columns: bytes = b""
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        word = 2 * RESIDUE_BYTES
+        hidden = settings.draw_choices is not None
+        texts = settings.users * (settings.draw_choices or 0)
+        return (
+            NONCE_BYTES,
+            settings.users * (DEGREE - 1) * word,
+            settings.users * settings.table_size * settings.columns * word,
+            POINT_BYTES if hidden else 0,
+            texts * (DRAW_TEXT_BYTES + SEAL_BYTES),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOpening(Message):
+    """The server's request for the sums of one round under the weights of one epoch."""
+
+    kind = b"LWro"
+    integers = ("round_number", "epoch")
+    parts = ()
+
+    round_number: int
+    epoch: int
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeSum(Message):
+    """A silo's weighted, noised and masked sum of updates, for the server.
+
+    ``first`` holds a word of c0 for each coordinate, and none for the padding of the last block.
+    ``second`` holds all words of c1, because a coordinate depends on all words of its block.
+    """
+
+    kind = b"LWsu"
+    integers = ("round_number", "epoch", "silo")
+    parts = ("first", "second")
+
+    round_number: int
+    epoch: int
+    silo: int
+    first: bytes
+    second: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (
+            settings.coordinates * FIRST_WORD_BYTES,
+            settings.blocks * DEGREE * SECOND_WORD_BYTES,
+        )
+
+
+def check_round_number(round_number: int, last: int, settings: LatticeSettings) -> None:
+    """Refuse a round number that is not above the last one, or above the settings' ``rounds``.
+
+    Raises
+    ------
+    ProtocolError
+        The round number is refused.
+    """
+    check_later("round", round_number, last)
+    if round_number > settings.rounds:
+        raise ProtocolError(
+            f"round {round_number}: expected at most rounds={settings.rounds} of the settings"
+        )

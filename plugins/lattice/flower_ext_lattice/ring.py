@@ -1,0 +1,248 @@
+"""Polynomials of R_q = Z_q[X]/(X^4096 + 1), q = q1 · q2, by their residues modulo q1 and q2.
+
+The number-theoretic transform evaluates a polynomial at the roots of X^n + 1, and turns a product
+modulo X^n + 1 into products of numbers. Its butterflies follow Longa and Naehrig, "Speeding up the
+Number Theoretic Transform for Faster Ideal Lattice-Based Cryptography" (CANS 2016). The loops
+are in `ring_loops`.
+
+Arrays of residues are whole numbers in float64. Words are residues as little-endian numbers of six
+bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.errors import InvalidValue
+from flower_ext_lattice import ring_loops
+from flower_ext_lattice.layout import DEGREE, GROUP, LANES
+
+Reals: TypeAlias = NDArray[np.float64]
+Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+RESIDUE_BYTES = 6
+
+
+@dataclass(frozen=True)
+class Prime:
+    """A prime of 48 bits that is 1 modulo 2n, with the powers of a root of X^n + 1."""
+
+    value: int
+
+    @property
+    def q(self) -> float:
+        """The prime as a float."""
+        return float(self.value)
+
+    def balanced(self, number: int) -> float:
+        """Return ``number`` modulo the prime, of magnitude up to half the prime."""
+        rest = number % self.value
+        return float(rest - self.value if 2 * rest > self.value else rest)
+
+    @cached_property
+    def _root(self) -> int:
+        """Return a number whose n-th power is -1."""
+        for base in range(2, 100):
+            root = pow(base, (self.value - 1) // (2 * DEGREE), self.value)
+            if pow(root, DEGREE, self.value) == self.value - 1:
+                return root
+        raise AssertionError("one number of two is no square")
+
+    @cached_property
+    def roots(self) -> Reals:
+        """Powers of the root. The power at j has the exponent j with its 12 bits reversed."""
+        return self._powers(self._root)
+
+    @cached_property
+    def back(self) -> Reals:
+        """Inverses of `roots`."""
+        return self._powers(pow(self._root, -1, self.value))
+
+    @cached_property
+    def scale(self) -> float:
+        """Inverse of n."""
+        return self.balanced(pow(DEGREE, -1, self.value))
+
+    def _powers(self, root: int) -> Reals:
+        powers, power = np.empty(DEGREE), 1
+        for exponent in range(DEGREE):
+            powers[int(f"{exponent:012b}"[::-1], 2)] = self.balanced(power)
+            power = power * root % self.value
+        return powers
+
+
+PRIMES = Prime(281474976694273), Prime(281474976636929)
+MODULUS = PRIMES[0].value * PRIMES[1].value
+ROOM = 32
+"""Number of products that a total may sum before `reduce`. Each product is at most 0.79 q."""
+
+
+def _switching(prime: Prime, other: Prime) -> list[float]:
+    inverse = prime.balanced(pow(other.value, -1, prime.value))
+    fraction = (2**48 - prime.value) * 2**16 / prime.value
+    return [prime.q, prime.balanced(2**56), prime.balanced(2**28), inverse, fraction]
+
+
+_SWITCHING = np.array([_switching(*PRIMES), _switching(*PRIMES[::-1])])
+_JOINING = PRIMES[1].balanced(pow(PRIMES[0].value, -1, PRIMES[1].value))
+
+
+def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
+    """Add the products of eight polynomials with each part's polynomial to ``totals``.
+
+    Parameters
+    ----------
+    x : float64 (GROUP,)
+        Alternating coefficients of magnitude up to 2^47. Overwritten with the transform.
+    keys : float64 (parts, DEGREE)
+        Polynomials from `transformed`.
+    totals : float64 (parts, GROUP)
+        Transforms. Call `reduce` on them after `ROOM` calls.
+    prime : int
+        0 or 1.
+    """
+    modulus = PRIMES[prime]
+    ring_loops.add_products(x, keys, totals, modulus.roots, modulus.q)
+
+
+def add_encoded(
+    values: NDArray[Any],
+    scale: float,
+    count: float,
+    squares: Reals,
+    scratch: Reals,
+    keys: Reals,
+    totals: Reals,
+    prime: int,
+) -> None:
+    """Do `add_products` with the polynomials count · rint(scale · values).
+
+    Parameters
+    ----------
+    values : float32 or float64 (GROUP,)
+        Alternating coefficients.
+    squares : float64 (512,)
+        The squares of scale · values are added to these, which together are their sum.
+    scratch : float64 (GROUP,)
+        Overwritten.
+    keys, totals, prime
+        See `add_products`.
+    """
+    modulus = PRIMES[prime]
+    ring_loops.add_encoded(
+        values, scale, count, squares, scratch, keys, totals, modulus.roots, modulus.q
+    )
+
+
+def _alternating(polynomials: Reals) -> Reals:
+    """Return up to eight polynomials as eight alternating ones."""
+    x = np.zeros((DEGREE, LANES))
+    x[:, : len(polynomials)] = polynomials.T
+    return x.reshape(-1)
+
+
+def transformed(polynomials: Reals, prime: int) -> Reals:
+    """Return the transforms, reduced, of polynomials (count, DEGREE)."""
+    nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
+    result = np.empty(polynomials.shape)
+    for start in range(0, len(polynomials), LANES):
+        part = polynomials[start : start + LANES]
+        x = _alternating(part)
+        ring_loops.reduce(x, PRIMES[prime].q)
+        add_products(x, *nothing, prime)
+        ring_loops.reduce(x, PRIMES[prime].q)
+        result[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
+    return result
+
+
+def inverted(transforms: Reals, prime: int) -> Reals:
+    """Return the polynomials of transforms (count, DEGREE), as nonnegative residues."""
+    result = np.empty(transforms.shape)
+    for start in range(0, len(transforms), LANES):
+        part = transforms[start : start + LANES]
+        x = _alternating(part)
+        invert(x, prime)
+        result[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
+    return result
+
+
+def invert(x: Reals, prime: int) -> None:
+    """Undo the transform of eight alternating polynomials in place, to nonnegative residues."""
+    modulus = PRIMES[prime]
+    ring_loops.invert(x, modulus.back, modulus.q, modulus.scale)
+
+
+def reduce(x: Reals, prime: int) -> None:
+    """Bring ``x`` (one-dimensional) below q in magnitude, in place."""
+    ring_loops.reduce(x, PRIMES[prime].q)
+
+
+def multiplied(x: Reals, y: Reals, prime: int) -> Reals:
+    """Return x · y as nonnegative residues, for x below 2^50 and y below q / 2 in magnitude."""
+    q = PRIMES[prime].value
+    quotient = np.rint(x * (y / q)).astype(np.int64)
+    return ((x.astype(np.int64) * y.astype(np.int64) - quotient * q) % q).astype(np.float64)
+
+
+def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Add 2^56 · ``high`` + ``low`` and round to the modulus 2^64.
+
+    Parameters
+    ----------
+    residues : float64 (2, count)
+        Nonnegative residues.
+    high : float64 (count,)
+        Whole numbers up to 2^50 in magnitude.
+    low : int64 (count,)
+        Numbers up to 2^56 in magnitude.
+
+    Returns
+    -------
+    uint64 (count,)
+        rint(c · 2^64 / q). If c · 2^64 / q is within 2^-20 of a half, the result may be the
+        neighbour.
+    """
+    words = np.empty(residues.shape[1], np.uint64)
+    ring_loops.switch(residues[0], residues[1], high, low, _SWITCHING, words)
+    return words
+
+
+def split(words: NDArray[np.int64], prime: int) -> Reals:
+    """Return signed words of 64 bits modulo a prime."""
+    x = np.empty(len(words))
+    ring_loops.split(words, PRIMES[prime].q, x)
+    return x
+
+
+def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
+    """Add the signed numbers with ``residues`` (2, count) to ``words``, modulo 2^64."""
+    one, two = PRIMES
+    ring_loops.join(residues[0], residues[1], _JOINING, one.value, two.value, words)
+
+
+def to_words(residues: Reals) -> bytes:
+    """Return nonnegative residues of any shape as words."""
+    raw = np.ascontiguousarray(residues.astype("<u8")).view(np.uint8)
+    return raw.reshape(-1, 8)[:, :RESIDUE_BYTES].tobytes()
+
+
+def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
+    """Undo `to_words`; the first of ``shape`` counts the two primes.
+
+    Raises
+    ------
+    ValueError
+        A word is not below its prime; the error names the message ``name``.
+    """
+    raw = np.zeros((int(np.prod(shape)), 8), np.uint8)
+    raw[:, :RESIDUE_BYTES] = np.frombuffer(data, np.uint8).reshape(-1, RESIDUE_BYTES)
+    residues = raw.view("<u8").reshape(shape).astype(np.float64)
+    for of_prime, prime in zip(residues, PRIMES, strict=True):
+        if of_prime.size and of_prime.max() >= prime.q:
+            raise InvalidValue(f"{name}: expected numbers below the prime {prime.value}")
+    return residues

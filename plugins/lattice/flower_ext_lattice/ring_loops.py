@@ -1,0 +1,343 @@
+"""Products of polynomials as loops that Numba compiles.
+
+Residues modulo a prime q below 2^48 are whole numbers in float64. They are reduced lazily and may
+reach 2^53 in magnitude. `_times` needs no integers of 128 bits, because a fused multiply-add gives
+the low half of a product exactly.
+
+Eight polynomials are transformed at once. Their coefficients alternate, ``x[8 * i + lane]``, so
+that every operation works on eight neighbouring numbers.
+
+Growth: a product is at most 0.79 q in magnitude if its first factor is at most 10 q and its second
+at most q / 2. A transform starts from at most q / 2 and adds one product in each of its 12 stages.
+It therefore stays below 10 q, which is less than 2^52.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from flower_ext_lattice.layout import DEGREE, LANES
+
+_ROUND = 1.5 * 2.0**52
+"""To round a number below 2^51 in magnitude, add this constant and subtract it again."""
+_ROWS = 64
+_COLUMNS = DEGREE // _ROWS
+_ROW = _COLUMNS * LANES
+"""Count of numbers that the last six stages combine. They fit the first-level cache."""
+
+
+def _fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a · b + c, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float64(types.float64, types.float64, types.float64), generate
+
+
+_fma: Any = intrinsic(_fused)
+
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+
+def _fast(loop: Loop) -> Loop:
+    """Compile a loop, once per machine, so that it runs without Python's lock."""
+    made: Any = njit(error_model="numpy", nogil=True, cache=True)(loop)
+    return made  # type: ignore[no-any-return]
+
+
+def _inline(function: Loop) -> Loop:
+    """Compile a function into the loops that call it."""
+    made: Any = njit(error_model="numpy", nogil=True, inline="always")(function)
+    return made  # type: ignore[no-any-return]
+
+
+@_inline
+def _times(x: Any, w: Any, q: Any, inverse: Any) -> Any:
+    """Return x · w modulo q: a whole number of magnitude up to 0.79 q."""
+    high = x * w
+    low = _fma(x, w, -high)
+    quotient = _fma(high, inverse, _ROUND) - _ROUND
+    return _fma(-quotient, q, high) + low
+
+
+@_inline
+def _reduced(x: Any, q: Any, inverse: Any) -> Any:
+    """Return x modulo q, of magnitude barely above q / 2 at most."""
+    return x - (_fma(x, inverse, _ROUND) - _ROUND) * q
+
+
+@_inline
+def _canonical(x: Any, q: Any, inverse: Any) -> Any:
+    """Return x modulo q, from 0 to q - 1."""
+    rest = _reduced(x, q, inverse)
+    rest = rest + q if rest < 0 else rest
+    return rest - q if rest >= q else rest
+
+
+class _Vectors:
+    """Arithmetic on vectors of eight numbers modulo q, inside an intrinsic.
+
+    Numba's own loops are slow where a factor changes after every eight numbers.
+    """
+
+    _eight = ir.VectorType(ir.DoubleType(), LANES)
+
+    def __init__(self, builder: Any, q: Any, inverse: Any) -> None:
+        self._builder = builder
+        self._fused = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, ir.FunctionType(self._eight, [self._eight] * 3), f"llvm.fma.v{LANES}f64"
+        )
+        self._q, self._inverse = self.every(q), self.every(inverse)
+        self._rounding = ir.Constant(self._eight, [_ROUND] * LANES)
+
+    def every(self, value: Any) -> Any:
+        """Return a vector of eight equal numbers."""
+        nothing = ir.Constant(self._eight, ir.Undefined)
+        first = self._builder.insert_element(nothing, value, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        return self._builder.shuffle_vector(first, nothing, zeros)
+
+    def place(self, array: Any, at: Any) -> Any:
+        """Return the address of eight neighbours in an array, the first of them at ``at``."""
+        pointer = self._builder.gep(array, [at])
+        return self._builder.bitcast(pointer, ir.PointerType(self._eight))
+
+    def load(self, place: Any) -> Any:
+        return self._builder.load(place, align=8)
+
+    def store(self, value: Any, place: Any) -> None:
+        self._builder.store(value, place, align=8)
+
+    def sum(self, x: Any, y: Any) -> Any:
+        return self._builder.fadd(x, y)
+
+    def difference(self, x: Any, y: Any) -> Any:
+        return self._builder.fsub(x, y)
+
+    def times(self, x: Any, w: Any) -> Any:
+        """Do as `_times`."""
+        builder = self._builder
+        high = builder.fmul(x, w)
+        low = builder.call(self._fused, [x, w, builder.fneg(high)])
+        quotient = builder.call(self._fused, [high, self._inverse, self._rounding])
+        quotient = builder.fneg(builder.fsub(quotient, self._rounding))
+        return builder.fadd(builder.call(self._fused, [quotient, self._q, high]), low)
+
+
+def _product(
+    typing_context: Any, row: Any, at: Any, key: Any, total: Any, q: Any, inverse: Any
+) -> Any:
+    """Add eight neighbours of ``row``, times ``key``, to those of ``total``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, at, key, target, q, inverse = arguments
+        kinds = signature.args
+        vectors = _Vectors(builder, q, inverse)
+        place = vectors.place(context.make_array(kinds[0])(context, builder, source).data, at)
+        sums = vectors.place(context.make_array(kinds[3])(context, builder, target).data, at)
+        rest = vectors.times(vectors.load(place), vectors.every(key))
+        vectors.store(vectors.sum(vectors.load(sums), rest), sums)
+        return context.get_dummy_value()
+
+    real = types.float64
+    return types.void(row, types.intp, real, total, real, real), generate
+
+
+def _butterflies(
+    typing_context: Any, x: Any, at: Any, width: Any, u: Any, v: Any, w: Any, q: Any, inverse: Any
+) -> Any:
+    """Take eight neighbours, and those ``width``, 2 and 3 ``width`` further, through two stages."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at, width, u, v, w, q, inverse = arguments
+        vectors = _Vectors(builder, q, inverse)
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        places = [vectors.place(data, at)]
+        for _ in range(3):
+            at = builder.add(at, width)
+            places.append(vectors.place(data, at))
+        numbers = [vectors.load(place) for place in places]
+        for one, two, root in ((0, 2, u), (1, 3, u), (0, 1, v), (2, 3, w)):
+            a, t = numbers[one], vectors.times(numbers[two], vectors.every(root))
+            numbers[one], numbers[two] = vectors.sum(a, t), vectors.difference(a, t)
+        for number, place in zip(numbers, places, strict=True):
+            vectors.store(number, place)
+        return context.get_dummy_value()
+
+    real = types.float64
+    return types.void(x, types.intp, types.intp, *[real] * 5), generate
+
+
+_add_product: Any = intrinsic(_product)
+_pass_two_stages: Any = intrinsic(_butterflies)
+
+
+@_fast
+def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
+    """Take ``groups`` groups of neighbours through two stages; each becomes four groups.
+
+    ``roots[start + g]`` belongs to group g in the first stage.
+    """
+    p = 1.0 / q
+    width = x.shape[0] // (4 * groups)
+    for g in range(groups):
+        j = start + g
+        u, v, w = roots[j], roots[2 * j], roots[2 * j + 1]
+        for i in range(0, width, LANES):
+            _pass_two_stages(x, 4 * g * width + i, width, u, v, w, q, p)
+
+
+@_fast
+def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
+    """Add a row, times its words of the key, to ``total``."""
+    p = 1.0 / q
+    for i in range(key.shape[0]):
+        _add_product(row, LANES * i, key[i], total, q, p)
+
+
+@_fast
+def _add_later_stages(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
+    """Transform from the third stage on, and add the products with the keys to the totals."""
+    for stage in (4, 16):
+        _two_stages(x, roots, stage, stage, q)
+    for r in range(_ROWS):
+        row = x[r * _ROW : (r + 1) * _ROW]
+        for stage in (1, 4, 16):
+            _two_stages(row, roots, stage * (_ROWS + r), stage, q)
+        for part in range(keys.shape[0]):
+            key = keys[part, r * _COLUMNS : (r + 1) * _COLUMNS]
+            _add_row(row, key, totals[part, r * _ROW : (r + 1) * _ROW], q)
+
+
+@_fast
+def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
+    """Do as `ring.add_products`, by the powers ``roots`` of the root of unity.
+
+    Keys are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
+    """
+    _two_stages(x, roots, 1, 1, q)
+    _add_later_stages(x, keys, totals, roots, q)
+
+
+@_fast
+def add_encoded(
+    values: Any,
+    scale: Any,
+    count: Any,
+    squares: Any,
+    x: Any,
+    keys: Any,
+    totals: Any,
+    roots: Any,
+    q: Any,
+) -> None:
+    """Do as `ring.add_encoded`.
+
+    The loop that encodes also does the first two stages, which saves passes through memory.
+    ``squares`` holds 512 partial sums, so that additions do not wait for one another.
+    """
+    p = 1.0 / q
+    u, v, w = roots[1], roots[2], roots[3]
+    step, quarter = squares.shape[0], x.shape[0] // 4
+    for start in range(0, quarter, step):
+        one, two = values[start : start + step], values[quarter + start : quarter + start + step]
+        third, fourth = 2 * quarter + start, 3 * quarter + start
+        three, four = values[third : third + step], values[fourth : fourth + step]
+        to_one, to_two = x[start : start + step], x[quarter + start : quarter + start + step]
+        to_three, to_four = x[third : third + step], x[fourth : fourth + step]
+        for i in range(step):
+            a, b, c, d = one[i] * scale, two[i] * scale, three[i] * scale, four[i] * scale
+            squares[i] += (a * a + b * b) + (c * c + d * d)
+            a, b = ((a + _ROUND) - _ROUND) * count, ((b + _ROUND) - _ROUND) * count
+            c, d = ((c + _ROUND) - _ROUND) * count, ((d + _ROUND) - _ROUND) * count
+            t = _times(c, u, q, p)
+            a, c = a + t, a - t
+            t = _times(d, u, q, p)
+            b, d = b + t, b - t
+            t = _times(b, v, q, p)
+            to_one[i], to_two[i] = a + t, a - t
+            t = _times(d, w, q, p)
+            to_three[i], to_four[i] = c + t, c - t
+    _add_later_stages(x, keys, totals, roots, q)
+
+
+@_fast
+def reduce(x: Any, q: Any) -> None:
+    """Bring numbers of magnitude up to 2^52 into (-q, q), in place."""
+    p = 1.0 / q
+    for i in range(x.shape[0]):
+        x[i] = _reduced(x[i], q, p)
+
+
+@_fast
+def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
+    """Do as `ring.invert`, of magnitudes up to 2^52, by the inverses ``back`` of the roots.
+
+    ``scale`` is the inverse of 4096 modulo q.
+    """
+    p = 1.0 / q
+    for i in range(x.shape[0]):
+        x[i] = _reduced(x[i], q, p)
+    groups, width = DEGREE // 2, LANES
+    while groups >= 1:
+        for group in range(groups):
+            w = back[groups + group]
+            low = x[2 * group * width : (2 * group + 1) * width]
+            high = x[(2 * group + 1) * width : (2 * group + 2) * width]
+            for i in range(width):
+                a, b = low[i], high[i]
+                low[i] = _reduced(a + b, q, p)
+                high[i] = _times(a - b, w, q, p)
+        groups, width = groups // 2, width * 2
+    for i in range(x.shape[0]):
+        x[i] = _canonical(_times(x[i], scale, q, p), q, p)
+
+
+@_fast
+def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> None:
+    """Do as `ring.switch`. Each of ``rows`` serves one prime.
+
+    It holds q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and
+    2^16 (2^48 - q) / q.
+    """
+    for i in range(words.shape[0]):
+        top, bottom = float(low[i] >> 28), float(low[i] & 0xFFFFFFF)
+        whole, fraction = 0, 0.0
+        for prime in range(2):
+            q = rows[prime, 0]
+            p = 1.0 / q
+            v = one[i] if prime == 0 else two[i]
+            v = v + _times(high[i], rows[prime, 1], q, p) + _times(top, rows[prime, 2], q, p)
+            y = _canonical(_times(v + bottom, rows[prime, 3], q, p), q, p)
+            whole += int(y)
+            fraction += y * rows[prime, 4]
+        words[i] = (whole << 16) + int((fraction + _ROUND) - _ROUND)
+
+
+@_fast
+def split(words: Any, q: Any, x: Any) -> None:
+    """Do as `ring.split`; residues are of magnitude up to q."""
+    p = 1.0 / q
+    for i in range(words.shape[0]):
+        word = words[i]
+        top, bottom = float(word >> 28), float(word & 0xFFFFFFF)
+        x[i] = _reduced(_times(top, 268435456.0, q, p) + bottom, q, p)
+
+
+@_fast
+def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
+    """Do as `ring.add_joined`; ``inverse`` is that of q modulo ``other``."""
+    p = 1.0 / float(other)
+    for i in range(words.shape[0]):
+        t = int(_canonical(_times(two[i] - one[i], inverse, float(other), p), float(other), p))
+        if t > other // 2:
+            t -= other
+        words[i] += int(one[i]) + q * t

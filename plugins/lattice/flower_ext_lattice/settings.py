@@ -1,0 +1,235 @@
+"""Public settings of a run of private weighting over ring-LWE, with sizes and error bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.oblivious import KEY_BYTES
+from flower_ext.secure.weighting.party_settings import PartySettings
+from flower_ext_lattice.layout import DEGREE
+
+NONCE_BYTES = 32
+"""Length in bytes of the random bytes in every set of weights."""
+WEIGHT_BITS = 56
+"""k: weights are multiples of 2⁻ᵏ."""
+FRACTION_BITS = 30
+"""b: coordinates are multiples of C · 2⁻ᵇ."""
+ERROR_BOUND = 21
+"""Largest magnitude of a sample of the centred binomial distribution, of variance 21/2."""
+ERROR_VARIANCE = ERROR_BOUND / 2
+SUM_LIMIT = 512
+"""Largest sum of a coordinate in clipping norms; larger sums wrap."""
+CLIPPING_SLACK = 2.0**-20
+"""Relative excess over the clipping norm that a silo accepts, and that the sensitivity counts."""
+
+SECOND_WORD_BYTES = 8
+"""Length in bytes of a word of c1."""
+FIRST_WORD_BYTES = 6
+"""Length in bytes of a word of c0. A masked word has eight bytes; the silo drops the lowest two."""
+COUNT_BYTES = 4
+"""Length in bytes of a masked count."""
+STEP_BITS = 64 + WEIGHT_BITS - 96
+"""A step of the encoding is 2²⁴ in words of 64 bits, and 2ᵏ modulo q, which has 96 bits."""
+
+DRAW_TEXT_BYTES = 1 + KEY_BYTES
+"""Length in bytes of the number and the key of one column of entries."""
+
+_TERNARY_VARIANCE = 2 / 3
+_MOST_CHOICES = 2**16
+"""With fewer choices than this, an update times its count stays far below the primes."""
+_NOISE_ROOM = 16.0
+"""Largest accepted noise in standard deviations; a Gaussian exceeds it once in 10⁵⁷ draws."""
+_LARGEST_ADDED_DELTA = 1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeSettings(PartySettings):
+    """Public facts of one run of the protocol. Checked at construction.
+
+    Parameters
+    ----------
+    run, users, silos, coordinates, draw_choices, winning_choices
+        As for `PartySettings`; d is the number of coordinates.
+    silo_record_limits : sequence of int
+        The most records of one user in each silo. They are mandatory: a user with more records than
+        all limits together would get a wrong weight, and nobody would notice.
+    clipping_norm : float
+        C: largest L2 norm of an update.
+    noise_stddev : float
+        Standard deviation of one silo's share of the noise, in each coordinate.
+    rounds : int
+        The most rounds that the run will have. Statistical distances add up over rounds.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range, the noise is too small to hide the protocol's own errors in the sum
+        (see `added_delta`), or the noise is so large that it alone could wrap a sum.
+    """
+
+    silo_record_limits: tuple[int, ...]
+    clipping_norm: float
+    noise_stddev: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least_one("rounds", self.rounds)
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_stddev", self.noise_stddev)
+        self._check_limits()
+        self._check_noise()
+
+    @property
+    def table_size(self) -> int:
+        """M = N_max + 1: how many different totals of records, 0 to N_max, a user can have."""
+        return 1 + self.max_records_per_user
+
+    @property
+    def max_records_per_user(self) -> int:
+        """N_max: the most records that a user may have over all silos."""
+        return sum(self.silo_record_limits)
+
+    @property
+    def blocks(self) -> int:
+        """Number of polynomials that hold an update."""
+        return -(-self.coordinates // DEGREE)
+
+    @property
+    def step(self) -> float:
+        """Distance between neighbouring encoded values."""
+        return math.ldexp(self.clipping_norm, -FRACTION_BITS)
+
+    @property
+    def noise_bound(self) -> float:
+        """Largest accepted magnitude of one silo's noise in a coordinate."""
+        return _NOISE_ROOM * self.noise_stddev
+
+    @property
+    def sum_limit(self) -> float:
+        """Magnitude at which a coordinate of the sum wraps: 512 C.
+
+        A wrapped sum is useless, but not unsafe. The sum of a coordinate is at most C times the
+        number of users, plus the noise.
+        """
+        return SUM_LIMIT * self.clipping_norm
+
+    def contribution_bound(self, clipping_norm: float) -> float:
+        """Return the largest L2 norm by which one user who was drawn moves the sum.
+
+        It is the sum of ``clipping_norm`` with the slack of clipping and
+
+        * 1.5 · √d steps: encoding moves a coordinate by at most half a step, and the fraction of a
+          step in the weighted sum changes the carry of the dither by at most one;
+        * `error_bound`, for the errors e_u.
+        """
+        encoding = 1.5 * math.sqrt(self.coordinates) * self.step
+        return clipping_norm * (1 + CLIPPING_SLACK) + encoding + self.error_bound
+
+    @property
+    def error_bound(self) -> float:
+        """Largest L2 norm by which a user, drawn or not, moves the sum through the errors e_u.
+
+        A product with e_u is at most 4096 · 21 times as long as its other factor. That factor is at
+        most N_max · (C + √d / 2 steps) long. The product counts in units of 2⁻ᵏ.
+        """
+        encoded = self.clipping_norm * (1 + CLIPPING_SLACK)
+        encoded += 0.5 * math.sqrt(self.coordinates) * self.step
+        return math.ldexp(self.max_records_per_user * encoded * DEGREE * ERROR_BOUND, -WEIGHT_BITS)
+
+    @cached_property
+    def rerandomising_delta(self) -> float:
+        """Statistical distance of the server's view from one without the errors of re-randomising.
+
+        A silo adds the error r·e + e2·s, with a standard deviation of 240 · 2⁻ᵏ steps. It also adds
+        its noise and a dither that is uniform over one step. An error of t steps therefore moves
+        the distribution by a total variation distance of t / (√(2π) σ), where σ counts steps.
+        Distances add up over coordinates and rounds.
+        """
+        variance = DEGREE * 2 * _TERNARY_VARIANCE * ERROR_VARIANCE
+        steps = math.ldexp(math.sqrt(variance), -WEIGHT_BITS)
+        one = steps / (math.sqrt(2 * math.pi) * self._noise_steps)
+        return self.coordinates * self.rounds * one
+
+    @cached_property
+    def hint_delta(self) -> float:
+        """Statistical distance by which the server's secrets move the rounded results.
+
+        The rounding error of c1 (ρ·s), the errors of re-randomising and Σ V·e_u move a result by a
+        fraction t of a step, which one silo's noise hides. The Kullback-Leibler divergence of a
+        rounded result is t² / (2 σ²), and adds up over coordinates and rounds. The bound assumes
+        that all users have N_max records and updates of full norm.
+        """
+        rounding = self.silos * DEGREE * _TERNARY_VARIANCE / 12
+        words = math.ldexp(rounding, -2 * STEP_BITS)
+        rerandomised = self.silos * DEGREE * 2 * _TERNARY_VARIANCE * ERROR_VARIANCE
+        rerandomised = math.ldexp(rerandomised, -2 * WEIGHT_BITS)
+        squared = self.coordinates * (words + rerandomised) + self.users * self._user_error
+        return math.sqrt(self.rounds * squared) / (2 * self._noise_steps)
+
+    @cached_property
+    def undrawn_delta(self) -> float:
+        """Statistical distance by which a user who is never drawn moves the rounded results."""
+        return math.sqrt(self.rounds * self._user_error) / (2 * self._noise_steps)
+
+    @property
+    def added_delta(self) -> float:
+        """Sum of all statistical distances of the run. Add it to δ."""
+        return self.rerandomising_delta + self.hint_delta + self.undrawn_delta
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of a user's entries: two if nobody may know who is drawn."""
+        return 1 if self.draw_choices is None else 2
+
+    @property
+    def count_bytes(self) -> int:
+        """Length in bytes of a masked count."""
+        return COUNT_BYTES
+
+    def record_limit(self, silo: int) -> int:
+        """Return the most records that one user may have in ``silo``."""
+        return self.silo_record_limits[silo]
+
+    @property
+    def _noise_steps(self) -> float:
+        return self.noise_stddev / self.step
+
+    @property
+    def _user_error(self) -> float:
+        """Expected squared length, in steps, of V·e_u for a user with N_max records."""
+        length = math.ldexp(self.max_records_per_user, FRACTION_BITS - WEIGHT_BITS)
+        return length**2 * DEGREE * ERROR_VARIANCE
+
+    def _check_limits(self) -> None:
+        limits: Sequence[int] | None = self.silo_record_limits
+        whole = isinstance(limits, list | tuple) and all(type(limit) is int for limit in limits)
+        if not limits or not whole or len(limits) != self.silos or min(limits) < 0:
+            raise InvalidValue(
+                f"silo_record_limits={limits!r}: expected {self.silos} integers >= 0, the most "
+                "records of one user in each silo"
+            )
+        object.__setattr__(self, "silo_record_limits", tuple(limits))
+        if not 1 <= sum(limits) < _MOST_CHOICES:
+            raise InvalidValue(
+                f"silo_record_limits={limits!r}: expected a sum from 1 to {_MOST_CHOICES - 1}"
+            )
+
+    def _check_noise(self) -> None:
+        if self.added_delta > _LARGEST_ADDED_DELTA:
+            raise InvalidValue(
+                f"noise_stddev={self.noise_stddev!r} adds {self.added_delta:.1g} to δ: expected at "
+                f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer rounds={self.rounds} or "
+                "smaller silo_record_limits"
+            )
+        if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:
+            raise InvalidValue(
+                f"noise_stddev={self.noise_stddev!r} at {self.silos} silos: expected ten standard "
+                f"deviations of the summed noise below {SUM_LIMIT} clipping norms, where sums "
+                "wrap; use less noise or a larger clipping_norm"
+            )

@@ -1,0 +1,239 @@
+"""A silo's side of private weighting over ring-LWE; the package has the protocol."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+from numpy.typing import ArrayLike
+
+from flower_ext.errors import ProtocolError
+from flower_ext.secure.labels import derive
+from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.oblivious import Receiver
+from flower_ext.secure.weighting.party_state import Stage
+from flower_ext.secure.weighting.silo_party import SiloParty
+from flower_ext.secure.weighting.weighting_messages import check_later
+from flower_ext_lattice import columns
+from flower_ext_lattice.encrypted_sum import EncryptedSum
+from flower_ext_lattice.keys import public_key
+from flower_ext_lattice.messages import (
+    LatticeKey,
+    LatticeSum,
+    LatticeWeights,
+    RoundOpening,
+    TransferAnswer,
+    check_round_number,
+)
+from flower_ext_lattice.ring import Reals
+from flower_ext_lattice.settings import LatticeSettings
+from flower_ext_lattice.state import LatticeSiloState
+from flower_ext_lattice.weighing import Weighing
+from flower_ext_lattice.weights import OpenedWeights
+
+_SUM = "sum"
+_ANSWERING_SILO = 0
+
+
+class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
+    """One silo. Everything it holds is secret, except the messages that its methods return.
+
+    Take the steps of `SiloParty`; silo 0 also calls `answer_transfer` after `seal_seed`. Then call
+    `receive_weights` in every epoch, and `weigh` in every round.
+
+    Parameters
+    ----------
+    settings, index, save, workers
+        As for `SiloParty`.
+    """
+
+    server_key_type = LatticeKey
+    state_type = LatticeSiloState
+
+    def __init__(
+        self,
+        settings: LatticeSettings,
+        index: int,
+        *,
+        save: Callable[[bytes], None] | None = None,
+        workers: int = 1,
+    ) -> None:
+        super().__init__(settings, index, save=save, workers=workers)
+        self._last_epoch = 0
+        self._weights_digest = b""
+        self._weights: OpenedWeights | None = None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch whose weights this silo holds in memory."""
+        return None if self._weights is None else self._weights.epoch
+
+    def answer_transfer(self) -> TransferAnswer:
+        """Return the silos' choices ρ_u, which all silos derive from their seed. Silo 0 only.
+
+        Raises
+        ------
+        ProtocolError
+            The seed is not known yet, or this is not silo 0.
+        """
+        self._expect(Stage.SEEDED)
+        if self.index != _ANSWERING_SILO:
+            raise ProtocolError(
+                f"answer_transfer at silo {self.index}: expected silo {_ANSWERING_SILO}"
+            )
+        return TransferAnswer(answer=self._transfer.answer)
+
+    def receive_weights(self, message: LatticeWeights) -> None:
+        """Take an epoch's weights. The silo stores that the epoch is used before it opens anything.
+
+        The silo accepts the weights of its last epoch again, for example after a restart, if they
+        are the same to the last bit.
+
+        Raises
+        ------
+        ProtocolError
+            The counts were not masked yet, the epoch is below the last one, or it is the last one
+            with other weights. Other weights would reveal N_u.
+        ValueError
+            The message is malformed.
+        """
+        self._expect(Stage.COUNTED)
+        message.check(self.settings)
+        digest = hashlib.sha256(message.to_bytes()).digest()
+        if message.epoch != self._last_epoch or digest != self._weights_digest:
+            check_later("epoch", message.epoch, self._last_epoch)
+            self._last_epoch, self._weights_digest = message.epoch, digest
+            self._weights = None
+            self._store()
+        if self._weights is None:
+            self._weights = self._open(message)
+
+    def begin(self, opening: RoundOpening) -> Weighing:
+        """Begin a round. Add users' updates to the result, a few at a time.
+
+        Raises
+        ------
+        ProtocolError
+            The counts were not masked yet, the round number is not above the last one, or the silo
+            does not hold the weights of the round's epoch.
+        """
+        self._check_round(opening)
+        counts = {user: count for user, count in enumerate(self._counts) if count}
+        assert self._weights is not None  # the round belongs to its epoch
+        return Weighing(
+            self.settings,
+            opening,
+            silo=self.index,
+            counts=counts,
+            places={user: place for place, user in enumerate(self._order)},
+            weights=self._weights,
+            total=EncryptedSum(self.settings, self._public, workers=self._workers),
+            masks=self._use_round,
+        )
+
+    def weigh(
+        self,
+        opening: RoundOpening,
+        updates: Mapping[int, ArrayLike],
+        noise: ArrayLike,
+        *,
+        progress: Progress | None = None,
+    ) -> LatticeSum:
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+
+        Parameters
+        ----------
+        updates : Mapping[int, ArrayLike]
+            Clipped update of every user with records in this silo, by user. Each has shape
+            (coordinates,) and an L2 norm of at most C. Arrays may be memory-mapped.
+        noise : ArrayLike
+            This silo's share of the noise, of shape (coordinates,).
+        progress : callable, optional
+            Called with the number of finished parts of the work, and of all parts.
+
+        Raises
+        ------
+        ProtocolError
+            As `begin`.
+        ValueError
+            Updates belong to other users than those with records here; shapes are wrong; values are
+            not finite or out of bounds; or the noise is too small. Nothing has left the silo then,
+            so call `weigh` again for the same round.
+        """
+        weighing = self.begin(opening)
+        weighing.check_noise(noise)
+        weighing.add(updates, progress=progress)
+        return weighing.finish(noise)
+
+    @property
+    def shifts(self) -> list[int]:
+        """ρ_u of every place, which all silos share and the server does not know."""
+        return self._transfer.choices
+
+    @cached_property
+    def _entry_keys(self) -> list[bytes]:
+        """The key K_{u,ρ_u} of every place."""
+        return self._transfer.keys()
+
+    @cached_property
+    def _public(self) -> Reals:
+        server_key = self._known_server_key
+        return public_key(server_key.public_seed, server_key.words)
+
+    @property
+    def _count_modulus(self) -> int:
+        return self.settings.table_size
+
+    def _hidden_counts(self) -> list[int]:
+        counts = [self._counts[user] for user in self._order]
+        if self.index != _ANSWERING_SILO:
+            return counts
+        return [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
+
+    def _check_draw(self, number: int) -> None:
+        check_later("epoch", number, self._last_epoch)
+
+    def _check_server_key(self, server_key: LatticeKey) -> None:
+        public_key(server_key.public_seed, server_key.words)
+
+    def _take_seed(self, seed: bytes) -> None:
+        super()._take_seed(seed)
+        self._transfer = Receiver(
+            self._known_server_key.transfer,
+            derive(seed, "transfer"),
+            run=self.settings.context,
+            transfers=self.settings.users,
+            places=self.settings.table_size,
+            workers=self._workers,
+        )
+
+    def _open(self, message: LatticeWeights) -> OpenedWeights:
+        """Return the weights of an epoch as silos use them."""
+        opened_columns = []
+        if self.settings.draw_choices is not None:
+            receiver = self._draw_receiver(message.epoch, message.offer)
+            opened_columns = columns.open_columns(self.settings, receiver, message.columns)
+        return OpenedWeights(
+            self.settings,
+            self._known_server_key.public_seed,
+            message,
+            keys=self._entry_keys,
+            shifts=self.shifts,
+            columns=opened_columns,
+        )
+
+    def _check_round(self, opening: RoundOpening) -> None:
+        self._expect(Stage.COUNTED)
+        check_round_number(opening.round_number, self._last_round, self.settings)
+        if self.epoch != opening.epoch:
+            raise ProtocolError(
+                f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"
+            )
+
+    def _use_round(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
+        """Store that the round is used, and return the keys of its masks."""
+        self._check_round(opening)
+        self._last_round = opening.round_number
+        self._store()
+        return self._pairs.mask_keys(_SUM, opening.round_number)

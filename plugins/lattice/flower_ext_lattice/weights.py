@@ -1,0 +1,195 @@
+"""One epoch's encrypted weights: the server encrypts them, and the silos open one per user.
+
+The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u, where y_u is 1 if the user was drawn and
+0 otherwise. It sends b_u = e_u - a_u · s without the constant word β_u. For every i = 0, …, M - 1
+it sends the word β_u + y_u · W[x_u - i] under a key of its own. The silos hold only the key at
+i = ρ_u = x_u - N_u. If nobody may know who is drawn, every entry has two columns (see `draw`), and
+opening an entry takes the key of its column as well.
+
+The a_u and all pads depend on 32 random bytes that every set of weights carries. Two sets of one
+epoch, of a server that was restored from an older state, then have nothing in common: under the
+same a_u and pads, their difference would be y_u · ⌊2^k / N_u⌋ with an error, which shows N_u.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.labels import derive
+from flower_ext.secure.weighting.oblivious import KEY_BYTES
+from flower_ext_lattice import ring
+from flower_ext_lattice.columns import Columns
+from flower_ext_lattice.keys import SecretKey, key_pairs
+from flower_ext_lattice.layout import DEGREE
+from flower_ext_lattice.messages import LatticeWeights
+from flower_ext_lattice.ring import PRIMES, RESIDUE_BYTES, Reals
+from flower_ext_lattice.samplers import Stream, public_polynomial
+from flower_ext_lattice.settings import NONCE_BYTES, WEIGHT_BITS, LatticeSettings
+
+_ENTRY_BYTES = 2 * RESIDUE_BYTES
+_TOGETHER = 64
+"""Number of users whose polynomials are made together."""
+_KEPT = 1024
+"""Number of users whose transforms stay in memory, of 128 KB each. Others are made when needed."""
+
+
+def weight_table(size: int) -> NDArray[np.int64]:
+    """Return W: zero, and ⌊2^k / j⌋ for every j from 1 to ``size - 1``."""
+    return np.array([0] + [2**WEIGHT_BITS // j for j in range(1, size)], dtype=np.int64)
+
+
+def encrypt(
+    settings: LatticeSettings,
+    secret: SecretKey,
+    public_seed: bytes,
+    *,
+    epoch: int,
+    shifted: Sequence[int],
+    columns: Columns,
+    keys: Sequence[bytes],
+) -> LatticeWeights:
+    """Return the weights of an epoch, with fresh a_u, e_u and pads.
+
+    Parameters
+    ----------
+    epoch : int
+        A number never used before, by which silos tell sets of weights apart.
+    shifted : Sequence of int
+        x_u of every place in the silos' secret order.
+    columns : Columns
+        y_u of every place, with the columns' keys if the draw is secret.
+    keys : Sequence of bytes
+        The M keys of every place, joined.
+    """
+    users, size = settings.users, settings.table_size
+    table, errors = weight_table(size), Stream.fresh()
+    words, sealed = np.empty((2, users, DEGREE)), bytearray()
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    label = _label(epoch, nonce)
+    for start in range(0, users, _TOGETHER):
+        places = range(start, min(start + _TOGETHER, users))
+        drawn_errors = errors.errors(len(places) * DEGREE).reshape(-1, DEGREE).astype(np.float64)
+        masks = _masks(public_seed, label, places)
+        words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
+    for place in range(users):
+        weights = table[(shifted[place] - np.arange(size)) % size, None]
+        weights = weights * np.array(columns.drawn[place])
+        entries = [
+            (int(words[prime, place, 0]) + weights) % modulus.value
+            for prime, modulus in enumerate(PRIMES)
+        ]
+        text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
+        pads = b"".join(
+            _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], label, place, i)
+            for i in range(size)
+        )
+        text = text ^ np.frombuffer(pads, np.uint8)
+        if columns.keys:
+            column_pads = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
+            text ^= np.stack(column_pads, axis=1).reshape(-1)
+        sealed += text.tobytes()
+    return LatticeWeights(
+        epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed)
+    )
+
+
+class OpenedWeights:
+    """The weights of one epoch as silos use them: an encryption for each place.
+
+    Parameters
+    ----------
+    keys : Sequence of bytes
+        For every place, the key that the silos hold.
+    shifts : Sequence of int
+        ρ_u of every place.
+    columns : Sequence of (int, bytes), optional
+        Number and key of the column that the silos open, for every place, if the draw is secret.
+
+    Raises
+    ------
+    ValueError
+        A word is not below its prime.
+    """
+
+    def __init__(
+        self,
+        settings: LatticeSettings,
+        public_seed: bytes,
+        message: LatticeWeights,
+        *,
+        keys: Sequence[bytes],
+        shifts: Sequence[int],
+        columns: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
+        self.epoch = message.epoch
+        self._public_seed = public_seed
+        self._label = label = _label(message.epoch, message.nonce)
+        users = settings.users
+        shape = (2, users, DEGREE - 1)
+        ring.from_words(message.words, shape, name="weights")  # refuses
+        self._words = np.frombuffer(message.words, np.uint8).reshape(*shape, RESIDUE_BYTES)
+        opened = bytearray()
+        for place, (key, shift) in enumerate(zip(keys, shifts, strict=True)):
+            column = columns[place][0] if columns else 0
+            at = (place * settings.table_size + shift) * settings.columns + column
+            entry = np.frombuffer(message.sealed, np.uint8, _ENTRY_BYTES, at * _ENTRY_BYTES)
+            pads = np.frombuffer(_pad(settings, key, label, place, shift), np.uint8)
+            entry = entry ^ pads.reshape(settings.columns, _ENTRY_BYTES)[column]
+            if columns:
+                entry ^= _column_pad(settings, columns[place][1], label, place)[shift]
+            opened += entry.tobytes()
+        raw = np.frombuffer(opened, np.uint8).reshape(users, 2, RESIDUE_BYTES).swapaxes(0, 1)
+        try:
+            self._constants = ring.from_words(raw.tobytes(), (2, users), name="weights")
+        except InvalidValue as error:
+            raise InvalidValue("weights: expected those sealed for these silos") from error
+        self._kept: dict[int, Reals] = {}
+
+    def keys(self, places: Sequence[int]) -> list[Reals]:
+        """Return, for each place, the transforms (2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
+        missing = [place for place in places if place not in self._kept]
+        made = dict(zip(missing, self._made(missing), strict=True)) if missing else {}
+        for place in missing[: max(0, _KEPT - len(self._kept))]:
+            self._kept[place] = made[place].copy()
+        return [made[place] if place in made else self._kept[place] for place in places]
+
+    def _made(self, places: Sequence[int]) -> Reals:
+        words = np.empty((2, len(places), DEGREE))
+        words[:, :, 0] = self._constants[:, places]
+        raw = np.ascontiguousarray(self._words[:, places])
+        words[:, :, 1:] = ring.from_words(raw.reshape(-1), raw.shape[:3], name="weights")
+        return key_pairs(words, _masks(self._public_seed, self._label, places))
+
+
+def _label(epoch: int, nonce: bytes) -> bytes:
+    """Return the label of one set of weights, 40 bytes, from which its a_u and pads derive."""
+    return epoch.to_bytes(8, "big") + nonce
+
+
+def _masks(public_seed: bytes, label: bytes, places: Sequence[int]) -> Reals:
+    """Return the transforms (2, places, DEGREE) of a_u."""
+    made = [public_polynomial(public_seed, "weights", label, place) for place in places]
+    return np.stack(made, axis=1)
+
+
+def _pad(settings: LatticeSettings, key: bytes, label: bytes, place: int, number: int) -> bytes:
+    """Return the pad of one entry, for all columns: BLAKE2b, a pseudorandom function of its key."""
+    entry = b"%s entry %s %d %d" % (settings.context, label, place, number)
+    size = settings.columns * _ENTRY_BYTES
+    return hashlib.blake2b(entry, key=key, digest_size=size).digest()
+
+
+def _column_pad(
+    settings: LatticeSettings, key: bytes, label: bytes, place: int
+) -> NDArray[np.uint8]:
+    """Return the pad (M, bytes of an entry) of one column's entries: a stream under its key."""
+    stream = Stream(derive(key, "column", settings.context, label, place))
+    return stream.octets(settings.table_size * _ENTRY_BYTES).reshape(
+        settings.table_size, _ENTRY_BYTES
+    )

@@ -1,0 +1,108 @@
+"""Small runs of private weighting over ring-LWE, and the plain sum they must equal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.server import LatticeServer
+from flower_ext_lattice.settings import LatticeSettings
+from flower_ext_lattice.silo import LatticeSilo
+
+
+def lattice_settings(**changes) -> LatticeSettings:
+    silos = changes.get("silos", 3)
+    facts = {
+        "run": "test",
+        "users": 4,
+        "silos": silos,
+        "coordinates": 5,
+        "silo_record_limits": (20,) * silos,
+        "clipping_norm": 1.0,
+        "noise_stddev": 1.0,
+        "rounds": 100,
+    }
+    return LatticeSettings(**facts | changes)
+
+
+@dataclass
+class LatticeWorld:
+    """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
+
+    settings: LatticeSettings
+    counts: np.ndarray
+    save: Callable[[bytes], None] | None = None
+    workers: int = 1
+    sent: list = field(default_factory=list)
+
+    def __post_init__(self):
+        facts = self.settings
+        self.server = LatticeServer(facts, workers=self.workers)
+        self.silos = [
+            LatticeSilo(facts, i, save=self.save, workers=self.workers) for i in range(facts.silos)
+        ]
+        relayed = self.server.relay_keys([silo.key for silo in self.silos])
+        for silo in self.silos:
+            silo.receive_keys(self.server.public_key, relayed)
+        seeds = self.server.relay_seed(self.silos[0].seal_seed())
+        answer = self.silos[0].answer_transfer()
+        self.server.receive_answer(answer)
+        for silo, seed in zip(self.silos[1:], seeds, strict=True):
+            silo.open_seed(seed)
+        masked = [s.mask_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
+        self.server.receive_counts(masked)
+        self.sent += [self.server.public_key, *relayed, *seeds, answer, *masked]
+
+    @property
+    def order(self) -> list[int]:
+        """The user at each place."""
+        return self.silos[0]._order
+
+    def draw(self, rng: np.random.Generator, scale=1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Updates (silos, users, coordinates) of length ``scale`` C, noise (silos, coordinates)."""
+        facts = self.settings
+        updates = rng.standard_normal((facts.silos, facts.users, facts.coordinates))
+        updates *= scale * facts.clipping_norm / np.linalg.norm(updates, axis=2, keepdims=True)
+        noise = facts.noise_stddev * rng.standard_normal((facts.silos, facts.coordinates))
+        return updates, noise
+
+    def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+        """Updates of the users that have records in ``silo``."""
+        return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
+
+    def open_epoch(self, sampled=None):
+        weights = self.server.open_epoch(sampled=sampled)
+        for silo in self.silos:
+            silo.receive_weights(weights)
+        self.sent.append(weights)
+        return weights
+
+    def weigh(self, opening, updates, noise) -> list[LatticeSum]:
+        return [
+            silo.weigh(opening, self.own(i, updates), noise[i]) for i, silo in enumerate(self.silos)
+        ]
+
+    def run_round(self, number, updates, noise) -> np.ndarray:
+        opening = self.server.open_round(number)
+        sums = self.weigh(opening, updates, noise)
+        self.sent += [opening, *sums]
+        return self.server.close_round(sums)
+
+    def plain(self, updates, noise, users=None) -> np.ndarray:
+        """The same sum in the open, one product at a time."""
+        total = np.zeros(self.settings.coordinates)
+        for silo in range(self.settings.silos):
+            for user in range(self.settings.users) if users is None else users:
+                if self.counts[silo, user]:
+                    weight = self.counts[silo, user] / self.counts[:, user].sum()
+                    total = total + weight * updates[silo, user]
+            total = total + noise[silo]
+        return total
+
+
+def draw_counts(rng: np.random.Generator, settings: LatticeSettings) -> np.ndarray:
+    """Records of each user in each silo, up to the silo's limit; some users have none."""
+    limits = np.array(settings.silo_record_limits)[:, None]
+    counts = rng.integers(0, limits + 1, (settings.silos, settings.users))
+    return counts * (rng.random((settings.silos, settings.users)) < 0.7)

@@ -1,0 +1,288 @@
+"""Draws of users over ring-LWE that neither the server nor the silos know."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from lattice_world import LatticeWorld, draw_counts, lattice_settings
+from scipy import stats
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
+from flower_ext.secure.weighting.secret_draw import draw_receiver
+from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
+from flower_ext_lattice import columns, ring, weights
+from flower_ext_lattice.messages import LatticeWeights
+from flower_ext_lattice.silo import LatticeSilo
+
+ENTRY = 12
+SEALED = 33 + SEAL_BYTES
+
+
+def facts(**changes):
+    return lattice_settings(**{"users": 5, "draw_choices": 3, **changes})
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(3)
+
+
+@pytest.fixture
+def world(rng):
+    return LatticeWorld(facts(), draw_counts(rng, facts()))
+
+
+def answered(world):
+    return world.silos[0].answer_draw(world.server.offer_draw())
+
+
+def open_epoch(world):
+    """Open an epoch with a secret draw at all parties."""
+    message = world.server.open_drawn_epoch(answered(world))
+    for silo in world.silos:
+        silo.receive_weights(message)
+    return message
+
+
+def opened_columns(silo, message):
+    """Return the number and the key of the column that a silo takes, by place."""
+    chosen = draw_receiver(silo.settings, silo._seed, message.epoch, message.offer, workers=1)
+    return columns.open_columns(silo.settings, chosen, message.columns)
+
+
+class Watch:
+    """Columns that the server made; only a test, which acts for all parties, knows who is drawn."""
+
+    def __init__(self, monkeypatch):
+        self.made = None
+        made = columns.draw_columns
+
+        def watched(settings):
+            self.made = made(settings)
+            return self.made
+
+        monkeypatch.setattr(columns, "draw_columns", watched)
+
+    def drawn(self, world, message):
+        """Return the drawn places."""
+        taken = opened_columns(world.silos[1], message)
+        own = zip(self.made.drawn, taken, strict=True)
+        return [place for place, (drawn, (column, _)) in enumerate(own) if drawn[column]]
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+def test_the_sum_is_that_of_the_users_whom_all_silos_took(world, watch, rng):
+    sizes = set()
+    for number in range(1, 6):
+        message = open_epoch(world)
+        updates, noise = world.draw(rng)
+        users = [world.order[place] for place in watch.drawn(world, message)]
+        expected = world.plain(updates, noise, users)
+        assert np.abs(world.run_round(number, updates, noise) - expected).max() < 1e-7
+        sizes.add(tuple(users))
+    assert len(sizes) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("hits", "choices"), [(1, 2), (1, 4), (3, 4)])
+def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices, watch):
+    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
+    world = LatticeWorld(own, np.full((2, 8), 3))
+    samples = [watch.drawn(world, open_epoch(world)) for _ in range(10)]
+    counts = np.array([[place in sample for place in range(8)] for sample in samples])
+    assert stats.binomtest(int(counts.sum()), counts.size, hits / choices).pvalue > 1e-6
+    assert len({tuple(row) for row in counts.tolist()}) > 3
+
+
+@pytest.mark.full
+def test_where_the_server_puts_the_drawn_column_says_nothing_of_who_is_drawn(monkeypatch, watch):
+    """A server that always lets the first choices win draws every user equally often, too."""
+    first = type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])})
+    monkeypatch.setattr("secrets.SystemRandom", first)
+    world = LatticeWorld(facts(users=8, silos=2), np.full((2, 8), 3))
+    count = sum(len(watch.drawn(world, open_epoch(world))) for _ in range(10))
+    assert stats.binomtest(count, 80, 1 / 3).pvalue > 1e-6
+
+
+def server_guesses(monkeypatch, settings, receiver_of=draw_receiver):
+    """Return how often the first choice is a hit exactly if the user is drawn.
+
+    The server knows the hits, so this is its guess if it expects silos to take the first text.
+    """
+    hits = []
+
+    class Watched:
+        def sample(self, places, count):
+            hits.append(np.random.default_rng(len(hits)).permutation(len(places))[:count].tolist())
+            return hits[-1]
+
+    made, sender = columns.draw_columns(settings), Sender(settings.context)
+    chosen = receiver_of(settings, bytes(32), 1, sender.public, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("secrets.SystemRandom", Watched)
+        sealed = columns.seal_columns(settings, made, sender, chosen.answer, workers=1)
+    taken = columns.open_columns(settings, chosen, sealed)
+    drawn = [own[column] for own, (column, _) in zip(made.drawn, taken, strict=True)]
+    return sum((0 in own) == y for own, y in zip(hits, drawn, strict=True))
+
+
+def test_the_server_cannot_tell_who_is_drawn_unless_it_knows_the_choices(monkeypatch):
+    settings = facts(users=40, draw_choices=2)
+    assert stats.binomtest(server_guesses(monkeypatch, settings), 40, 0.5).pvalue > 1e-6
+
+    def first(*arguments, **options):  # the planted fault: silos always take the first text
+        chosen = draw_receiver(*arguments, **options)
+        chosen._choices = [0 for _ in chosen._choices]
+        return chosen
+
+    assert server_guesses(monkeypatch, settings, first) == 40
+
+
+def guesses(settings, monkeypatch, made=None):
+    """Return how often a silo's column number is y_u, over all users of one draw."""
+    if made is not None:
+        monkeypatch.setattr(columns, "draw_columns", made)
+    order = columns.draw_columns(settings)
+    sender = Sender(settings.context)
+    chosen = draw_receiver(settings, bytes(32), 1, sender.public, workers=1)
+    sealed = columns.seal_columns(settings, order, sender, chosen.answer, workers=1)
+    taken = columns.open_columns(settings, chosen, sealed)
+    return sum(own[column] == column for own, (column, _) in zip(order.drawn, taken, strict=True))
+
+
+def test_a_silo_does_not_see_by_the_column_who_is_drawn(monkeypatch):
+    settings = facts(users=40, draw_choices=2)
+    assert stats.binomtest(guesses(settings, monkeypatch), 40, 0.5).pvalue > 1e-6
+
+    def in_order(settings):  # the planted fault: columns in the order of y
+        made = columns_of(settings)
+        return dataclasses.replace(made, drawn=[(0, 1)] * settings.users)
+
+    columns_of = columns.draw_columns
+    assert guesses(settings, monkeypatch, in_order) == 40
+
+
+def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
+    """Its keys open no other entry: what it would find there is no candidate of the table."""
+    message = open_epoch(world)
+    silo, own = world.silos[0], world.settings
+    q, constants = ring.PRIMES[0].value, silo._weights._constants[0]
+    table = {int(w) % q for w in weights.weight_table(own.table_size)}
+    candidates = table | {-w % q for w in table}
+    raw = np.frombuffer(message.sealed, np.uint8).reshape(own.users, own.table_size, 2, ENTRY)
+    label = weights._label(message.epoch, message.nonce)
+    for place, (column, key) in enumerate(opened_columns(silo, message)):
+        shift = silo.shifts[place]
+        entry_key = silo._entry_keys[place]
+        of_column = weights._column_pad(own, key, label, place)
+        for choice in range(own.table_size):
+            pads = weights._pad(own, entry_key, label, place, choice)
+            pads = np.frombuffer(pads, np.uint8).reshape(2, ENTRY)
+            for other in range(2):
+                found = raw[place, choice, other] ^ pads[other] ^ of_column[choice]
+                word = int.from_bytes(found[:6].tobytes(), "little")
+                difference = (word - int(constants[place])) % q
+                if (choice, other) == (shift, column):
+                    assert difference == 0
+                else:
+                    assert difference not in candidates
+
+
+def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
+    message = open_epoch(world)
+    silo, own = world.silos[1], world.settings
+    chosen = draw_receiver(own, silo._seed, message.epoch, message.offer, workers=1)
+    for user in range(own.users):
+        other = draw_receiver(own, silo._seed, message.epoch, message.offer, workers=1)
+        other._choices[user] = (chosen._choices[user] + 1) % 3
+        with pytest.raises(InvalidValue, match="sealed texts"):
+            columns.open_columns(own, other, message.columns)
+
+
+def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
+    own, seed = facts(users=200), world.silos[0]._seed
+    public = Sender(b"run").public
+    first, second = (draw_receiver(own, seed, epoch, public, workers=1).choices for epoch in (1, 2))
+    same = sum(a == b for a, b in zip(first, second, strict=True))
+    assert stats.binomtest(same, 200, 1 / 3).pvalue > 1e-6
+
+
+def test_the_server_receives_another_answer_of_group_elements_each_time(world):
+    answers = [answered(world) for _ in range(3)]
+    pieces = [a.answer[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
+    assert len(set(pieces)) == len(pieces) == 15
+    assert [answer.number for answer in answers] == [1, 2, 3]
+
+
+def test_weights_have_the_length_that_the_settings_say(world):
+    message, own = open_epoch(world), world.settings
+    assert len(message.to_bytes()) == LatticeWeights.size(own)
+    assert len(message.columns) == 5 * 3 * SEALED
+    entries = 5 * own.table_size * ENTRY
+    plain = LatticeWeights.size(lattice_settings(users=5))
+    assert LatticeWeights.size(own) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
+
+
+def test_an_answer_of_another_epoch_or_a_second_one_is_refused(world):
+    answer = answered(world)
+    other = dataclasses.replace(answer, number=2)
+    with pytest.raises(ProtocolError, match="draw 2: expected offer_draw"):
+        world.server.open_drawn_epoch(other)
+    world.server.open_drawn_epoch(answer)
+    with pytest.raises(ProtocolError, match="draw 1: expected offer_draw"):
+        world.server.open_drawn_epoch(answer)
+
+
+def test_columns_of_another_draw_are_refused(world):
+    message = world.server.open_drawn_epoch(answered(world))
+    again = world.server.open_drawn_epoch(answered(world))
+    for wrong in (
+        dataclasses.replace(again, columns=message.columns),
+        dataclasses.replace(again, offer=message.offer),
+    ):
+        with pytest.raises(InvalidValue, match="sealed texts"):
+            world.silos[1]._open(wrong)
+
+
+def test_a_silo_answers_no_draw_of_a_used_epoch(world):
+    offer = world.server.offer_draw()
+    world.silos[0].receive_weights(world.server.open_drawn_epoch(world.silos[0].answer_draw(offer)))
+    with pytest.raises(ProtocolError, match="expected a number above 1"):
+        world.silos[0].answer_draw(offer)
+
+
+def test_a_restored_silo_opens_the_same_columns_and_a_restored_server_offers_anew(world, rng):
+    message = open_epoch(world)
+    again = LatticeSilo.from_state(world.settings, world.silos[1].export_state())
+    again.receive_weights(message)
+    assert (again._weights._constants == world.silos[1]._weights._constants).all()
+    offer = world.server.offer_draw()
+    answer = world.silos[0].answer_draw(offer)
+    world.server = type(world.server).from_state(world.settings, world.server.export_state())
+    with pytest.raises(ProtocolError, match="expected offer_draw"):
+        world.server.open_drawn_epoch(answer)
+    assert world.server.offer_draw().number == offer.number + 1
+
+
+def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
+    known = LatticeWorld(lattice_settings(), draw_counts(rng, lattice_settings()))
+    with pytest.raises(ProtocolError, match="the settings have draw_choices"):
+        world.server.open_epoch()
+    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
+        known.server.offer_draw()
+    offer = DrawOffer(number=1, public=Sender(b"run").public)
+    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
+        known.silos[0].answer_draw(offer)
+    with pytest.raises(ProtocolError, match="expected offer_draw for this round or epoch"):
+        known.server.open_drawn_epoch(DrawAnswer(number=1, answer=b""))
+
+
+@pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (3, -1)])
+def test_a_draw_that_is_none_is_refused(choices, hits):
+    with pytest.raises(InvalidValue, match="winning_choices="):
+        lattice_settings(draw_choices=choices, winning_choices=hits)

@@ -1,0 +1,342 @@
+import dataclasses
+import hashlib
+import itertools
+import secrets
+
+import numpy as np
+import plain_ring
+import pytest
+from lattice_world import LatticeWorld, lattice_settings
+
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.secure.weighting.weighting_messages import MaskedCounts, SealedSeed
+from flower_ext_lattice import ring
+from flower_ext_lattice.encrypted_sum import EncryptedSum, decrypted
+from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.server import LatticeServer
+from flower_ext_lattice.silo import LatticeSilo
+from flower_ext_lattice.weights import weight_table
+from tests.support.grids import grid
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A world whose rounds tests may use up."""
+    rng = np.random.default_rng(0)
+    facts = lattice_settings()
+    counts = np.array([[20, 0, 1, 7], [20, 0, 0, 0], [20, 0, 0, 3]])  # N_max, 0, 1 and 10 records
+    world = LatticeWorld(facts, counts)
+    world.open_epoch()
+    return world, *world.draw(rng), itertools.count(1)
+
+
+def largest_error(world) -> float:
+    """Half a step for each user, each noise and each dither, and somewhat more for the sum."""
+    return world.settings.step * (world.settings.users + 2 * world.settings.silos + 3) / 2
+
+
+def test_the_result_is_the_plain_weighted_sum(shared):
+    world, updates, noise, numbers = shared
+    result = world.run_round(next(numbers), updates, noise)
+    assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
+    steps = result / world.settings.step
+    assert (steps == np.rint(steps)).all()  # nothing finer is published
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "silos", "workers"),
+    grid(
+        [(4096, 2, 1), (4097, 3, 2), (32_768 + 4096 + 5, 2, 2), (100_000, 5, 2)],
+        lambda case: case[0] in (4097, 36_869),
+    ),
+)
+def test_blocks_of_every_shape_come_out_in_order(rng, coordinates, silos, workers):
+    facts = lattice_settings(coordinates=coordinates, silos=silos, clipping_norm=0.3, users=3)
+    world = LatticeWorld(facts, np.full((silos, 3), 5), workers=workers)
+    updates, noise = world.draw(rng)
+    world.open_epoch()
+    result = world.run_round(1, updates.astype(np.float32), noise)
+    expected = world.plain(updates.astype(np.float32), noise)
+    assert np.abs(result - expected).max() <= largest_error(world)
+
+
+def test_more_products_than_fit_without_reduction_add_up(shared):
+    """Totals are reduced on the way: 70 updates of one user, who weighs a third of one."""
+    world, updates, noise, _ = shared
+    silo, update = world.silos[0], updates[0, 0]
+    total = EncryptedSum(world.settings, silo._public)
+    key = silo._weights.keys([world.order.index(0)])
+    total.add([update] * 33, [20] * 33, np.repeat(key, 33, axis=0))
+    total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))
+    first, second = total.words(noise[0], [])
+    own = LatticeSum(round_number=1, epoch=1, silo=0, first=first, second=second)
+    found = decrypted(world.settings, world.server._secret, [own])
+    assert found == pytest.approx(70 / 3 * update + noise[0], abs=40 * world.settings.step)
+
+
+def test_an_update_of_full_norm_in_one_coordinate_and_extreme_counts(rng):
+    facts = lattice_settings(silos=2, silo_record_limits=(4000, 2500), users=1, coordinates=2)
+    for counts in ([[4000], [2500]], [[0], [1]]):
+        world = LatticeWorld(facts, np.array(counts))
+        world.open_epoch()
+        updates = np.zeros((2, 1, 2))
+        updates[:, :, 1] = -1.0
+        noise = rng.standard_normal((2, 2))
+        found = world.run_round(1, updates, noise)
+        assert np.abs(found - world.plain(updates, noise)).max() <= largest_error(world)
+
+
+def test_users_that_are_not_drawn_contribute_nothing(shared, rng):
+    world, updates, noise, numbers = shared
+    for places in ([0, 3], [], [1]):
+        world.open_epoch(places)
+        users = [world.order[place] for place in places]
+        result = world.run_round(next(numbers), updates, noise)
+        assert np.abs(result - world.plain(updates, noise, users)).max() <= largest_error(world)
+    world.open_epoch()
+
+
+def test_weights_of_a_user_sum_to_one_at_most():
+    table = weight_table(2001)
+    assert table[0] == 0
+    totals = np.arange(1, 2001)
+    assert (totals * table[1:] <= 2**56).all()
+    assert (totals * table[1:] > 2**56 - totals).all()
+
+
+def test_updates_may_be_added_a_few_users_at_a_time(shared):
+    world, updates, noise, numbers = shared
+    opening = world.server.open_round(next(numbers))
+    sums = []
+    for at, silo in enumerate(world.silos):
+        weighing = silo.begin(opening)
+        for user, update in world.own(at, updates).items():
+            weighing.add({user: update})
+        sums.append(weighing.finish(noise[at]))
+        with pytest.raises(ProtocolError, match="call begin again"):
+            weighing.finish(noise[at])
+    result = world.server.close_round(sums)
+    assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda updates: updates[0].__setitem__(0, np.nan), "finite numbers"),
+        (lambda updates: updates[0].__setitem__(0, np.inf), "finite numbers"),
+        (lambda updates: updates[0].__setitem__(0, 1e300), "at most clipping_norm=1"),
+        (lambda updates: updates[0].__imul__(1 + 1e-5), "at most clipping_norm=1"),
+        (lambda updates: updates.__setitem__(2, np.zeros(4)), r"shape \(4,\): expected \(5,\)"),
+        (lambda updates: updates.pop(2), r"updates of users \[2\] are missing"),
+        (lambda updates: updates.__setitem__(1, np.zeros(5)), r"updates of users \[1\]"),
+    ],
+)
+def test_updates_that_break_the_bound_are_refused_and_nothing_leaves(shared, change, message):
+    world, updates, noise, numbers = shared
+    opening = world.server.open_round(next(numbers))
+    own = {user: update.copy() for user, update in world.own(0, updates).items()}
+    change(own)
+    with pytest.raises(InvalidValue, match=message):
+        world.silos[0].weigh(opening, own, noise[0])
+    result = world.server.close_round(world.weigh(opening, updates, noise))  # it can go on
+    assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        (np.zeros(5), "noise of standard deviation 0"),
+        (np.full(5, 1e-4), "expected about noise_stddev=1"),
+        (np.full(5, 16.1), "magnitude of 16.1: expected finite numbers up to 16"),
+        (np.array([0, 0, np.nan, 1, 1]), "magnitude of nan"),
+        (np.array([0, 0, -np.inf, 1, 1]), "magnitude of inf"),
+        (np.ones(4), r"shape \(4,\)"),
+    ],
+)
+def test_noise_that_is_no_share_is_refused(shared, noise, message):
+    world, updates, _, numbers = shared
+    opening = world.server.open_round(next(numbers))
+    with pytest.raises(InvalidValue, match=message):
+        world.silos[0].weigh(opening, world.own(0, updates), noise)
+
+
+def test_noise_that_is_a_tenth_too_small_is_refused_for_many_coordinates(rng):
+    facts = lattice_settings(coordinates=20_000)
+    world = LatticeWorld(facts, np.zeros((3, 4), int))
+    world.open_epoch()
+    opening = world.server.open_round(1)
+    noise = rng.standard_normal(20_000)
+    with pytest.raises(InvalidValue, match="noise of standard deviation"):
+        world.silos[0].weigh(opening, {}, 0.9 * noise)
+    world.silos[0].weigh(opening, {}, noise)
+
+
+def test_updates_that_were_refused_spoil_the_sum_that_they_were_added_to(shared):
+    world, updates, _noise, numbers = shared
+    weighing = world.silos[0].begin(world.server.open_round(next(numbers)))
+    with pytest.raises(InvalidValue, match="finite"):
+        weighing.add({0: np.full(5, np.nan)})
+    with pytest.raises(ProtocolError, match="updates were refused"):
+        weighing.add({0: updates[0, 0]})
+
+
+def test_rounds_and_epochs_only_rise(shared):
+    world, updates, noise, numbers = shared
+    number = next(numbers)
+    opening = world.server.open_round(number)
+    world.server.close_round(world.weigh(opening, updates, noise))
+    with pytest.raises(ProtocolError, match=f"expected a number above {number}"):
+        world.server.open_round(number)
+    with pytest.raises(ProtocolError, match=f"expected a number above {number}"):
+        world.weigh(opening, updates, noise)
+    with pytest.raises(ProtocolError, match="at most rounds=100"):
+        world.server.open_round(101)
+    with pytest.raises(ProtocolError, match="at most rounds=100"):
+        world.silos[0].begin(dataclasses.replace(opening, round_number=101))
+    old = next(m for m in world.sent if type(m).__name__ == "LatticeWeights")
+    newest = world.open_epoch()
+    with pytest.raises(ProtocolError, match="epoch .*: expected a number above"):
+        world.silos[0].receive_weights(old)
+    world.silos[0].receive_weights(newest)  # the same, to the last bit
+    sealed = bytes([newest.sealed[0] ^ 1]) + newest.sealed[1:]
+    with pytest.raises(ProtocolError, match="epoch .*: expected a number above"):
+        world.silos[0].receive_weights(dataclasses.replace(newest, sealed=sealed))
+    with pytest.raises(ProtocolError, match="expected weights of epoch"):
+        world.silos[0].begin(dataclasses.replace(opening, round_number=next(numbers)))
+
+
+def test_two_weighings_of_one_round_cannot_both_finish(shared):
+    world, updates, noise, numbers = shared
+    opening = world.server.open_round(next(numbers))
+    first, second = (world.silos[0].begin(opening) for _ in range(2))
+    for weighing in (first, second):
+        weighing.add(world.own(0, updates))
+    first.finish(noise[0])
+    with pytest.raises(ProtocolError, match="expected a number above"):
+        second.finish(noise[0])
+
+
+def test_all_silos_or_nothing(shared):
+    world, updates, noise, numbers = shared
+    opening = world.server.open_round(next(numbers))
+    sums = world.weigh(opening, updates, noise)
+    with pytest.raises(IncompleteRound, match=r"silos \[1\] sent nothing"):
+        world.server.close_round([sums[0], sums[2]])
+    with pytest.raises(InvalidValue, match="expected one each"):
+        world.server.close_round([*sums, sums[0]])
+    with pytest.raises(InvalidValue, match="first of 29 bytes"):
+        world.server.check_sum(dataclasses.replace(sums[0], first=sums[0].first[:-1]))
+    with pytest.raises(ProtocolError, match="expected round"):
+        world.server.check_sum(dataclasses.replace(sums[0], epoch=99))
+    world.server.close_round(sums)
+    with pytest.raises(ProtocolError, match="no round is open"):
+        world.server.close_round(sums)
+
+
+def test_each_silo_checks_its_own_limit():
+    """Totals within M do not help: nobody could see which silo holds how many."""
+    facts = lattice_settings(silo_record_limits=(1, 20, 20))
+    with pytest.raises(InvalidValue, match="expected 0 to 1 records of each user"):
+        LatticeWorld(facts, np.array([[2, 0, 0, 0], [0] * 4, [0] * 4]))
+    for wrong, error in (
+        ([-1, 0, 0, 0], InvalidValue),
+        ([1], InvalidValue),
+        ([1.0] * 4, TypeError),
+    ):
+        with pytest.raises(error):
+            LatticeWorld(facts, [wrong, [0] * 4, [0] * 4])
+
+
+def test_steps_out_of_order_are_refused():
+    facts = lattice_settings(silos=2, users=1)
+    server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
+    with pytest.raises(ProtocolError, match="expected it to be keyed"):
+        server.relay_seed([])
+    with pytest.raises(ProtocolError, match="expected it to be counted"):
+        server.open_epoch()
+    with pytest.raises(ProtocolError, match="expected it to be keyed"):
+        silos[0].seal_seed()
+    with pytest.raises(ProtocolError, match="expected it to be counted"):
+        silos[0].begin(None)
+    with pytest.raises(InvalidValue, match="expected one each"):
+        server.relay_keys([silos[0].key, silos[0].key])
+    relayed = server.relay_keys([silo.key for silo in silos])
+    with pytest.raises(ProtocolError, match="expected it to be new"):
+        server.relay_keys(relayed)
+    for silo in silos:
+        silo.receive_keys(server.public_key, relayed)
+    assert silos[0].fingerprint == silos[1].fingerprint
+    with pytest.raises(ProtocolError, match="seal_seed: silo 1 opens the seed"):
+        silos[1].seal_seed()
+    (seed,) = silos[0].seal_seed()
+    with pytest.raises(InvalidValue, match="expected one that the sender sealed"):
+        silos[1].open_seed(SealedSeed(receiver=1, sealed=bytes(60)))
+    with pytest.raises(ProtocolError, match="choices are missing: call receive_answer"):
+        server.receive_counts([])
+    server.relay_seed([seed])
+    silos[1].open_seed(seed)
+    with pytest.raises(ProtocolError, match="answer_transfer at silo 1: expected silo 0"):
+        silos[1].answer_transfer()
+    server.receive_answer(silos[0].answer_transfer())
+    masked = [silo.mask_counts([1]) for silo in silos]
+    with pytest.raises(IncompleteRound):
+        server.receive_counts(masked[:1])
+    with pytest.raises(InvalidValue, match="expected integers below the modulus"):
+        server.receive_counts([masked[0], MaskedCounts(silo=1, counts=b"\xff" * 4)])
+    server.receive_counts(masked)
+    with pytest.raises(ProtocolError, match="expected open_epoch before"):
+        server.open_round(1)
+    with pytest.raises(InvalidValue, match="sampled: expected integers from 0 to 0"):
+        server.open_epoch(sampled=[1])
+
+
+def test_the_server_tells_all_silos_the_same_or_they_agree_on_nothing():
+    facts = lattice_settings(silos=2, users=1)
+    server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
+    relayed = server.relay_keys([silo.key for silo in silos])
+    silos[0].receive_keys(server.public_key, relayed)
+    other = dataclasses.replace(server.public_key, public_seed=bytes(32))
+    silos[1].receive_keys(other, relayed)
+    assert silos[0].fingerprint != silos[1].fingerprint
+    with pytest.raises(InvalidValue, match="sealed message from silo 0"):
+        silos[1].open_seed(silos[0].seal_seed()[0])
+
+
+def _known_bytes(monkeypatch):
+    """Let the operating system's randomness be known, and count from one."""
+    drawn = itertools.count()
+
+    def token_bytes(count):
+        return hashlib.sha512(b"known %d" % next(drawn)).digest()[:count]
+
+    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
+    monkeypatch.setattr(secrets, "randbelow", lambda n: int.from_bytes(token_bytes(64)) % n)
+
+
+def _known_run() -> tuple[list, np.ndarray]:
+    rng = np.random.default_rng(1)
+    facts = lattice_settings(silos=2, users=2, coordinates=4100, silo_record_limits=(3, 4))
+    world = LatticeWorld(facts, np.array([[3, 0], [1, 4]]))
+    world.open_epoch([0])
+    scale = np.linspace(-1, 1, 4100) / 64
+    updates = np.stack([[scale, -scale], [scale[::-1], scale]])
+    noise = np.rint(rng.standard_normal((2, 4100)) * 2**20) / 2**20
+    return world.sent, world.run_round(1, updates, noise)
+
+
+def test_known_answers_of_a_whole_run_and_the_same_in_plain_numpy(monkeypatch):
+    digests = []
+    for work in (ring.ring_loops, plain_ring):
+        monkeypatch.setattr(ring, "ring_loops", work)
+        _known_bytes(monkeypatch)
+        sent, result = _known_run()
+        whole = hashlib.sha256(b"".join(message.to_bytes() for message in sent))
+        digests.append((whole.hexdigest()[:16], hashlib.sha256(result.tobytes()).hexdigest()[:16]))
+        assert sum(isinstance(message, LatticeSum) for message in sent) == 2
+    assert digests[0] == digests[1]
+    assert digests[0] == ("82d5e7bcc6d5432a", "83aedb8877f64192")

@@ -1,0 +1,422 @@
+"""Attacks by parties on the messages that they receive.
+
+Each attack finds nothing in what the parties send, and succeeds on a copy that lacks one
+correction of the protocol.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from gmpy2 import mpz
+from lattice_world import LatticeWorld, lattice_settings
+from scipy import stats
+
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.pair_keys import PairKeys
+from flower_ext.secure.weighting.weighting_messages import MaskedCounts
+from flower_ext_lattice import encrypted_sum, ring, weights
+from flower_ext_lattice.keys import SecretKey
+from flower_ext_lattice.layout import DEGREE
+from flower_ext_lattice.messages import LatticeSum, LatticeWeights
+from flower_ext_lattice.samplers import Stream
+from flower_ext_lattice.settings import LatticeSettings
+from flower_ext_lattice.silo import LatticeSilo
+from flower_ext_lattice.weights import weight_table
+
+COORDINATES = 3000
+
+
+def world_of(counts, **changes) -> LatticeWorld:
+    counts = np.array(counts)
+    facts = {"silos": len(counts), "users": counts.shape[1], "coordinates": COORDINATES}
+    return LatticeWorld(lattice_settings(**facts | changes), counts)
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = world_of([[3, 0], [5, 9]])
+    world.open_epoch()
+    world.updates, world.noise = world.draw(np.random.default_rng(1))
+    return world
+
+
+def first_words(message: LatticeSum) -> np.ndarray:
+    """Words of c0 as numbers of 64 bits; the two lowest bytes did not travel."""
+    raw = np.zeros((len(message.first) // 6, 8), np.uint8)
+    raw[:, 2:] = np.frombuffer(message.first, np.uint8).reshape(-1, 6)
+    return raw.view("<u8")[:, 0]
+
+
+def second_words(message: LatticeSum) -> np.ndarray:
+    return np.frombuffer(message.second, "<u8")
+
+
+def opened(world, messages) -> np.ndarray:
+    """C0 + C1 · s of some silos' words, of all words of c0 there are: the server's whole view."""
+    group = encrypted_sum.Group(world.settings, 0)
+    total = np.sum([first_words(message) for message in messages], axis=0, dtype=np.uint64)
+    second = np.sum([second_words(message) for message in messages], axis=0, dtype=np.uint64)
+    whole = encrypted_sum._opened(group, world.server._secret, second)
+    return total.view(np.int64) + whole[: len(total)]
+
+
+def below_a_step(world, messages) -> np.ndarray:
+    """The eight highest bits of the whole sum below a step, in units of 2^-k."""
+    found = opened(world, messages)
+    return (found - np.rint(found * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
+
+
+def round_of(world, updates=None, noise=None) -> list[LatticeSum]:
+    """Sums of the next round."""
+    opening = world.server.open_round(world.server._last_round + 1)
+    return world.weigh(
+        opening,
+        world.updates if updates is None else updates,
+        world.noise if noise is None else noise,
+    )
+
+
+# Words of padding
+
+
+def label_of(message: LatticeWeights) -> bytes:
+    return weights._label(message.epoch, message.nonce)
+
+
+def errors_of(world, message: LatticeWeights) -> np.ndarray:
+    """e_u of every place, as the server knows them: b_u + a_u · s, but for the constant word."""
+    users = world.settings.users
+    words = np.zeros((2, users, DEGREE))
+    words[:, :, 1:] = ring.from_words(message.words, (2, users, DEGREE - 1), name="x")
+    masks = weights._masks(world.server._public_seed, label_of(message), range(users))
+    zero = np.zeros((users, DEGREE))
+    errors = words[0] - world.server._secret.encryptions(masks, zero)[0]
+    q = ring.PRIMES[0].q
+    errors = np.mod(errors + q // 2, q) - q // 2
+    errors[:, 0] = 0
+    return errors
+
+
+def padding_filter(world, message, found: np.ndarray, update: np.ndarray, place: int) -> float:
+    """Correlate words beyond the coordinates with what a user's update would leave there."""
+    own = np.zeros(DEGREE)
+    own[: len(update)] = update
+    product = np.fft.fft(np.concatenate([own, np.zeros(DEGREE)])) * np.fft.fft(
+        np.concatenate([errors_of(world, message)[place], np.zeros(DEGREE)])
+    )
+    long = np.fft.ifft(product).real
+    expected = (long[:DEGREE] - long[DEGREE:])[COORDINATES:]
+    words = found[COORDINATES:].astype(float)
+    if len(words) == 0:
+        return 0.0
+    return float(np.corrcoef(words, expected)[0, 1])
+
+
+class WithPadding(encrypted_sum.EncryptedSum):
+    """A copy that sends all words of c0; noise and dither are added where coordinates are."""
+
+    def words(self, noise, masks):
+        group = encrypted_sum.Group(self._settings, 0)
+        residues, errors, dither = self._rerandomised(group)
+        own = np.zeros(DEGREE)
+        own[: len(noise)] = np.rint(noise / self._settings.step)
+        dither[len(noise) :] = 0
+        one = ring.switch(np.ascontiguousarray(residues[:, 0]), own, dither)
+        two = ring.switch(np.ascontiguousarray(residues[:, 1]), np.zeros(DEGREE), errors)
+        return one.astype("<u8").tobytes(), two.tobytes()
+
+
+def test_words_of_padding_would_show_who_took_part_and_none_is_sent():
+    world = world_of([[1500, 0], [5, 9]], silo_record_limits=(2000, 10))
+    world.updates, world.noise = world.draw(np.random.default_rng(1))
+    epoch, update, place = world.open_epoch(), world.updates[0, 0], world.order.index(0)
+    another = world.draw(np.random.default_rng(8))[0][0, 0]
+
+    faulty = WithPadding(world.settings, world.silos[0]._public)
+    faulty.add([update], [1500], world.silos[0]._weights.keys([place]))
+    first, second = (np.frombuffer(words, "<i8") for words in faulty.words(world.noise[0], []))
+    group = encrypted_sum.Group(world.settings, 0)
+    found = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
+    assert padding_filter(world, epoch, found, update, place) > 0.9
+    assert abs(padding_filter(world, epoch, found, another, place)) < 0.3
+
+    messages = round_of(world)
+    found = opened(world, messages)
+    assert all(len(first_words(message)) == COORDINATES for message in messages)
+    assert len(found) == COORDINATES
+    assert padding_filter(world, epoch, found, update, place) == 0
+
+
+# A repeated epoch
+
+
+def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[int]:
+    """N_u of all places, from two sets of weights, the first for everyone, the second for no one.
+
+    The silo subtracts what it opened. The errors of an entry are small against the weights.
+    """
+    prime = ring.PRIMES[0].value
+    constants = [
+        weights.OpenedWeights(
+            silo.settings,
+            silo._known_server_key.public_seed,
+            message,
+            keys=silo._entry_keys,
+            shifts=silo.shifts,
+        )._constants
+        for message in (kept, repeated)
+    ]
+    table = weight_table(silo.settings.table_size)
+    found = []
+    for place in range(silo.settings.users):
+        difference = int(constants[0][0, place] - constants[1][0, place]) - table
+        distance = (difference + prime // 2) % prime - prime // 2
+        nearest = int(np.argmin(np.abs(distance)))
+        found.append(nearest if abs(int(distance[nearest])) < 2**12 else -1)
+    return found
+
+
+@pytest.mark.parametrize("constant", [False, True], ids=["fresh bytes", "constant bytes"])
+def test_a_silo_that_keeps_both_messages_of_a_repeated_epoch_reads_no_total(monkeypatch, constant):
+    """A server that was restored from an older state opens an epoch twice.
+
+    Planted: weights without fresh bytes, whose difference is that of the draws.
+    """
+    world = world_of([[3, 0], [5, 9]])
+    silo, backup = world.silos[0], world.server.export_state()
+    totals = [int(world.counts.sum(0)[user]) for user in world.order]
+    if constant:
+        monkeypatch.setattr(weights, "_label", lambda epoch, nonce: epoch.to_bytes(40, "big"))
+    messages = []
+    for drawn in (None, []):
+        server = type(world.server).from_state(world.settings, backup)
+        messages.append(server.open_epoch(sampled=drawn))
+    assert messages[0].epoch == messages[1].epoch
+    assert messages[0].words != messages[1].words
+    assert read_totals(silo, *messages) == (totals if constant else [-1, -1])
+
+
+# Limits
+
+
+def weight_sums(world) -> np.ndarray:
+    """Σ_s n_su · W of every user, in whole weights, as the silos' encryptions have it."""
+    message = world.open_epoch()
+    silo = world.silos[0]
+    masks = weights._masks(
+        silo._known_server_key.public_seed, label_of(message), range(world.settings.users)
+    )
+    users = world.settings.users
+    pairs = np.stack(silo._weights.keys(range(users)))
+    own = np.empty((2, users))
+    for prime, modulus in enumerate(ring.PRIMES):
+        product = ring.multiplied(masks[prime], world.server._secret.transforms[prime], prime)
+        plain = ring.inverted(np.mod(pairs[:, prime, 0] + product, modulus.q), prime)
+        own[prime] = plain[:, 0]
+    words = np.zeros(users, np.int64)
+    ring.add_joined(words, own)
+    return world.counts.sum(0)[world.order] * words / 2.0**56
+
+
+def test_a_user_beyond_the_limits_would_weigh_more_than_one_and_is_refused(monkeypatch):
+    """A silo that checks totals only lets N_u reach M, where it means another user's weight."""
+    world = world_of([[20, 3], [20, 2]])
+    assert weight_sums(world) == pytest.approx([1, 1])
+    with pytest.raises(InvalidValue, match="expected 0 to 20 records"):
+        world_of([[40, 3], [20, 2]])
+    monkeypatch.setattr(LatticeSettings, "record_limit", lambda self, silo: 40)
+    world = world_of([[40, 3], [20, 2]])
+    assert weight_sums(world)[world.order.index(0)] > 2
+
+
+# Low bits of the sum
+
+
+def test_the_sum_below_a_step_is_uniform_and_would_depend_on_the_totals(world, monkeypatch):
+    """Equal updates in all coordinates: without dithers, all sums are equal below a step."""
+    equal = np.full((2, 2, COORDINATES), 0.99 / np.sqrt(COORDINATES))
+    low = below_a_step(world, round_of(world, updates=equal))
+    assert stats.chisquare(np.bincount(low, minlength=256)).pvalue > 1e-6
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "dither", lambda self, count, bits: np.zeros(count, np.int64))
+        low = below_a_step(world, round_of(world, updates=equal))
+    assert stats.chisquare(np.bincount(low, minlength=256)).pvalue < 1e-12
+
+
+# Sums of some silos
+
+
+def looks_uniform(words: np.ndarray) -> bool:
+    return bool(stats.kstest(words.astype(np.uint64) / 2.0**64, "uniform").pvalue > 1e-6)
+
+
+def test_single_uploads_and_sums_of_all_silos_but_one_are_uniform(monkeypatch):
+    world = world_of([[3, 0], [5, 9], [1, 1]])
+    world.open_epoch()
+    world.updates, world.noise = world.draw(np.random.default_rng(1))
+    messages = round_of(world)
+    for size in (1, 2):
+        for some in itertools.combinations(messages, size):
+            assert looks_uniform(opened(world, some))
+            for words in (first_words, second_words):
+                total = np.sum([words(message) for message in some], axis=0, dtype=np.uint64)
+                assert looks_uniform(total)
+    assert not looks_uniform(opened(world, messages))  # the noisy sum itself
+
+    monkeypatch.setattr(PairKeys, "mask_keys", lambda *_: [])
+    messages = round_of(world)
+    assert not looks_uniform(opened(world, messages[:1]))
+    assert not looks_uniform(opened(world, messages[:2]))
+
+
+# Fresh randomness
+
+
+def test_every_round_has_fresh_randomness(world, monkeypatch):
+    """Without masks: what the key holder would see of one silo in two rounds of the same input."""
+    monkeypatch.setattr(PairKeys, "mask_keys", lambda *_: [])
+
+    def two_rounds():
+        return [round_of(world)[0] for _ in range(2)]
+
+    one, other = two_rounds()
+    difference = second_words(one) - second_words(other)
+    assert looks_uniform(second_words(one))
+    assert looks_uniform(difference)  # of r and e2
+    below = (below_a_step(world, [one]) - below_a_step(world, [other])) % 256
+    assert stats.chisquare(np.bincount(below, minlength=256)).pvalue > 1e-6  # of dithers
+
+    monkeypatch.setattr(Stream, "fresh", classmethod(lambda cls: cls(bytes(32))))
+    one, other = two_rounds()
+    assert not (second_words(one) - second_words(other)).any()
+
+
+@pytest.mark.parametrize("lost", ["ternary", "errors"])
+def test_words_of_c1_would_be_predictable_without_r_or_e2(world, monkeypatch, lost):
+    """c1 of a silo without records is r · pk1 + e2: zero or linear in one secret without them."""
+    idle = world_of([[0, 0], [5, 9]], coordinates=DEGREE)
+    idle.open_epoch()
+    idle.updates, idle.noise = idle.draw(np.random.default_rng(1))
+    monkeypatch.setattr(PairKeys, "mask_keys", lambda *_: [])
+    public = idle.silos[0]._public
+
+    def distance_to_multiples_of_pk1() -> float:
+        """Largest coefficient of c1 / pk1: small for r · pk1 alone."""
+        total = encrypted_sum.EncryptedSum(idle.settings, public)
+        residues, errors, _ = total._rerandomised(encrypted_sum.Group(idle.settings, 0))
+        q = ring.PRIMES[0]
+        c1 = np.mod(residues[0, 1] + errors, q.q)
+        transform = np.mod(ring.transformed(c1[None], 0)[0], q.q)
+        inverses = np.array([float(pow(int(x) % q.value, -1, q.value)) for x in public[0, 1]])
+        balanced = np.where(inverses > q.q / 2, inverses - q.q, inverses)
+        quotient = ring.inverted(ring.multiplied(transform, balanced, 0)[None], 0)[0]
+        return float(np.abs(np.where(quotient > q.q / 2, quotient - q.q, quotient)).max())
+
+    assert distance_to_multiples_of_pk1() > 2**40
+    zeros = np.float64 if lost == "ternary" else np.int64
+    monkeypatch.setattr(Stream, lost, lambda self, count: np.zeros(count, zeros))
+    if lost == "errors":
+        assert distance_to_multiples_of_pk1() <= 1  # r itself
+    else:
+        assert np.abs(second_words(round_of(idle)[0]).view(np.int64)).max() < 1  # e2 alone
+
+
+# Counts
+
+
+def test_counts_on_the_wire_are_uniform_whatever_they_are(monkeypatch):
+    """24 users with two records each, M = 3."""
+    facts = lattice_settings(silos=2, users=24, silo_record_limits=(1, 1))
+    counts = np.ones((2, 24), int)
+
+    def totals_and_parts():
+        world = LatticeWorld(facts, counts)
+        masked = [m for m in world.sent if isinstance(m, MaskedCounts)]
+        parts = [np.frombuffer(message.counts, ">u4") for message in masked]
+        return np.array(world.server._shifted), parts
+
+    totals, parts = totals_and_parts()
+    for values in (totals, *parts):
+        assert stats.chisquare(np.bincount(values, minlength=3)).pvalue > 1e-6
+
+    with monkeypatch.context() as patch:  # silo 0 forgets ρ_u
+        patch.setattr(LatticeSilo, "shifts", [0] * 24)
+        totals, _ = totals_and_parts()
+    assert (totals == 2).all()
+
+    monkeypatch.setattr(PairKeys, "additive_masks", lambda *_: [mpz(0)] * 24)
+    _, parts = totals_and_parts()
+    assert (parts[1] == 1).all()
+
+
+def test_entries_beside_the_chosen_one_stay_sealed(world):
+    """A silo's key opens the entry at ρ_u; at another place it gives no candidate of the table."""
+    message = world.open_epoch()
+    silo = world.silos[0]
+    own = silo._weights._constants[0]
+    table = set((weight_table(silo.settings.table_size) % ring.PRIMES[0].value).tolist())
+    for place, choice in enumerate(silo.shifts):
+        for other in range(silo.settings.table_size):
+            at = (place * silo.settings.table_size + other) * 12
+            entry = np.frombuffer(message.sealed[at : at + 12], np.uint8)
+            pad = weights._pad(
+                silo.settings, silo._entry_keys[place], label_of(message), place, other
+            )
+            found = int.from_bytes(bytes(entry ^ np.frombuffer(pad, np.uint8))[:6], "little")
+            if other != choice:
+                differences = {(found - int(own[place]) + w) % ring.PRIMES[0].value for w in table}
+                assert not differences & table
+
+
+def test_no_secret_is_sent_in_the_clear(world):
+    raw = b"".join(message.to_bytes() for message in world.sent)
+    silo, server = world.silos[0], world.server
+    for secret in (
+        silo._seed,
+        silo._pairs.private,
+        server._key_seed,
+        *silo._entry_keys,
+    ):
+        assert secret not in raw
+
+
+# What holds against a silo that does not follow the protocol, and what does not
+
+
+def test_an_honest_silo_amplifies_nobody_and_an_active_one_can_amplify_itself(world):
+    """The limit that the documentation states: no party can check another's update."""
+    opening = world.server.open_round(world.server._last_round + 1)
+    amplified = {0: 1000 * world.updates[0, 0]}
+    with pytest.raises(InvalidValue, match="L2 norm"):
+        world.silos[0].weigh(opening, amplified, world.noise[0])
+    active = world.silos[0].begin(opening)
+    active._check_norms = lambda users, norms: None
+    active.add({0: 100 * world.updates[0, 0]})
+    sent = [active.finish(world.noise[0])]
+    sent.append(world.silos[1].weigh(opening, world.own(1, world.updates), world.noise[1]))
+    assert looks_uniform(opened(world, sent[1:]))  # what the honest silo sent stays hidden
+    excess = world.server.close_round(sent) - world.plain(world.updates, world.noise)
+    assert excess == pytest.approx(99 * 3 / 8 * world.updates[0, 0], abs=1e-5)
+
+
+def test_an_active_server_learns_a_choice_from_a_refused_round(world):
+    """The limit that the documentation states: entries are not authenticated."""
+    message = world.server.open_epoch()
+    silo = world.silos[0]
+    choice, size = silo.shifts[0], 12
+    sealed = bytearray(message.sealed)
+    pad = weights._pad(silo.settings, silo._entry_keys[0], label_of(message), 0, choice)
+    sealed[choice * size : (choice + 1) * size] = bytes(b ^ 255 for b in pad)
+    wrong = dataclasses.replace(message, sealed=bytes(sealed))
+    with pytest.raises(InvalidValue, match="expected those sealed for these silos"):
+        silo.receive_weights(wrong)
+
+
+def test_the_secret_key_is_ternary_and_never_repeats():
+    one, other = SecretKey(bytes(32)), SecretKey(bytes([1]) * 32)
+    for key in (one, other):
+        found = ring.inverted(key.transforms[0][None], 0)[0]
+        assert set(found) <= {0.0, 1.0, ring.PRIMES[0].q - 1}
+    assert (one.transforms != other.transforms).any()

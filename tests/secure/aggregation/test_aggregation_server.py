@@ -1,0 +1,103 @@
+"""Messages that the server refuses, and rounds in which it gives no sum."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.secure.aggregation import draw_order
+from tests.support.secure_sum import LOW_ORDER, Round, round_context
+
+
+def test_repeated_and_late_messages_are_refused_and_the_sum_stays_right():
+    one = Round(round_context(6, 5, 2, 3))
+    deliveries = one.share(one.advertise())
+    late = one.members[5].mask(deliveries[5], one.vectors[5])
+    first = one.members[0].mask(deliveries[0], one.vectors[0])
+    one.server.add_masked(first)
+    with pytest.raises(ProtocolError, match="before"):
+        one.server.add_masked(first)
+    for index in range(1, 5):
+        one.server.add_masked(one.members[index].mask(deliveries[index], one.vectors[index]))
+    unmask_requests = one.server.unmask_requests()
+    with pytest.raises(ProtocolError, match="revealed shares now"):
+        one.server.add_masked(late)
+    assert (one.unmask(unmask_requests) == one.plain_sum()).all()
+    assert 5 not in one.server.answered
+
+
+def wrong_shares(one, unmask_requests, liars):
+    """Let ``liars`` reveal wrong shares of everybody, and the others right ones."""
+    for index in sorted(one.server.answered):
+        revealed = one.members[index].unmask(unmask_requests[index])
+        if index in liars:
+            wrong = {o: s[:-1] + bytes([s[-1] ^ 1]) for o, s in revealed.shares.items()}
+            revealed = replace(revealed, shares=wrong)
+        one.server.add_revealed(revealed)
+
+
+@pytest.mark.parametrize("liars", [(0,), (18,), (3, 5), (0, 1, 2, 3)])
+@pytest.mark.parametrize("lost", [(), (19,)], ids=["seeds", "and a mask key"])
+def test_wrong_shares_do_not_spoil_a_sum_of_enough_right_ones_and_their_senders_are_named(
+    liars, lost
+):
+    one = Round(round_context(20, 19, 10, 12))
+    wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars)
+    assert (one.server.total() == one.plain_sum()).all()
+    assert set(one.server.wrong) <= set(liars)
+    assert 18 in liars or set(one.server.wrong) == set(liars)  # it comes last: nobody needed it
+
+
+@pytest.mark.parametrize("lost", [(), (5,)], ids=["seeds", "and a mask key"])
+def test_one_wrong_share_is_found_with_a_single_one_to_spare(lost):
+    one = Round(round_context(6, 5, 3, 3))
+    wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars=(0,))
+    assert (one.server.total() == one.plain_sum()).all()
+    assert set(one.server.wrong) == {0}
+
+
+def test_too_many_wrong_shares_discard_the_round():
+    one = Round(round_context(20, 19, 10, 12))
+    wrong_shares(one, one.mask(one.share(one.advertise())), liars=range(6))
+    with pytest.raises(IncompleteRound, match="do not fit"):
+        one.server.total()
+
+
+def test_the_other_kind_of_share_is_refused():
+    one = Round(round_context(6, 5, 2, 3))
+    unmask_requests = one.mask(one.share(one.advertise()))
+    revealed = one.members[0].unmask(unmask_requests[0])
+    swapped = {**revealed.shares, 1: b"k" + revealed.shares[1][1:]}
+    with pytest.raises(InvalidValue, match="kinds"):
+        one.server.add_revealed(replace(revealed, shares=swapped))
+
+
+def test_a_key_that_another_member_has_is_refused():
+    one = Round(round_context())
+    advert = one.members[0].advertise()
+    one.server.add_advert(advert)
+    with pytest.raises(InvalidValue, match="two keys that nobody else sent"):
+        one.server.add_advert(replace(advert, member=1))
+
+
+@pytest.mark.parametrize("value", LOW_ORDER)
+@pytest.mark.parametrize("at", [0, 32])
+def test_a_key_of_low_order_or_with_a_second_name_is_refused_at_the_advert(value, at):
+    one = Round(round_context())
+    advert = one.members[0].advertise()
+    keys = advert.keys[:at] + value + advert.keys[at + 32 :]
+    with pytest.raises(InvalidValue, match="full order"):
+        one.server.add_advert(replace(advert, keys=keys))
+    one.server.add_advert(advert)  # a refused message changes nothing
+
+
+def test_members_without_enough_neighbours_leave_until_all_have_enough():
+    one = Round(round_context(10, 4, 2, 2))
+    order = draw_order(10, np.random.default_rng(1))
+    keys = one.advertise(lost={order[place] for place in (0, 1, 3, 4)})
+    assert set(keys) == set(order[5:])  # nobody is left for order[2]
+    for index in keys:
+        assert len(set(one.graph[index]) & set(keys)) >= 2
+    deliveries = one.share(keys)
+    assert (one.unmask(one.mask(deliveries)) == one.plain_sum()).all()

@@ -1,0 +1,183 @@
+import itertools
+
+import numpy as np
+import pytest
+from gmpy2 import mpz
+from scipy import stats
+
+from flower_ext.secure import ProtocolError
+from flower_ext.secure.labels import derive
+from flower_ext.secure.pair_keys import PairKeys, uniform_residues
+
+SERVER_KEY = b"server key"
+MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is invertible
+
+
+def agreed(silos: int = 4, context: bytes = b"run", privates=None) -> list[PairKeys]:
+    privates = privates or [None] * silos
+    pairs = [
+        PairKeys(context=context, index=i, private=private) for i, private in enumerate(privates)
+    ]
+    for pair in pairs:
+        pair.agree({i: other.public for i, other in enumerate(pairs)}, server_key=SERVER_KEY)
+    return pairs
+
+
+@pytest.mark.parametrize("silos", [2, 3, 7])
+def test_masks_of_all_silos_cancel_and_those_of_fewer_do_not(silos):
+    pairs = agreed(silos)
+    added = [pair.additive_masks("a", 1, 10, MODULUS) for pair in pairs]
+    multiplied = [pair.multiplicative_masks("m", 1, 10, MODULUS) for pair in pairs]
+    for size in range(1, silos + 1):
+        for some in itertools.combinations(range(silos), size):
+            for at in range(10):
+                product = mpz(1)
+                for silo in some:
+                    product = product * multiplied[silo][at] % MODULUS
+                total = sum(added[silo][at] for silo in some) % MODULUS
+                assert (total == 0) == (product == 1) == (size == silos)
+
+
+def test_every_run_round_purpose_pair_and_place_has_its_own_masks():
+    privates = [bytes([i]) * 32 for i in range(1, 5)]
+    seen = []
+    for context in (b"run", b"other run"):
+        for pair in agreed(4, context, privates):
+            for purpose in ("a", "b"):
+                for round_number in (0, 1, 2):
+                    seen += pair.additive_masks(purpose, round_number, 3, MODULUS)
+            seen += pair.multiplicative_masks("c", 1, 3, MODULUS)
+    assert len(set(seen)) == len(seen)
+
+
+def test_labels_cannot_be_read_as_one_another():
+    labels = [("a", "b"), ("ab",), ("a", b"b"), ("a", "1"), ("a", 1), ("a1",), ("a", "b", ""), ()]
+    assert len({derive(b"k", *label) for label in labels}) == len(labels)
+
+
+def test_a_mask_is_drawn_once():
+    pair = agreed()[0]
+    pair.additive_masks("a", 1, 2, MODULUS)
+    for draw in (pair.additive_masks, pair.multiplicative_masks):
+        with pytest.raises(ProtocolError, match="'a' of round 1 were drawn before"):
+            draw("a", 1, 2, MODULUS)
+
+
+def test_residues_are_uniform_even_where_the_modulus_is_far_from_a_power_of_two():
+    modulus = mpz(3) << 60
+    drawn = uniform_residues(bytes(32), 60_000, modulus)
+    assert max(drawn) < modulus
+    shares = np.array([float(x) for x in drawn]) / float(modulus)
+    assert stats.kstest(shares, "uniform").pvalue > 1e-6
+    lowest = np.bincount([int(x) % 8 for x in drawn], minlength=8)
+    assert stats.chisquare(lowest).pvalue > 1e-6
+    assert abs(np.corrcoef(shares[1:], shares[:-1])[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("bits", range(57, 73))
+def test_each_draw_has_at_least_128_bits_more_than_the_modulus(bits):
+    class Modulus:
+        """Keeps a draw whole: the remainder would hide how long it was."""
+
+        def bit_length(self):
+            return bits
+
+        def __rmod__(self, drawn):
+            return drawn
+
+    drawn = zip(*(uniform_residues(bytes([i]) * 32, 3, Modulus()) for i in range(60)), strict=True)
+    assert all(max(at_one_place).bit_length() >= bits + 128 for at_one_place in drawn)
+
+
+def test_one_silos_masks_are_uniform():
+    masks = agreed(3)[1].multiplicative_masks("m", 1, 20_000, MODULUS)
+    shares = np.array([float(x) for x in masks]) / float(MODULUS)
+    assert stats.kstest(shares, "uniform").pvalue > 1e-6
+
+
+LOW_ORDER = [
+    bytes(32),
+    (1).to_bytes(32, "little"),
+    bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"),
+    bytes.fromhex("5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157"),
+    (2**255 - 20).to_bytes(32, "little"),
+    (2**255 - 19).to_bytes(32, "little"),
+    (2**255 - 18).to_bytes(32, "little"),
+]
+
+
+@pytest.mark.parametrize("public", [*LOW_ORDER, b"", bytes(31), bytes(33)], ids=range(10))
+def test_public_keys_of_low_order_or_wrong_length_are_refused(public):
+    pair, other = PairKeys(context=b"run", index=0), PairKeys(context=b"run", index=1)
+    with pytest.raises(ValueError, match=r"public_keys\[2\]"):
+        pair.agree({0: pair.public, 1: other.public, 2: public}, server_key=SERVER_KEY)
+    with pytest.raises(ProtocolError, match="need the public keys"):
+        pair.additive_masks("a", 1, 1, MODULUS)
+
+
+def test_missing_foreign_and_repeated_public_keys_are_refused():
+    pair, other = PairKeys(context=b"run", index=0), PairKeys(context=b"run", index=1)
+    for keys, match in (
+        ({0: other.public, 1: pair.public}, "own key"),
+        ({1: other.public}, "own key"),
+        ({0: pair.public}, "at least two silos"),
+        ({0: pair.public, 2: other.public}, "numbered from 0"),
+        ({0: pair.public, 1: pair.public}, "a different key"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pair.agree(keys, server_key=SERVER_KEY)
+
+
+def test_fingerprints_agree_unless_somebody_swapped_a_key():
+    pairs = agreed(3)
+    assert len({pair.fingerprint for pair in pairs}) == 1
+    swapped = PairKeys(context=b"run", index=1)
+    public = {0: pairs[0].public, 1: swapped.public, 2: pairs[2].public}
+    pairs[0].agree(public, server_key=SERVER_KEY)
+    assert pairs[0].fingerprint != pairs[1].fingerprint
+
+
+def test_silos_that_were_told_different_server_keys_agree_on_nothing():
+    pairs = agreed(3)
+    public = {i: pair.public for i, pair in enumerate(pairs)}
+    pairs[1].agree(public, server_key=b"another server key")
+    assert pairs[0].fingerprint == pairs[2].fingerprint != pairs[1].fingerprint
+    sealed = pairs[0].seal(1, "seed", b"secret")
+    with pytest.raises(ValueError, match="in this run"):
+        pairs[1].open(0, "seed", sealed)
+
+
+def test_a_sealed_message_opens_for_its_receiver_run_and_purpose_only():
+    one, two, three, _ = agreed(4, privates=[bytes([i]) * 32 for i in range(1, 5)])
+    sealed = one.seal(1, "seed", b"secret")
+    assert two.open(0, "seed", sealed) == b"secret"
+    assert b"secret" not in sealed
+    assert one.seal(1, "seed", b"secret") != sealed
+    elsewhere = agreed(4, b"other run", [bytes([i]) * 32 for i in range(1, 5)])[1]
+    flipped = sealed[:-1] + bytes([sealed[-1] ^ 1])
+    for opener, sender, purpose, text in (
+        (three, 0, "seed", sealed),
+        (two, 2, "seed", sealed),
+        (two, 0, "other", sealed),
+        (elsewhere, 0, "seed", sealed),
+        (two, 0, "seed", flipped),
+        (two, 0, "seed", b""),
+        (one, 1, "seed", sealed),  # sent back to its sender
+    ):
+        with pytest.raises(ValueError, match="sealed message"):
+            opener.open(sender, purpose, text)
+
+
+def test_a_silo_without_a_key_is_refused_by_its_number():
+    pair = agreed(2)[0]
+    for exchange in (pair.seal, pair.open):
+        with pytest.raises(ProtocolError, match="no key with silo 2"):
+            exchange(2, "seed", b"message")
+
+
+def test_secrets_are_not_shown():
+    pair = agreed()[0]
+    shown = repr(pair) + str(pair)
+    for secret in (pair.private, *pair._keys.values()):
+        assert secret.hex() not in shown
+        assert repr(secret) not in shown

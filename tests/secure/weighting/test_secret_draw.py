@@ -1,0 +1,223 @@
+"""Random draws of users that neither the server nor the silos know."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from gmpy2 import mpz
+from scipy import stats
+
+from flower_ext.secure import ProtocolError, WeightingSilo
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
+from flower_ext.secure.weighting.paillier_messages import (
+    EncryptedWeights,
+    MaskedSum,
+    SealedWeights,
+)
+from flower_ext.secure.weighting.secret_draw import draw_receiver
+from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
+from tests.support.grids import grid
+from tests.support.weighting import World, draw_counts, key, weighting_settings
+
+ROUNDS = 4
+
+
+def facts(**changes):
+    return weighting_settings(**{"users": 5, "draw_choices": 3, **changes})
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(3)
+
+
+def opened(world, message, silo=0):
+    """Return the values that a silo decrypts from ``message``, by place."""
+    size = world.settings.ciphertext_bytes
+    data = world.silos[silo]._opened(message)
+    taken = [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
+    return key().decrypt(taken)
+
+
+def drawn(world, number):
+    """Return a round that begins but is not answered."""
+    return world.server.open_drawn_round(
+        world.silos[0].answer_draw(world.server.offer_draw(number))
+    )
+
+
+def users_in(world, message):
+    """Return the users whose weight was taken; only a test, which acts for all parties, knows."""
+    return [world.silos[0]._order[at] for at, weight in enumerate(opened(world, message)) if weight]
+
+
+def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
+    world = World(facts(), draw_counts(rng, facts()))
+    seen, weigh = [], WeightingSilo.weigh
+
+    def watched(self, message, *args, **options):
+        seen.append(opened(world, message, self.index))
+        return weigh(self, message, *args, **options)
+
+    monkeypatch.setattr(WeightingSilo, "weigh", watched)
+    samples = []
+    for number in range(1, ROUNDS + 1):
+        updates, noise = world.draw(rng)
+        result = world.run_round(number, updates, noise)
+        assert seen[-1] == seen[-2] == seen[-3]  # all silos took the same
+        order = world.silos[0]._order
+        users = [order[at] for at, weight in enumerate(seen[-1]) if weight]
+        samples.append(tuple(users))
+        assert result == pytest.approx(world.plain(updates, noise, users), abs=1e-10)
+    assert len(set(samples)) > 1
+
+
+@pytest.mark.parametrize(
+    ("hits", "choices"), grid([(1, 2), (1, 4), (3, 4)], lambda odds: odds == (1, 2))
+)
+def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
+    own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
+    world = World(own, np.full((2, 8), 3))
+    samples = [users_in(world, drawn(world, number)) for number in range(1, 11)]
+    counts = np.array([[user in sample for user in range(8)] for sample in samples])
+    assert stats.binomtest(int(counts.sum()), counts.size, hits / choices).pvalue > 1e-6
+    assert len({tuple(row) for row in counts.tolist()}) > 3
+
+
+def test_all_that_the_server_receives_for_a_draw_is_group_elements_of_another_answer_each_time():
+    world = World(facts(), np.full((3, 5), 2))
+    answers = [world.silos[0].answer_draw(world.server.offer_draw(1)) for _ in range(3)]
+    pieces = [a.answer[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
+    assert len(set(pieces)) == len(pieces) == 15
+    assert all(set(vars(answer)) == {"number", "answer"} for answer in answers)
+
+
+def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
+    """There is one ciphertext per user, all differ, and none was sent in another round."""
+    world = World(facts(), np.full((3, 5), 2))
+    messages = [drawn(world, number) for number in (1, 2)]
+    size = world.settings.ciphertext_bytes
+    taken = [
+        world.silos[1]._opened(message)[at : at + size]
+        for message in messages
+        for at in range(0, 5 * size, size)
+    ]
+    assert len(set(taken)) == 10
+    sealed = messages[0].sealed
+    assert len(sealed) == 5 * 3 * (size + SEAL_BYTES)
+    assert not any(text in sealed for text in taken)
+    silo, public = world.silos[1], messages[0].public
+    receiver = draw_receiver(silo.settings, silo._seed, 1, public, workers=1)
+    texts = [sealed[at : at + size + SEAL_BYTES] for at in range(0, len(sealed), size + SEAL_BYTES)]
+    for user in range(5):
+        own = texts[3 * user : 3 * user + 3]
+        receiver._choices[user] = (receiver._choices[user] + 1) % 3
+        rest = [[*texts[3 * u : 3 * u + 3]] for u in range(user)] + [own]
+        with pytest.raises(ValueError, match="sealed texts"):
+            receiver.open(rest)
+        receiver._choices[user] = (receiver._choices[user] - 1) % 3
+
+
+@pytest.mark.full
+def test_where_the_server_put_the_weights_says_nothing_of_who_was_drawn(monkeypatch, rng):
+    """A server that always puts the weights first draws every user equally often, too."""
+    monkeypatch.setattr(
+        "flower_ext.secure.weighting.weighting_server.SystemRandom",
+        lambda: type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])}),
+    )
+    world = World(facts(users=8, silos=2), np.full((2, 8), 3))
+    counts = [len(users_in(world, drawn(world, number))) for number in range(1, 11)]
+    assert stats.binomtest(sum(counts), 80, 1 / 3).pvalue > 1e-6
+
+
+def test_users_without_records_are_drawn_and_add_nothing(rng):
+    counts = np.array([[0, 2, 0, 1, 3], [0, 1, 0, 0, 1], [0, 0, 5, 0, 0]])
+    world = World(facts(), counts)
+    updates, noise = world.draw(rng)
+    assert np.isfinite(world.run_round(1, updates, noise)).all()
+
+
+def test_a_draw_of_another_round_or_a_second_one_is_refused(rng):
+    world = World(facts(), draw_counts(rng, facts()))
+    offer = world.server.offer_draw(1)
+    answer = world.silos[0].answer_draw(offer)
+    other = dataclasses.replace(answer, number=2)
+    with pytest.raises(ProtocolError, match="draw 2: expected offer_draw"):
+        world.server.open_drawn_round(other)
+    message = world.server.open_drawn_round(answer)
+    with pytest.raises(ProtocolError, match="expected offer_draw for this round"):
+        world.server.open_drawn_round(answer)
+    updates, noise = world.draw(rng)
+    world.server.close_round(world.weigh(message, updates, noise))
+    with pytest.raises(ProtocolError, match="expected a number above 1"):
+        world.silos[0].answer_draw(offer)
+    with pytest.raises(ProtocolError, match="expected a number above 1"):
+        world.server.offer_draw(1)
+
+
+def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_round_is_used(rng):
+    world = World(facts(), draw_counts(rng, facts()))
+    updates, noise = world.draw(rng)
+    message = drawn(world, 1)
+    again = dataclasses.replace(message, public=world.server.offer_draw(2).public)
+    for wrong, said in (
+        (again, "sealed texts"),
+        (dataclasses.replace(message, sealed=message.sealed[:-1]), "sealed weights of"),
+        (dataclasses.replace(message, sealed=bytes(len(message.sealed))), "sealed texts"),
+        (dataclasses.replace(message, public=bytes(32)), "offer: expected points"),
+        (dataclasses.replace(message, round_number=2), "sealed texts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            world.silos[1].weigh(wrong, world.own(1, updates), noise[1])
+    assert np.isfinite(world.server.close_round(world.weigh(message, updates, noise))).all()
+
+
+def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
+    hidden, known = (
+        World(facts(), np.ones((3, 5), int)),
+        World(weighting_settings(users=5), np.ones((3, 5), int)),
+    )
+    with pytest.raises(ProtocolError, match="the settings have draw_choices"):
+        hidden.server.open_round(1)
+    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
+        known.server.offer_draw(1)
+    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
+        known.silos[0].answer_draw(DrawOffer(number=1, public=bytes(32)))
+    with pytest.raises(ProtocolError, match="expected offer_draw for this round"):
+        known.server.open_drawn_round(DrawAnswer(number=1, answer=b""))
+    updates, noise = hidden.draw(rng)
+    for world, message, said in (
+        (hidden, known.server.open_round(1), "expected SealedWeights"),
+        (known, SealedWeights(round_number=1, public=b"", sealed=b""), "no draw_choices"),
+    ):
+        with pytest.raises(ProtocolError, match=said):
+            world.silos[0].weigh(message, world.own(0, updates), noise[0])
+    assert isinstance(known.server.open_round(2), EncryptedWeights)
+
+
+@pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (0, 0)])
+def test_a_draw_that_is_none_is_refused(choices, hits):
+    with pytest.raises(ValueError, match="winning_choices="):
+        weighting_settings(draw_choices=choices, winning_choices=hits)
+
+
+def test_every_number_of_drawn_rounds_is_fresh(rng):
+    world = World(facts(), np.full((3, 5), 2))
+    updates, noise = world.draw(rng)
+    for number in (1, 2, 3):
+        world.run_round(number, updates, noise)
+    pieces = []
+    for message in world.sent:
+        if isinstance(message, SealedWeights):
+            size = world.settings.ciphertext_bytes + SEAL_BYTES
+            pieces += [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]
+        if isinstance(message, MaskedSum):
+            size = world.settings.ciphertext_bytes
+            pieces += [
+                message.ciphertexts[at : at + size]
+                for at in range(0, len(message.ciphertexts), size)
+            ]
+        if isinstance(message, DrawOffer):
+            pieces.append(message.public)
+    assert len(pieces) == 3 * (15 + 3 * world.settings.ciphertexts + 1)
+    assert len(set(pieces)) == len(pieces)
