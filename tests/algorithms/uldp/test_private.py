@@ -811,7 +811,7 @@ def test_a_protocol_that_is_not_installed_is_refused_with_what_to_install(monkey
 
 
 def test_by_name_a_protocol_has_its_default_settings():
-    assert make(protocol="paillier").protocol == PrivateWeighting()
+    assert make(protocol="paillier").run.summation.protocol == PrivateWeighting()
 
 
 def test_without_the_extra_the_error_says_what_to_install():

@@ -281,7 +281,7 @@ def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
                 record = replies[1].content["update"]
                 told = records.to_arrays(record)["sum"]
                 if replies[1].metadata.group_id == "2":
-                    head = strategy._connected.sum_type._head_bytes()
+                    head = strategy.run.summation._connected.sum_type._head_bytes()
                     renumbered = np.concatenate([told[:head], self.earlier[head:]])
                     replies[1].content["update"] = records.to_record({"sum": renumbered})
                 self.earlier = told
