@@ -1,7 +1,7 @@
 """Decide which models train in a batch as they do alone: known obstacles, and trials.
 
 `why_apart` finds out whether a batch gives a model the same result, up to rounding, and
-`trains_alike` whether compiled code does. `depends_on_company` finds out whether the result is the
+`trains_alike` whether the form of a plug-in does. `depends_on_company` finds out whether the result is the
 same to the last bit, whichever models train beside it. Libraries choose kernels by the shape of a
 batch, and unstable training amplifies a difference in the last bit without limit.
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
-from flower_ext.training.batched.network import CompiledNetwork
+from flower_ext.training.batched.form import MEMORY_LIMIT, OfferedForm
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.blueprint import in_training
 from flower_ext.training.calls import refusing_layer
@@ -146,23 +146,24 @@ def _why_unlike(trial: _Trial) -> str | None:
     return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())
 
 
-def trains_alike(task: Task, job: Job, network: CompiledNetwork) -> bool:
-    """Return True if compiled code trains models like that of ``job`` as `train` does, by a trial.
+def trains_alike(task: Task, job: Job, form: OfferedForm) -> bool:
+    """Return True if a plug-in's form trains models like that of ``job`` as `train` does.
 
-    The code of a model may do more than its layers show. A model that counts its passes, say, may
-    do so long after the trial, so no model is taken whose attributes change in a pass.
+    A trial decides, because the code of a model may do more than its layers show. A model that
+    counts its passes, say, may act on the count long after the trial, so no model is taken whose
+    attributes change in a pass.
     """
-    return _trains_alike(_trial_of(task, job), network)
+    return _trains_alike(_trial_of(task, job), form)
 
 
 @lru_cache(maxsize=64)
-def _trains_alike(trial: _Trial, network: CompiledNetwork) -> bool:
+def _trains_alike(trial: _Trial, form: OfferedForm) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
-        if not all(network.takes(jobs)):
-            raise InvalidValue("compiled code does not take the random jobs of a trial")
+        if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
+            raise InvalidValue("the form does not take the random jobs of a trial")
         if not stays_as_it_is(in_training(trial.kind.build()), jobs[0].examples.features):
             raise InvalidValue("a pass changes attributes of the model")
-        return network.minimise(jobs, lambda name: True)
+        return form.minimise(jobs, lambda name: True)
 
     return _why_other(trial, minimise) is None
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
 from flower_ext.training.batched.descent import IGNORED, Stack, models_for
+from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
-MEMORY_LIMIT = 2**30
-"""Bytes that one batch of trainings may take, unless the caller chooses another limit."""
 _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
 _LEAST_TOGETHER = 8

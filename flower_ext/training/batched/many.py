@@ -1,8 +1,8 @@
 """Many local trainings, together where that is faster.
 
-The results are those of `train` for each job, up to the order of floating-point sums. Chains of
-dense layers and convolutions train as compiled code (`network`), other models in a batch
-(`descent`). Models that a batch would change train one by one (`batchable`).
+The results are those of `train` for each job, up to the order of floating-point sums. Jobs train
+in the form of a plug-in if one takes them (`form`), else in a batch (`descent`). Models that a batch
+would change train one by one (`batchable`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.batchable import trains_alike, why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
-from flower_ext.training.batched.form import Form
-from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
-from flower_ext.training.batched.network import CompiledNetwork, compiled
+from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedForm
+from flower_ext.training.batched.grouping import InBatches, alike
 from flower_ext.training.hulls import hull_of
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
@@ -168,27 +168,25 @@ def _train_alike(
 
 def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
     """Yield forms for jobs that are alike, the fastest first; the last one takes all the rest."""
-    if len(jobs) == 1 and not steady:
-        found = _compiled(task, jobs[0]) if why_unusual(jobs) is None else None
-        if found is not None and found.gains_alone(jobs[0]):
-            yield found
-    elif why_apart(task, jobs) is None:
-        found = _compiled(task, jobs[0])
-        if found is not None:
-            yield found
-        if not steady or why_apart(task, jobs, steady=True) is None:
+    alone = len(jobs) == 1 and not steady
+    if (why_unusual(jobs) if alone else why_apart(task, jobs)) is None:
+        for form in _offered(task, jobs[0]):
+            if form.gains_alone(jobs[0]) if alone else form.batch_invariant or not steady:
+                yield form
+        if not alone and (not steady or why_apart(task, jobs, steady=True) is None):
             yield InBatches(task, steady=steady)
     yield Alone(task)
 
 
-def _compiled(task: Task, job: Job) -> CompiledNetwork | None:
-    """Return the compiled form of models like that of ``job``, if there is one that acts alike."""
-    if (found := compiled(task, job)) is None:
-        return None
-    # Known layers show all that they do, so the cost of a trial can be saved.
-    hull = hull_of(task.blueprint, task.torch_device())
-    known = hull is not None and hull.known
-    return found if known or trains_alike(task, job, found) else None
+def _offered(task: Task, job: Job) -> Iterator[OfferedForm]:
+    """Yield the forms of plug-ins for models like that of ``job``."""
+    for form_for in plugins.offered(GROUP):
+        if (form := form_for(task, job)) is None:
+            continue
+        # Known layers show all that they do, so the cost of a trial can be saved.
+        hull = hull_of(task.blueprint, task.torch_device())
+        if (hull is not None and hull.known) or trains_alike(task, job, form):
+            yield form
 
 
 def _goes_alone(task: Task, job: Job, *, steady: bool = False) -> bool:

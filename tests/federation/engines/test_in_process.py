@@ -22,7 +22,7 @@ from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
-from flower_ext.training.batched import descent, many
+from flower_ext.training.batched import descent
 from tests.support.worlds import client_data, task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
@@ -207,7 +207,7 @@ def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_wi
 def test_a_cohort_trains_in_batches(monkeypatch):
     held = []
     build = descent.Stack.__init__
-    monkeypatch.setattr(many, "compiled", lambda task, jobs: None)
+    monkeypatch.setattr(plugins, "offered", lambda group: ())
     monkeypatch.setattr(
         descent.Stack,
         "__init__",

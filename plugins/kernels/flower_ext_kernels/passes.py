@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flower_ext.training.batched.between import (
+from flower_ext_kernels.between import (
     drop,
     normalise,
     normalise_image,
@@ -20,8 +20,8 @@ from flower_ext.training.batched.between import (
     through_image_norm,
     through_norm,
 )
-from flower_ext.training.batched.dense import multiply, send_dense, through_dense
-from flower_ext.training.batched.images import (
+from flower_ext_kernels.dense import multiply, send_dense, through_dense
+from flower_ext_kernels.images import (
     convolve,
     padded_size,
     pool,
@@ -30,7 +30,7 @@ from flower_ext.training.batched.images import (
     through_pool,
     turn,
 )
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     ACROSS,
     ACTIVATION,
     CHANNELS,
@@ -51,7 +51,7 @@ from flower_ext.training.batched.layout import (
     TURN,
     WEIGHT,
 )
-from flower_ext.training.batched.products import (
+from flower_ext_kernels.products import (
     ONE,
     ZERO,
     activate,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     BIAS,
     INPUTS,
     OUTPUTS,
@@ -16,7 +16,7 @@ from flower_ext.training.batched.layout import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
-from flower_ext.training.batched.products import (
+from flower_ext_kernels.products import (
     NEXT,
     ONE,
     STAY,
@@ -28,7 +28,7 @@ from flower_ext.training.batched.products import (
     loops,
     share,
 )
-from flower_ext.training.batched.tiles import HIGH, LANES, WIDE, dot_tile, multiply_tile
+from flower_ext_kernels.tiles import HIGH, LANES, WIDE, dot_tile, multiply_tile
 
 
 @loops

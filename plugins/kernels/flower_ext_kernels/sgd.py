@@ -3,7 +3,7 @@
 Between the operations of a library, a model leaves the processor's nearest caches. Here one model
 stays there from its first step to its last.
 
-All numbers of a network are one array, with a table of its layers (see `layout`). Nothing here
+All numbers of a network are one array, with a table of its layers (see `layer_table`). Nothing here
 allocates, raises or uses Python, so the result is machine code that runs without Numba. `native`
 compiles this module in a separate process.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.training.batched.dense import tiles
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.dense import tiles
+from flower_ext_kernels.layer_table import (
     ACROSS,
     BATCH_SIZE,
     BIAS,
@@ -45,7 +45,7 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WEIGHTS,
 )
-from flower_ext.training.batched.passes import (
+from flower_ext_kernels.passes import (
     backward,
     bias_size,
     carray,
@@ -53,8 +53,7 @@ from flower_ext.training.batched.passes import (
     forward,
     weight_size,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, nothing, portion
-from flower_ext.training.batched.sums import add, square
+from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, nothing, portion
 
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
@@ -87,7 +86,7 @@ def train(
         Random numbers of all dropout, pass after pass.
     counts, rates : int64, float64 (jobs, 4)
     jobs : int
-        Number of jobs; `layout` names the columns above.
+        Number of jobs; `layer_table` names the columns above.
     table : int64 (depth, COLUMNS)
     depth, size : int
         Number of layers, and of numbers in a network.
@@ -266,7 +265,5 @@ EXPORTS: dict[Any, str] = {
         "CPointer(float32), CPointer(float32))"
     ),
     are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
-    square: "void(CPointer(float32), int64, CPointer(float64))",
-    add: "void(CPointer(float32), int64, CPointer(float64), CPointer(float64))",
 }
 """Functions to compile, and the types of their arguments."""

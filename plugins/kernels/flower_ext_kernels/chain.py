@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from flower_ext.training.batched.layout import (
+from flower_ext.training.dropout import LEVELS, levels_dropped
+from flower_ext_kernels.layer_table import (
     CONVOLUTION,
     DENSE,
     DROP,
@@ -26,7 +27,6 @@ from flower_ext.training.batched.layout import (
     TANH,
     TURN,
 )
-from flower_ext.training.dropout import LEVELS, levels_dropped
 
 _ACTIVATIONS: Mapping[Any, int] = {
     nn.Identity: PLAIN,
@@ -115,9 +115,9 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of one of `layout`'s kinds: its module, name, widths and activation.
+    """A layer of one of `layer_table`'s kinds: its module, name, widths and activation.
 
-    `layout` explains ``groups`` and ``setting``.
+    `layer_table` explains ``groups`` and ``setting``.
     """
 
     module: nn.Module

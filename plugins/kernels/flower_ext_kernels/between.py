@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.training.batched.layout import (
+from flower_ext.training.dropout import AT_A_TIME, LEVELS
+from flower_ext_kernels.layer_table import (
     BIAS,
     CHANNELS,
     GROUPS,
@@ -20,8 +21,7 @@ from flower_ext.training.batched.layout import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, sums
-from flower_ext.training.dropout import AT_A_TIME, LEVELS
+from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, sums
 
 
 @sums

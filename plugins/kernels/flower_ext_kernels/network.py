@@ -1,10 +1,10 @@
-"""Chains of layers, each trained from its first step to its last by compiled code.
+"""Chains of layers, each trained from its first step to its last by machine code.
 
 One thread trains all networks of dense layers; two would take as long, because models move between
 their caches. Networks with convolutions are divided among PyTorch's number of threads.
 
-`compiled` needs Numba (``pip install 'flower-ext[fast]'``). Without it, and where it would not be
-faster, `compiled` returns None, and these models train in batches like all others.
+`form_for` is the entry point of this plug-in. Where machine code cannot train a model, or was not
+compiled, it returns None, and the model trains as without the plug-in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
-from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
 
@@ -26,15 +25,6 @@ from torch.nn import functional
 
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.chain import Layer, Part, chain
-from flower_ext.training.batched.layout import (
-    CHANNELS,
-    COLUMNS,
-    DROP,
-    IMAGE_NORM,
-    LINE,
-    NORM,
-)
 from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.calls import refusing_layer
 from flower_ext.training.dropout import draw, words
@@ -42,6 +32,8 @@ from flower_ext.training.local import Job, own_generator
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, sizes
 from flower_ext.training.task import Task
+from flower_ext_kernels.chain import Layer, Part, chain
+from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
 
 log = getLogger("flwr")
 
@@ -61,7 +53,10 @@ _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A chain of layers: one array of numbers and a table of layers (a `Form`)."""
+    """A chain of layers: one array of numbers and a table of layers (an `OfferedForm`)."""
+
+    batch_invariant = True
+    """True because each model trains by itself, in an order of sums of its own."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
@@ -224,7 +219,7 @@ class CompiledNetwork:
         return 4 * self._threads() * sum(self._sizes(_batch(job))) if self.images else 0
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
-        """Return the table of layers that `compiled` reads."""
+        """Return the table of layers that `sgd` reads."""
         rows, across = [], 0
         for layer in self.layers:
             weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
@@ -269,8 +264,8 @@ def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
     return torch.cat([_NO_TARGETS, *orders])
 
 
-def compiled(task: Task, job: Job) -> CompiledNetwork | None:
-    """Return the network of jobs like this one if compiled code can train it (x86), else None."""
+def form_for(task: Task, job: Job) -> CompiledNetwork | None:
+    """Return the network of jobs like this one if machine code can train it, else None."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     if not _is_usual(job.examples):
@@ -281,35 +276,16 @@ def compiled(task: Task, job: Job) -> CompiledNetwork | None:
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """Return the functions of `compiled` if they run here faster than BLAS, else None."""
+    """Return the functions of `sgd`; None, and a line in the log, if they cannot run here."""
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
-    if find_spec("numba") is None:
-        log.info(
-            "dense and convolutional networks would train faster with Numba: "
-            "pip install 'flower-ext[fast]'"
-        )
-        return None
     try:
-        from flower_ext.training.batched.native import Library, NotCompiled
-    except ImportError as error:
-        log.warning("dense and convolutional networks train without compiled code: %s", error)
-        return None
-    try:
+        from flower_ext_kernels.native import Library  # LLVM takes 25 MB
+
         return Library()
-    except NotCompiled as error:
+    except (ImportError, RuntimeError) as error:  # no code was compiled, or LLVM refuses it
         log.info("dense and convolutional networks would train faster: %s", error)
         return None
-    except RuntimeError as error:
-        log.warning(
-            "dense and convolutional networks would train faster if Numba could be used: %s", error
-        )
-        return None
-
-
-def loaded() -> Any:
-    """Return the functions of `compiled` if a training has loaded them here, else None."""
-    return _library() if _library.cache_info().currsize else None
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     BIAS,
     CHANNELS,
     DOWN,
@@ -31,7 +31,7 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WIDTH,
 )
-from flower_ext.training.batched.products import (
+from flower_ext_kernels.products import (
     NEXT,
     ONE,
     STAY,
@@ -41,7 +41,7 @@ from flower_ext.training.batched.products import (
     fill,
     loops,
 )
-from flower_ext.training.batched.tiles import (
+from flower_ext_kernels.tiles import (
     LANES,
     find_largest,
     find_sum,
