@@ -13,13 +13,23 @@ from importlib.metadata import entry_points
 from logging import getLogger
 from typing import Any
 
+from flower_ext.errors import InvalidValue
+
 log = getLogger("flwr")
 
 
 @lru_cache(maxsize=16)
 def offered(group: str) -> tuple[Any, ...]:
-    """Return what the installed plug-ins offer in a group of entry points, by their names."""
-    if os.environ.get("FLOWER_EXT_PLUGINS") == "none":
+    """Return what the installed plug-ins offer in a group of entry points, by their names.
+
+    Raises
+    ------
+    InvalidValue
+        ``FLOWER_EXT_PLUGINS`` is set to something other than ``none``.
+    """
+    if (setting := os.environ.get("FLOWER_EXT_PLUGINS", "")) not in ("", "none"):
+        raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or no such variable")
+    if setting:
         return ()
     parts = []
     for point in sorted(entry_points(group=group), key=lambda point: point.name):

@@ -1,9 +1,9 @@
 """Decide which models train in a batch as they do alone: known obstacles, and trials.
 
 `why_apart` finds out whether a batch gives a model the same result, up to rounding, and
-`trains_alike` whether the form of a plug-in does. `depends_on_company` finds out whether the result is the
-same to the last bit, whichever models train beside it. Libraries choose kernels by the shape of a
-batch, and unstable training amplifies a difference in the last bit without limit.
+`trains_alike` whether the form of a plug-in does. `depends_on_company` finds out whether the result
+is the same to the last bit, whichever models train beside it. Libraries choose kernels by the shape
+of a batch, and unstable training amplifies a difference in the last bit without limit.
 """
 
 from __future__ import annotations

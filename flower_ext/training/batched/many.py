@@ -1,8 +1,8 @@
 """Many local trainings, together where that is faster.
 
 The results are those of `train` for each job, up to the order of floating-point sums. Jobs train
-in the form of a plug-in if one takes them (`form`), else in a batch (`descent`). Models that a batch
-would change train one by one (`batchable`).
+in the form of a plug-in if one takes them (`form`), else in a batch (`descent`). Models that a
+batch would change train one by one (`batchable`).
 """
 
 from __future__ import annotations

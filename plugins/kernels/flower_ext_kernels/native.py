@@ -1,10 +1,11 @@
 """Machine code of `sgd`: made once per machine, kept in a file, and run without Numba.
 
-``python -m flower_ext_kernels`` makes it. No training waits for it: without the file, models train by other
-forms. A separate process compiles and prints the code; the file keeps it, and LLVM's linker, which
-llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)`` (one run on two
-shared cores), the code is as fast and equal to the last bit. Every process that trains loads it in
-0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes 20 s.
+``python -m flower_ext_kernels`` makes it. No training waits for it: without the file, models train
+by other forms. A separate process compiles and prints the code; the file keeps it, and LLVM's
+linker, which llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)``
+(one run on two shared cores), the code is as fast and equal to the last bit. Every process that
+trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes
+20 s.
 """
 
 from __future__ import annotations
@@ -92,9 +93,7 @@ def _kept(folders: Sequence[Path]) -> bytes:
     for folder in folders:
         if (code := recall(folder / name)) is not None:
             return code
-    raise NotCompiled(
-        "run `python -m flower_ext_kernels`, which takes half a minute, once per machine"
-    )
+    raise NotCompiled("run `python -m flower_ext_kernels` once per machine: it takes half a minute")
 
 
 def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:

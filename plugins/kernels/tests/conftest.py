@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from flower_ext_kernels import network
 
 from flower_ext import plugins
 from flower_ext.training.batched import many
+from flower_ext_kernels import network
 
 torch.set_num_threads(1)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from flower_ext_kernels import native, network
 
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from flower_ext_kernels import native, network
 from torch import nn
 from torch.nn import functional
 
@@ -23,6 +22,7 @@ from flower_ext.training import (
 from flower_ext.training.dropout import draw
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
+from flower_ext_kernels import native, network
 from tests.support.jobs import one_by_one, problem, same
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
+from flower_ext import plugins
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
 from flower_ext.federation import _flower_private as private
