@@ -87,9 +87,21 @@ class Stack:
     """A batch of jobs, sorted from the longest to the shortest.
 
     ``weights`` are the trained parameters by name, each with a first dimension of jobs.
+
+    Parameters
+    ----------
+    rows : int, optional
+        Length to which every mini-batch is padded. By default each is as long as the longest one of
+        the same step, so that its shape depends on all jobs.
     """
 
-    def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        jobs: Sequence[Job],
+        trained: Callable[[str], bool],
+        rows: int | None = None,
+    ) -> None:
         if any(len(job.examples) == 0 for job in jobs):
             raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
@@ -105,7 +117,7 @@ class Stack:
         self.weights = {name: every.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
         self.rest = every
-        self.batches = Batches(jobs, self.device, draws=self.models.draws)
+        self.batches = Batches(jobs, self.device, draws=self.models.draws, rows=rows)
         self.generators = [
             own_generator(job.generator) if self.models.draws else None for job in jobs
         ]
@@ -190,7 +202,7 @@ class Stack:
         _, y, counts = batch
         if self._shape != (counts, factors is None):  # few batches differ in shape from the last
             self._shape = (counts, factors is None)
-            self._real, self._share = self._shares(counts, factors)
+            self._real, self._share = self._shares(y.shape[1], counts, factors)
         real, share, loss = self._real, self._share, self.task.loss
 
         def summed(outputs: Tensor) -> Tensor:
@@ -213,10 +225,12 @@ class Stack:
         """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
-    def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _shares(
+        self, rows: int, counts: Sequence[int], factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return a mask of the real examples of each mini-batch, and the weight of each example."""
         number = self.numbers(counts).unsqueeze(1)
-        real = torch.arange(max(counts), device=self.device) < number
+        real = torch.arange(rows, device=self.device) < number
         share = real / number
         return real, share if factors is None else share * factors.unsqueeze(1)
 
@@ -271,9 +285,17 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
 class Batches:
     """Mini-batches of all jobs, step by step, in each job's own order."""
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device, *, draws: bool = False) -> None:
-        self.jobs, self.device, self.draws = jobs, device, draws
-        self.alike = len({(len(job.examples), job.training.batch_size) for job in jobs}) == 1
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        device: torch.device,
+        *,
+        draws: bool = False,
+        rows: int | None = None,
+    ) -> None:
+        self.jobs, self.device, self.draws, self.rows = jobs, device, draws, rows
+        lengths = {(len(job.examples), job.training.batch_size) for job in jobs}
+        self.alike = rows is None and len(lengths) == 1
 
     def __iter__(self) -> Iterator[MiniBatches]:
         return self._epochs() if self.alike else self._gathered()
@@ -305,7 +327,7 @@ class Batches:
         """Yield batches of clients of any size: gather and pad every mini-batch."""
         jobs = self.jobs
         longest = max(len(job.examples) for job in jobs)
-        width = min(longest, max(job.training.batch_size for job in jobs))
+        width = self.rows or min(longest, max(job.training.batch_size for job in jobs))
         features, targets = (self._padded(part, longest) for part in ("features", "targets"))
         rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
         every: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
@@ -317,7 +339,7 @@ class Batches:
                 every[step].append(len(chosen))
         number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
         for chosen, counts in zip(rows.to(self.device), every, strict=True):
-            active, most = len(counts), max(counts)
+            active, most = len(counts), self.rows or max(counts)
             where = number[:active], chosen[:active, :most]
             yield MiniBatches(features[where], targets[where], counts)
 

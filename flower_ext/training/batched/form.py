@@ -91,7 +91,7 @@ class ManyModels(Protocol):
     """Names of the model's parameters."""
     fewest: int
     """Smallest number of models for which a batch is faster than one by one."""
-    steady: bool
+    batch_invariant: bool
     """True if no model is known to depend on the other models, not even by its rounding."""
     draws: bool
     """True if a model draws random numbers."""

@@ -252,7 +252,7 @@ OPERATIONS: frozenset[Any] = frozenset(
 )
 """Functions, and methods of tensors, that treat all numbers alike."""
 
-UNSTEADY: frozenset[Any] = frozenset(
+POSITION_DEPENDENT: frozenset[Any] = frozenset(
     {
         *(nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, torch.sigmoid, "sigmoid"),
         nn.AdaptiveAvgPool2d,

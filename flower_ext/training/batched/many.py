@@ -17,7 +17,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.batchable import trains_alike, why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedForm
-from flower_ext.training.batched.grouping import InBatches, alike
+from flower_ext.training.batched.grouping import InBatches, InInvariantBatches, alike
 from flower_ext.training.hulls import hull_of
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
@@ -95,9 +95,9 @@ def train_groups(
     ----------
     steady : bool
         Keep every model from depending on other jobs, even by its rounding, which unstable training
-        amplifies. A guarantee that bounds jobs one by one needs this. It costs time if jobs differ
-        in their numbers of examples, and models that may depend on their company train one by one
-        (see `batchable`).
+        amplifies. A guarantee that bounds jobs one by one needs this. Models that may depend on
+        those beside them train one by one (see `batchable`), and so do large ones, which gain
+        little in such a batch.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
@@ -173,8 +173,10 @@ def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
         for form in _offered(task, jobs[0]):
             if form.gains_alone(jobs[0]) if alone else form.batch_invariant or not steady:
                 yield form
-        if not alone and (not steady or why_apart(task, jobs, steady=True) is None):
-            yield InBatches(task, steady=steady)
+        if steady and why_apart(task, jobs, steady=True) is None:
+            yield InInvariantBatches(task)
+        elif not alone and not steady:
+            yield InBatches(task)
     yield Alone(task)
 
 

@@ -20,7 +20,7 @@ class MappedModel:
     """K models of any architecture that `torch.vmap` supports, at its overhead."""
 
     fewest = 5
-    steady = False
+    batch_invariant = False
     """False because the rounding of vmap's operations is unknown."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -19,7 +19,14 @@ from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, Target, stacked
-from flower_ext.training.batched.layers import LAYERS, OPERATIONS, UNSTEADY, Pass, by_model, usual
+from flower_ext.training.batched.layers import (
+    LAYERS,
+    OPERATIONS,
+    POSITION_DEPENDENT,
+    Pass,
+    by_model,
+    usual,
+)
 from flower_ext.training.blueprint import seeded
 from flower_ext.training.dropout import Draws, own_dropout
 
@@ -83,7 +90,7 @@ class StackedModel:
             raise NotStackable("a layer is used twice")
         steps = [node for node in self._nodes if node.op not in ("placeholder", "output")]
         self._run = {node: _form(node, model) for node in steps}
-        self.steady = UNSTEADY.isdisjoint(
+        self.batch_invariant = POSITION_DEPENDENT.isdisjoint(
             type(_layer(node, model)) if node.op == "call_module" else node.target for node in steps
         )
         """True if no model depends on the others, not even by its rounding."""
