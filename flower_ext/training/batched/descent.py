@@ -110,13 +110,13 @@ class Stack:
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")
-        every = {
+        params = {
             name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params
         }
-        self.weights = {name: every.pop(name) for name in self.names}
+        self.weights = {name: params.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
-        self.rest = every
+        self.rest = params
         self.batches = Batches(jobs, self.device, draws=self.models.draws, rows=rows)
         self.generators = [
             own_generator(job.generator) if self.models.draws else None for job in jobs
@@ -146,13 +146,13 @@ class Stack:
                 norm = _norms(climb)
                 scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
                 point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
-            own = first(velocity, active)
-            for v in own.values():
+            moving = first(velocity, active)
+            for v in moving.values():
                 v.mul_(along(momentum[:active], v))
-            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in own.items()})
-            add_terms(own, terms, point)
+            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in moving.items()})
+            add_terms(moving, terms, point)
             for name, w in now.items():
-                w.addcmul_(own[name], along(rate[:active], w), value=-1.0)
+                w.addcmul_(moving[name], along(rate[:active], w), value=-1.0)
         return self.weights
 
     def _descend(self, rate: Tensor) -> Params:
@@ -174,11 +174,11 @@ class Stack:
 
         Jobs that ``climbs`` leaves out draw no random numbers, as they would not draw alone.
         """
-        found = {name: torch.empty_like(w) for name, w in point.items()}
-        targets = {name: Target(g) for name, g in found.items()}
+        gradients = {name: torch.empty_like(w) for name, w in point.items()}
+        targets = {name: Target(g) for name, g in gradients.items()}
         self._send(point, batch, targets, climbs=None if climbs is None else climbs.tolist())
-        add_terms(found, terms, point)
-        return found
+        add_terms(gradients, terms, point)
+        return gradients
 
     def _send(
         self,
@@ -191,10 +191,10 @@ class Stack:
         """Send each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
         x = spared(self.task, batch.x, batched=2)
-        own = self.generators[: len(batch.x)]
+        generators = self.generators[: len(batch.x)]
         if climbs is not None:
-            own = [one if climb else None for one, climb in zip(own, climbs, strict=True)]
-        loss, draws = self._loss(batch, factors), Draws(own, batch.counts)
+            generators = [g if climb else None for g, climb in zip(generators, climbs, strict=True)]
+        loss, draws = self._loss(batch, factors), Draws(generators, batch.counts)
         self.models.gradient(everything, x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
@@ -207,16 +207,16 @@ class Stack:
 
         def summed(outputs: Tensor) -> Tensor:
             if self.classifies and outputs.dim() == 3:
-                each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
-                return torch.dot(each, share.flatten())
+                losses = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
+                return torch.dot(losses, share.flatten())
             scale = share.sum(dim=1)
             if self.task.compares_examples:
                 return torch.dot(vmap(loss)(outputs, y, real), scale)
             total = scale.new_zeros(())
             for count in set(counts):  # the loss may be any function, so it never sees padding
-                rows = [row for row, own in enumerate(counts) if own == count]
-                own = vmap(loss)(outputs[rows, :count], y[rows, :count])
-                total = total + torch.dot(own, scale[rows])
+                models = [model for model, number in enumerate(counts) if number == count]
+                losses = vmap(loss)(outputs[models, :count], y[models, :count])
+                total = total + torch.dot(losses, scale[models])
             return total
 
         return summed
@@ -317,9 +317,9 @@ class Batches:
             yield MiniBatches(x, y, [x.shape[1]] * active)
 
     def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
-        own = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
-        copied: Tensor = own[0].new_empty((len(own), *own[0].shape))
-        for data, order, place in zip(own, orders, copied, strict=True):
+        parts = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
+        copied: Tensor = parts[0].new_empty((len(parts), *parts[0].shape))
+        for data, order, place in zip(parts, orders, copied, strict=True):
             torch.index_select(data.detach(), 0, order.to(self.device), out=place)
         return copied
 
@@ -330,15 +330,15 @@ class Batches:
         width = self.rows or min(longest, max(job.training.batch_size for job in jobs))
         features, targets = (self._padded(part, longest) for part in ("features", "targets"))
         rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
-        every: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
+        counts_of_step: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
         for index, job in enumerate(jobs):
             drawn = batch_rows(len(job.examples), job.training, job.generator)
             for step, chosen in enumerate(drawn):
                 rows[step, index] = chosen[0]  # padding repeats an example of its own batch
                 rows[step, index, : len(chosen)] = chosen
-                every[step].append(len(chosen))
+                counts_of_step[step].append(len(chosen))
         number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
-        for chosen, counts in zip(rows.to(self.device), every, strict=True):
+        for chosen, counts in zip(rows.to(self.device), counts_of_step, strict=True):
             active, most = len(counts), self.rows or max(counts)
             where = number[:active], chosen[:active, :most]
             yield MiniBatches(features[where], targets[where], counts)
@@ -355,8 +355,8 @@ def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
     """Return each job's whole model: its row where there is one, else its own parameters."""
     if isinstance(rows, FlatParams) and all([*job.params] == [*rows] for job in jobs):
         return list(rows.models())
-    each = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
+    trained = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
-        {name: each[name][row] if name in each else p for name, p in job.params.items()}
+        {name: trained[name][row] if name in trained else p for name, p in job.params.items()}
         for row, job in enumerate(jobs)
     ]

@@ -78,12 +78,12 @@ class InInvariantBatches:
         members = defaultdict(list)
         for index, job in enumerate(jobs):
             members[kind_of_batch(job)].append(index)
-        for left in members.values():
-            job = jobs[left[0]]
+        for kind in members.values():
+            job = jobs[kind[0]]
             if in_cache(self.task, job) < _LEAST_INVARIANT or depends_on_batch(self.task, job):
                 continue
             size = together(self.task, job, memory_limit)
-            yield from (left[start : start + size] for start in range(0, len(left), size))
+            yield from (kind[start : start + size] for start in range(0, len(kind), size))
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Train a group, as `Form.minimise` does."""
@@ -121,22 +121,22 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
     All jobs of a group have examples of one shape and type. Jobs that `InBatches` leaves out form
     groups of one.
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for members in alike(jobs):
-        own = [jobs[index] for index in members]
-        if len(own) > 1 and why_apart(task, own) is None:
-            batches = InBatches(task).groups(own, memory_limit)
-            found += [[members[index] for index in group] for group in batches]
-    together = {index for group in found for index in group}
-    return found + [[index] for index in range(len(jobs)) if index not in together]
+        similar = [jobs[index] for index in members]
+        if len(similar) > 1 and why_apart(task, similar) is None:
+            groups_of_similar = InBatches(task).groups(similar, memory_limit)
+            batches += [[members[index] for index in group] for group in groups_of_similar]
+    batched = {index for batch in batches for index in batch}
+    return batches + [[index] for index in range(len(jobs)) if index not in batched]
 
 
 def alike(jobs: Sequence[Job]) -> list[list[int]]:
     """Group jobs whose examples have one shape and type."""
-    found = defaultdict(list)
+    members = defaultdict(list)
     for index, job in enumerate(jobs):
-        found[job.examples.form].append(index)
-    return [*found.values()]
+        members[job.examples.form].append(index)
+    return [*members.values()]
 
 
 def together(task: Task, job: Job, memory_limit: int) -> int:

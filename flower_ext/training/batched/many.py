@@ -67,14 +67,14 @@ def train_each(
     if len(jobs) == 1 and not steady and _goes_alone(task, jobs[0]):
         yield train_job(task, jobs[0], trained=trained)
         return
-    ready: dict[int, Params] = {}
-    done = 0
-    found = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
-    for group, rows in found:
-        ready |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
-        while done in ready:
-            yield ready.pop(done)
-            done += 1
+    models: dict[int, Params] = {}
+    due = 0
+    groups = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
+    for group, rows in groups:
+        models |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
+        while due in models:
+            yield models.pop(due)
+            due += 1
 
 
 def train_groups(
@@ -102,8 +102,8 @@ def train_groups(
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
     for members in alike(jobs):
-        own = [jobs[index] for index in members]
-        for group, rows in _train_alike(task, own, trained, memory_limit, steady):
+        similar = [jobs[index] for index in members]
+        for group, rows in _train_alike(task, similar, trained, memory_limit, steady):
             yield [members[index] for index in group], rows
 
 
@@ -118,7 +118,7 @@ def train_surely(
 
     One record can make a training raise, for example by a label out of range. That changes no other
     model in any bit: jobs that an error leaves untrained restart, half of them at a time, and a
-    steady training does not depend on its company.
+    steady training does not depend on the jobs beside it.
 
     Parameters
     ----------
@@ -127,24 +127,25 @@ def train_surely(
     """
     parts = [[*range(len(jobs))]]
     while parts:
-        left = parts.pop()
-        own = [jobs[index]() for index in left]
-        numbers = [*left]
+        members = parts.pop()
+        untrained = [*members]
+        made = [jobs[index]() for index in members]
         try:
             groups = train_groups(
-                task, own, trained=trained, memory_limit=memory_limit, steady=True
+                task, made, trained=trained, memory_limit=memory_limit, steady=True
             )
-            while left:
+            while untrained:
                 with isolated():
                     group, rows = next(groups)
-                done = [numbers[index] for index in group]
-                left = [index for index in left if index not in set(done)]
-                yield done, rows
+                finished = [members[index] for index in group]
+                untrained = [index for index in untrained if index not in set(finished)]
+                yield finished, rows
         except Exception as error:  # a model or a loss may raise anything for a record
-            if len(left) == 1:
-                yield left, error
+            if len(untrained) == 1:
+                yield untrained, error
             else:
-                parts += [left[len(left) // 2 :], left[: len(left) // 2]]
+                half = len(untrained) // 2
+                parts += [untrained[half:], untrained[:half]]
 
 
 def _train_alike(

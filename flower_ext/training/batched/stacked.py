@@ -141,18 +141,18 @@ class StackedModel:
 
     def _check(self, model: nn.Module, example: Tensor) -> None:
         x = example.expand(2, 3, *example.shape) * 1
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        other = {n: 0.9 * p if p.is_floating_point() else p for n, p in own.items()}
-        models = [own, other]
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        other = {n: 0.9 * p if p.is_floating_point() else p for n, p in values.items()}
+        models = [values, other]
         try:
-            stacked = {name: self.stack([one[name] for one in models]) for name in own}
+            stacked = {name: self.stack([one[name] for one in models]) for name in values}
             with torch.no_grad():
                 draws = Draws([torch.Generator().manual_seed(0) for _ in models], [3, 3])
-                found = self(Pass(stacked, {}, draws), x)
+                outputs = self(Pass(stacked, {}, draws), x)
                 expected = torch.stack([_drawn(model, one, x[0]) for one in models])
         except Exception as error:  # shapes that the form of a layer does not support
             raise NotStackable(f"its forward pass has no such form ({error})") from error
-        if found.shape != expected.shape or not torch.allclose(found, expected, 1e-3, 1e-4):
+        if outputs.shape != expected.shape or not torch.allclose(outputs, expected, 1e-3, 1e-4):
             raise NotStackable("its forward pass mixes dimensions in an unforeseen way")
 
 
