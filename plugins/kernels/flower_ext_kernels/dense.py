@@ -43,7 +43,7 @@ def multiply(
     layer: np.ndarray,
     values: np.ndarray,
     below: int,
-    here: int,
+    above: int,
     count: int,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
@@ -60,7 +60,7 @@ def multiply(
             _fetch(ahead, sizes, tile)
             tile += 1
             dot_tile(
-                values[here + row * high + neuron :],
+                values[above + row * high + neuron :],
                 values[below + row * wide :],
                 matrix[neuron * wide :],
                 (min(rows, count - row), min(neurons, high - neuron), wide),
@@ -69,7 +69,7 @@ def multiply(
     if layer[BIAS] >= 0:
         for row in range(count):
             for place in range(high):
-                values[here + row * high + place] += weights[layer[BIAS] + place]
+                values[above + row * high + place] += weights[layer[BIAS] + place]
 
 
 @loops

@@ -144,9 +144,9 @@ def through_convolution(
                 ONE,
             )
     if pads:
-        own, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
+        run, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
         for row in range(layer[HEIGHT]):
-            copy(into[(row + layer[PAD_DOWN]) * across + begin :][:own], down[row * own :])
+            copy(into[(row + layer[PAD_DOWN]) * across + begin :][:run], down[row * run :])
 
 
 @loops
@@ -211,12 +211,12 @@ def through_pool(
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
         for channel in range(0, channels, LANES):
-            into, own = down[corner + channel :], slopes[window * channels + channel :]
+            into, slope = down[corner + channel :], slopes[window * channels + channel :]
             if layer[KIND] == POOL:
                 values = image[corner + channel :]
-                send_to_largest(into, own, values, channels - channel, size, steps)
+                send_to_largest(into, slope, values, channels - channel, size, steps)
             else:
-                send_to_all(into, own, channels - channel, size, steps, share)
+                send_to_all(into, slope, channels - channel, size, steps, share)
 
 
 @loops

@@ -128,9 +128,9 @@ def _file_name() -> str:
 
 def _key() -> str:
     """Return a digest of everything that the code depends on."""
-    facts = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
+    dependencies = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
     sources = [source.read_bytes() for source in _SOURCES]
-    return hashlib.sha256(repr((facts, sources)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((dependencies, sources)).encode()).hexdigest()[:16]
 
 
 def _folders() -> list[Path]:
@@ -205,8 +205,8 @@ def main() -> None:
 def _check_alone(module: Any) -> None:
     """Refuse code that needs functions from Numba, beyond those that every process has."""
     needed = [f.name for f in module.functions if f.is_declaration and "." not in f.name]
-    here = ctypes.CDLL(None)
-    if missing := [name for name in needed if not hasattr(here, name)]:
+    process = ctypes.CDLL(None)
+    if missing := [name for name in needed if not hasattr(process, name)]:
         raise RuntimeError(f"the machine code needs {missing}, which only Numba has")
 
 

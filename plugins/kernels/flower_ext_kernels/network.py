@@ -83,12 +83,12 @@ class CompiledNetwork:
             else None
             for job in jobs
         ]
-        found = np.empty(len(jobs), np.int64)
-        where = np.array([0 if own is None else own.data_ptr() for own in targets])
-        counts = np.array([0 if own is None else own.shape[0] for own in targets])
-        classes = self.layers[-1].outputs
-        _library().are_classes(where, counts, len(jobs), classes, found)
-        return [own is not None and bool(fit) for own, fit in zip(targets, found, strict=True)]
+        fits = np.empty(len(jobs), np.int64)
+        where = np.array([0 if classes is None else classes.data_ptr() for classes in targets])
+        counts = np.array([0 if classes is None else classes.shape[0] for classes in targets])
+        _library().are_classes(where, counts, len(jobs), self.layers[-1].outputs, fits)
+        pairs = zip(targets, fits, strict=True)
+        return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
         """Return groups of the jobs that it `takes`, as large as may be returned together.
@@ -96,19 +96,19 @@ class CompiledNetwork:
         Jobs that need too much memory while they train are left out.
         """
         most, room = min(_TOGETHER * self._threads(), memory_limit // 16), 0
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         for index, fits in enumerate(self.takes(jobs)):
             drawn = self._draws(jobs[index]) if fits else 0
             large = 2 * drawn > _MOST_DRAWN or self._working(jobs[index]) > memory_limit
             if not fits or large:
                 continue
             needed = self.size + 2 * drawn
-            if not found or needed > room:
-                found.append([])
+            if not groups or needed > room:
+                groups.append([])
                 room = most
-            found[-1].append(index)
+            groups[-1].append(index)
             room -= needed
-        return found
+        return groups
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Return the trained parameters of each job after `local.train`, in rows.
@@ -124,7 +124,7 @@ class CompiledNetwork:
         rows = torch.empty(len(jobs), self.size)
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
-        used: list[tuple[Tensor, ...]] = []  # keeps the arrays alive while the code runs
+        arrays: list[tuple[Tensor, ...]] = []  # keeps the arrays alive while the code runs
         numbers, integers, counts, rates, drawn = [], [], [], [], []
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
@@ -133,26 +133,26 @@ class CompiledNetwork:
             draws = self._drawn(job)  # before its batches are drawn
             order = _order(count, math.ceil(steps / math.ceil(count / size)), job.generator)
             pull, offset = self._terms(job, names)
-            used.append((features, targets, order, offset, draws))
+            arrays.append((features, targets, order, offset, draws))
             drawn.append(draws.data_ptr())
             weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
             numbers.append((weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()))
             integers.append((targets.data_ptr(), order.data_ptr()))
             counts.append((count, size, steps, offset is not _NONE))
             rates.append((training.learning_rate, training.momentum, training.sam_radius, pull))
-        facts = [np.array(own) for own in (numbers, integers, drawn, counts, rates)]
+        columns = [np.array(part) for part in (numbers, integers, drawn, counts, rates)]
         table, room_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
 
         def train(first: int, last: int) -> None:
             room = [torch.empty(size).numpy() for size in room_sizes]
-            own = [fact[first:last] for fact in facts]
-            _library().train(*own, last - first, table, len(self.layers), self.size, *room)
+            given = [column[first:last] for column in columns]
+            _library().train(*given, last - first, table, len(self.layers), self.size, *room)
 
         parts = min(self._threads(), len(jobs))
         ends = [len(jobs) * part // parts for part in range(parts + 1)]
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
-            every = map if pool is None else pool.map
-            list(every(train, ends, ends[1:]))
+            run = map if pool is None else pool.map
+            list(run(train, ends, ends[1:]))
         if self._in_order and len(names) == len(self.parts):
             return FlatParams(rows[:, : self._numbers], self._layout)
         return {name: self.parts[name].of(rows) for name in names}
@@ -270,8 +270,8 @@ def form_for(task: Task, job: Job) -> CompiledNetwork | None:
         return None
     if not _is_usual(job.examples):
         return None
-    found = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
-    return found if found is not None and _library() is not None else None
+    network = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
+    return network if network is not None and _library() is not None else None
 
 
 @lru_cache(maxsize=1)
@@ -302,9 +302,9 @@ def _network(
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
     if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None
-    found = CompiledNetwork(layers)
+    network = CompiledNetwork(layers)
     # Each layer with parameters is used once, and no other layer has its parameters.
     used = sum(len([*layer.module.parameters()]) for layer in layers)
-    once = used == len(found.parts) == len([*model.parameters()])
-    alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
-    return found if alike and once else None
+    once = used == len(network.parts) == len([*model.parameters()])
+    alike = dict(parameters) == {name: part.shape for name, part in network.parts.items()}
+    return network if alike and once else None
