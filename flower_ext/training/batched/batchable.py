@@ -217,7 +217,7 @@ def padded_rows(job: Job) -> int:
     lets jobs of nearly the same size share a batch.
     """
     longest = min(len(job.examples), job.training.batch_size)
-    return min(job.training.batch_size, 2 ** (longest - 1).bit_length())
+    return min(job.training.batch_size, 1 << (longest - 1).bit_length())
 
 
 def depends_on_batch(task: Task, job: Job) -> bool:
@@ -237,17 +237,25 @@ def depends_on_batch(task: Task, job: Job) -> bool:
         momentum=0.9 if job.training.momentum else 0.0,
         sam_radius=0.1 if job.training.sam_radius else 0.0,
     )
-    return _differs(_trial_of(task, job), training, bool(job.objective), torch.get_num_threads())
+    several, threads = len(job.examples) > job.training.batch_size, torch.get_num_threads()
+    return _differs(_trial_of(task, job), training, several, bool(job.objective), threads)
 
 
 @lru_cache(maxsize=1024)
-def _differs(trial: _Trial, training: LocalTraining, terms: bool, threads: int) -> bool:
-    """Return True if a model of this kind depends on others; ``threads`` only keys the cache."""
+def _differs(
+    trial: _Trial, training: LocalTraining, several: bool, terms: bool, threads: int
+) -> bool:
+    """Return True if a model of this kind depends on others.
+
+    With ``several``, an epoch has more than one mini-batch, and these lie apart in memory.
+    ``threads`` only keys the cache.
+    """
     task, rows = trial.task, training.batch_size
 
     def job(number: int) -> Job:
-        # Mini-batches of every length occur, from a single example to one without padding.
-        made = trial.job(rows - number % 5 * (rows - 1) // 4, training, seed=number)
+        # The last mini-batch has every length, from a single example to one without padding.
+        last = rows - number % 5 * (rows - 1) // 4
+        made = trial.job(rows * several + last, training, seed=number)
         # Below a head that begins at zero all gradients vanish and would show nothing.
         params = shaken(made.params, made.generator)
         pull = [Proximal(weight=0.1, anchor=made.params)] if terms else []

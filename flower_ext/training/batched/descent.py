@@ -91,8 +91,9 @@ class Stack:
     Parameters
     ----------
     rows : int, optional
-        Length to which every mini-batch is padded. By default each is as long as the longest one of
-        the same step, so that its shape depends on all jobs.
+        Length to which every mini-batch is padded; all jobs then have as many mini-batches in an
+        epoch. By default each mini-batch is as long as the longest one of the same step, so that
+        its shape depends on all jobs.
     """
 
     def __init__(
@@ -295,30 +296,44 @@ class Batches:
     ) -> None:
         self.jobs, self.device, self.draws, self.rows = jobs, device, draws, rows
         lengths = {(len(job.examples), job.training.batch_size) for job in jobs}
-        self.alike = rows is None and len(lengths) == 1
+        self.alike = rows is not None or len(lengths) == 1
 
     def __iter__(self) -> Iterator[MiniBatches]:
         return self._epochs() if self.alike else self._gathered()
 
     def _epochs(self) -> Iterator[MiniBatches]:
-        """Yield batches of clients of one size: copy an epoch's examples in order, and cut them."""
-        count, size = len(self.jobs[0].examples), self.jobs[0].training.batch_size
-        steps = torch.tensor([job.num_steps for job in self.jobs])
-        per_epoch = math.ceil(count / size)
+        """Yield batches of clients whose epochs have as many mini-batches.
+
+        An epoch's examples are copied in order, with padding behind them, and cut.
+        """
+        longest, steps = self.jobs[0], torch.tensor([job.num_steps for job in self.jobs])
+        per_epoch = math.ceil(len(longest.examples) / longest.training.batch_size)
+        size = self.rows or longest.training.batch_size
+        last = [len(job.examples) - (per_epoch - 1) * size for job in self.jobs]
         for step in range(int(steps[0])):
             active, start = int((steps > step).sum()), step % per_epoch * size
             if start == 0:
-                orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
+                orders = [self._order(job, per_epoch * size) for job in self.jobs[:active]]
                 # A batch of all examples may keep its order, unless dropout masks go by position.
                 if step == 0 or per_epoch > 1 or self.draws:
                     features = self._ordered("features", orders)
                     targets = self._ordered("targets", orders)
             x, y = (part[:active, start : start + size] for part in (features, targets))
-            yield MiniBatches(x, y, [x.shape[1]] * active)
+            ends = step % per_epoch == per_epoch - 1
+            yield MiniBatches(x, y, last[:active] if ends else [size] * active)
+
+    def _order(self, job: Job, length: int) -> Tensor:
+        """Draw the order of one epoch; pad it to ``length`` if mini-batches are padded."""
+        count = len(job.examples)
+        order = torch.randperm(count, generator=job.generator)
+        if self.rows is None or count == length:
+            return order
+        # Padding repeats an example of its own mini-batch, the last one.
+        return torch.cat([order, order[length - self.rows].expand(length - count)])
 
     def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
         parts = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
-        copied: Tensor = parts[0].new_empty((len(parts), *parts[0].shape))
+        copied: Tensor = parts[0].new_empty((len(parts), len(orders[0]), *parts[0].shape[1:]))
         for data, order, place in zip(parts, orders, copied, strict=True):
             torch.index_select(data.detach(), 0, order.to(self.device), out=place)
         return copied
@@ -327,7 +342,7 @@ class Batches:
         """Yield batches of clients of any size: gather and pad every mini-batch."""
         jobs = self.jobs
         longest = max(len(job.examples) for job in jobs)
-        width = self.rows or min(longest, max(job.training.batch_size for job in jobs))
+        width = min(longest, max(job.training.batch_size for job in jobs))
         features, targets = (self._padded(part, longest) for part in ("features", "targets"))
         rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
         counts_of_step: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
@@ -339,7 +354,7 @@ class Batches:
                 counts_of_step[step].append(len(chosen))
         number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
         for chosen, counts in zip(rows.to(self.device), counts_of_step, strict=True):
-            active, most = len(counts), self.rows or max(counts)
+            active, most = len(counts), max(counts)
             where = number[:active], chosen[:active, :most]
             yield MiniBatches(features[where], targets[where], counts)
 

@@ -50,6 +50,9 @@ class OfferedForm(Form, Protocol):
     """True if no bit of a model depends on the jobs that train beside it. A guarantee for each user
     rests on this promise, which no trial checks."""
 
+    def __hash__(self) -> int:
+        """Return a hash, by which the process remembers whether a trial found it sound."""
+
     def gains_alone(self, job: Job) -> bool:
         """Return True if a single job trains no more slowly than by PyTorch."""
 

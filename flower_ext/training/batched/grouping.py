@@ -66,8 +66,8 @@ class InInvariantBatches:
     """Trainings on stacked parameters (a `Form`) that change no bit with the jobs beside them.
 
     Every mini-batch of a group is padded to the same number of rows, and all jobs of a group take
-    as many steps. Both follow from each job by itself (see `kind_of_batch`), so they do not show
-    which other jobs there are. Nor does the choice between a batch and one by one.
+    as many steps and epochs. All of this follows from each job by itself (see `kind_of_batch`), so
+    it does not show which other jobs there are. Nor does the choice between a batch and one by one.
     """
 
     def __init__(self, task: Task) -> None:
@@ -112,7 +112,8 @@ def kind_of_batch(job: Job) -> tuple[float, ...]:
     ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
     ignores = IGNORED in job.examples.targets
     lengths = (len(job.examples), training.batch_size) if ignores else (0, 0)
-    return job.num_steps, padded_rows(job), *lengths, *ways
+    per_epoch = math.ceil(len(job.examples) / training.batch_size)
+    return job.num_steps, per_epoch, padded_rows(job), *lengths, *ways
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
