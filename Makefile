@@ -54,8 +54,10 @@ quick: $(VENV)/.compiled
 test: $(VENV)/.compiled
 	$(BIN)/pytest
 
-# Results may differ where a plug-in trains, and nowhere else.
-CORE = tests/training tests/federation/engines tests/auditing/test_paths.py
+# Tests of what plug-ins change.
+CORE = tests/test_plugins.py tests/training/batched tests/training/test_side_by_side.py \
+	tests/federation/engines tests/federation/test_company.py \
+	tests/auditing/test_paths.py tests/auditing/test_odd_units.py tests/algorithms/uldp/test_methods.py
 
 test-core: install
 	FLOWER_EXT_PLUGINS=none $(BIN)/pytest $(CORE)

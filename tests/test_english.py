@@ -29,7 +29,7 @@ def openings(source: str) -> list[str]:
 
 def modules() -> list[Path]:
     """Return the modules of package, apps and benchmarks."""
-    folders = (ROOT / "flower_ext", ROOT / "apps", ROOT / "benchmarks")
+    folders = (ROOT / name for name in ("flower_ext", "apps", "benchmarks", "plugins"))
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
