@@ -212,9 +212,9 @@ def test_a_cohort_trains_in_batches(monkeypatch):
     monkeypatch.setattr(
         descent.Stack,
         "__init__",
-        lambda self, task, jobs, trained: (
+        lambda self, task, jobs, *more: (
             held.append(len(jobs)),
-            build(self, task, jobs, trained),
+            build(self, task, jobs, *more),
         )[1],
     )
     strategy = DPFedAvg(
