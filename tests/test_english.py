@@ -28,8 +28,9 @@ def openings(source: str) -> list[str]:
 
 
 def modules() -> list[Path]:
-    """Return the modules of package, apps and benchmarks."""
-    folders = (ROOT / name for name in ("flower_ext", "apps", "benchmarks", "plugins"))
+    """Return the modules of package, plug-ins, apps and benchmarks."""
+    plug_ins = (ROOT / "plugins").glob("*/flower_ext_*")
+    folders = (ROOT / "flower_ext", *plug_ins, ROOT / "apps", ROOT / "benchmarks")
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
