@@ -2,6 +2,7 @@
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make quick   lint, types, and the tests and audits of what you changed: a minute
 # make test    install and run the tests
+# make test-core  train and run engines without any plug-in
 # make test-all   all cases of its grids as well, and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
 # make nightly   the tests of federation and engines with the newest nightly of Flower
@@ -25,14 +26,9 @@ export FLWR_HOME ?= $(CURDIR)/.flwr
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy quick test test-all audits test-slow nightly mutants lint docs check format clean
+.PHONY: install demo deploy quick test test-core test-all audits test-slow nightly mutants lint docs check format clean
 
-install: $(VENV)/.compiled
-
-# Training as machine code: no run and no test waits for it.
-$(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard flower_ext/training/batched/*.py)
-	$(BIN)/flower-ext compile
-	touch $@
+install: $(VENV)/.installed
 
 PLUGINS := $(sort $(dir $(wildcard plugins/*/pyproject.toml)))
 
@@ -41,19 +37,32 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS:%=%pyproject.toml)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(PLUGINS:%=--editable ./%)
 	touch $@
 
+# The machine code of plugins/kernels. Only its tests wait for it; runs train without it.
+$(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard plugins/kernels/flower_ext_kernels/*.py)
+	$(BIN)/python -m flower_ext_kernels
+	touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)"
 
 deploy: $(VENV)/.installed
 	$(BIN)/flower-ext deploy apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
 
-quick: install
+quick: $(VENV)/.compiled
 	$(BIN)/python -m tests.support.quick --base "$(BASE)"
 
-test: install
+test: $(VENV)/.compiled
 	$(BIN)/pytest
 
-test-all: install
+# Tests of what plug-ins change.
+CORE = tests/test_plugins.py tests/training/batched tests/training/test_side_by_side.py \
+	tests/federation/engines tests/federation/test_company.py \
+	tests/auditing/test_paths.py tests/auditing/test_odd_units.py tests/algorithms/uldp/test_methods.py
+
+test-core: install
+	FLOWER_EXT_PLUGINS=none $(BIN)/pytest $(CORE)
+
+test-all: $(VENV)/.compiled
 	$(BIN)/pytest -m 'not slow and not exhaustive'
 	$(BIN)/pytest -m exhaustive
 

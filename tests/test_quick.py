@@ -15,6 +15,8 @@ from tests.support.quick import chosen_audits, chosen_tests
         ("flower_ext/training/dp/clipped_gradient.py", "tests/training/dp/test_dp_sgd.py"),
         ("tests/privacy/mechanisms/test_noise.py", "tests/privacy/mechanisms/test_noise.py"),
         ("tests/support/planted_faults.py", "tests/auditing/test_mechanisms.py"),
+        ("plugins/kernels/flower_ext_kernels/dense.py", "plugins/kernels/tests/test_dense.py"),
+        ("plugins/kernels/flower_ext_kernels/sgd.py", "plugins/kernels/tests"),
     ],
 )
 def test_a_change_is_tested_by_what_has_its_name_or_imports_it(changed, tests):

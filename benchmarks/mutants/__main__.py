@@ -94,7 +94,6 @@ TESTS = {
     "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
     "training/apart.py": ("training/test_apart.py",),
-    "training/batched/rows.py": ("auditing/test_paths.py", "training/batched/test_rows.py"),
     "training/dp/clipped_gradient.py": (
         "training/dp/test_memory.py",
         "training/dp/test_single.py",
@@ -278,7 +277,7 @@ def _tested(folder: Path, tests: list[str]) -> int:
 
 
 def _copy(folder: Path) -> Path:
-    """Copy the project with its machine code, without which the tests of rows would be skipped."""
+    """Copy the project."""
     for name in _COPIED:
         source = ROOT / name
         if source.is_dir():

@@ -36,7 +36,6 @@ COMMANDS = {
     "ledger": "population",
     "export": "export",
     "settings": "settings_table",
-    "compile": "compile",
 }
 """Names of the commands, each with the module of this package that has a function of that name."""
 

@@ -20,7 +20,6 @@ from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.updates import Layout, Row, Summed, Update, layout_of
 from flower_ext.training import Params, difference
-from flower_ext.training.batched.rows import row_of
 from flower_ext.training.params import FlatParams
 
 UPDATE = "update"
@@ -268,7 +267,7 @@ class Rows:
         assert row is not None
         if self._free and row is self._free[-1]:
             self._free.pop()
-        return Upload(row_of(row.numbers, self._layout), metrics, self._payload)
+        return Upload(Row(row.numbers.numpy(), self._layout), metrics, self._payload)
 
     @cached_property
     def _numbers(self) -> torch.Tensor:

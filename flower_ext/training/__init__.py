@@ -1,6 +1,6 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
-from flower_ext.training.batched.grouping import MEMORY_LIMIT
+from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
     train_each,
     train_groups,

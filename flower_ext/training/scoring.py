@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.grouping import MEMORY_LIMIT
+from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.calls import call, spared
 from flower_ext.training.isolation import isolated
 from flower_ext.training.params import shaken, to_device

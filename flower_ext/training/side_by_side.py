@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.batched.grouping import MEMORY_LIMIT
+from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import train_each
 from flower_ext.training.dp.dp_sgd import ClippedJob, StepNoise, train_clipped_steps
 from flower_ext.training.isolation import isolated

@@ -293,7 +293,7 @@ def _raised(error):
 
 
 class Waves(nn.Module):
-    """A network that compiled code cannot train, so clients of one process train as a batch."""
+    """A network that machine code cannot train, so clients of one process train as a batch."""
 
     def __init__(self):
         super().__init__()

@@ -78,8 +78,6 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.updates import Row, Summed
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
-from flower_ext.training.batched import network, rows
-from flower_ext.training.batched.rows import CompiledRow
 from tests.support import planted_faults as faults
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
 from tests.support.travelling import Tampering
@@ -117,8 +115,6 @@ class Path:
         Functions and properties that a run must call, and others that it must not call.
     bound : float
         Largest part of an update in the sum, in clipping norms.
-    code : bool, optional
-        True if it needs machine code, False if it must not have any.
     """
 
     run: Callable[[float], Sum]
@@ -126,7 +122,6 @@ class Path:
     around: tuple[tuple[object, str], ...] = ()
     bound: float = 1.0
     direction: Sum | None = None
-    code: bool | None = None
 
 
 class Parts(nn.Module):
@@ -405,30 +400,17 @@ PAILLIER = PrivateWeighting(
 )
 PATHS = {
     # One process, where an update is a row of numbers.
-    "rows, the server clips": Path(
-        run=sent, through=(CLIPPED, (CompiledRow, "add_to"), (Rows, "take")), code=True
-    ),
+    "rows, the server clips": Path(run=sent, through=(CLIPPED, (Rows, "take"))),
     "rows, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS),
-        through=(ADDED, (CompiledRow, "add_to"), (ClipUpdate, "released"), (protections, "clip")),
-        code=True,
-    ),
-    "rows without machine code, the server clips": Path(
-        run=sent, through=(CLIPPED, (Rows, "take")), around=((CompiledRow, "add_to"),), code=False
-    ),
-    "rows without machine code, the clients clip": Path(
-        run=partial(sent, plan=BY_CLIENTS),
-        through=(ADDED, (ClipUpdate, "released")),
-        around=((CompiledRow, "add_to"),),
-        code=False,
+        through=(ADDED, (ClipUpdate, "released"), (protections, "clip")),
     ),
     "rows of float64, the server clips": Path(
         run=partial(sent, dtype=np.float64), through=(CLIPPED, (Rows, "take"))
     ),
     "rows, a few at a time": Path(
         run=partial(sent, memory_limit=1),
-        through=(CLIPPED, (CompiledRow, "add_to"), (InProcessGrid, "push_messages")),
-        code=True,
+        through=(CLIPPED, (InProcessGrid, "push_messages")),
     ),
     "rows, as they are": Path(
         run=partial(sent, plan=NonPrivatePlan(sampling=EVERYONE)),
@@ -585,10 +567,6 @@ def check(patch, path):
     AssertionError
         A sum is wrong, or a run went another way.
     """
-    if path.code is True and network._library() is None:
-        pytest.skip("no machine code here")
-    if path.code is False:
-        patch.setattr(rows, "loaded", lambda: None)
     through = [watched(patch, *place) for place in path.through]
     around = [watched(patch, *place) for place in path.around]
     direction = DIRECTION if path.direction is None else path.direction
@@ -610,8 +588,8 @@ def test_an_update_counts_as_one_norm_at_most_and_a_short_one_as_it_is(path, mon
 @pytest.mark.parametrize(
     ("name", "plant"),
     [
-        ("rows, the server clips", faults.rows_clipped_late),
-        ("rows, a few at a time", faults.rows_clipped_late),
+        ("rows, the server clips", faults.updates_clipped_late),
+        ("rows, a few at a time", faults.updates_clipped_late),
         ("users' sum", faults.weights_of_two),
     ],
 )
@@ -625,10 +603,9 @@ NOT_HERE = {
     "PerturbObjective": "bounds nothing: its theorems assume bounded gradients",
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
-    "FastRow": "CompiledRow is the only one",
     "BoundedSum": "returned by sum_clipped and sum_clipped_rows",
     "Summed": "returned by total",
-    "Row": "the paths without machine code, where no class has code of its own",
+    "Row": "only carries numbers, on the paths of rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
     "check_cell": "adds nothing",

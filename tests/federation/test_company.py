@@ -28,7 +28,7 @@ UNSTABLE = LocalTraining(epochs=6, batch_size=8, learning_rate=3.0)
 
 
 class Convolutional(nn.Module):
-    """A network that compiled code cannot train."""
+    """A network that machine code cannot train."""
 
     def __init__(self):
         super().__init__()

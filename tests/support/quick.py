@@ -6,8 +6,8 @@ another commit to compare with.
 
 For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py``, or those
 with the name of the module's folder if there are none, and the tests that import the module. If
-there are none of these, it runs all tests of the room. Other tests may depend on the module, too:
-``make check`` runs all tests.
+there are none of these, it runs all tests of the room. A plug-in has its tests in its own folder.
+Other tests may depend on the module, too: ``make check`` runs all tests.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ def chosen_tests(file: Path) -> set[Path]:
     """Return the test modules, or the folder of tests, for one changed file."""
     if file.parts[0] == "tests":
         return {file} if file.name.startswith("test_") else _importing(_module(file))
+    if file.parts[0] == "plugins" and len(file.parts) > 3:
+        tests = Path(*file.parts[:2]) / "tests"
+        named = tests / f"test_{file.stem.removeprefix('test_')}.py"
+        return {named if (ROOT / named).exists() else tests}
     if file.parts[0] != "flower_ext" or len(file.parts) < 3:
         return _importing(_module(file))
     room = ROOT / "tests" / file.parts[1]

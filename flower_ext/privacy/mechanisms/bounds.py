@@ -34,7 +34,6 @@ from flower_ext.privacy.mechanisms.updates import (
     Update,
     as_float64,
     check_arrays,
-    is_fast,
     l2_norm,
     laid_out,
     scaled_norm,
@@ -139,12 +138,6 @@ def sum_clipped(
                 count += update.count
                 continue
             check_arrays(update)
-            if is_fast(update, layout, summed):
-                norm = update.length() / clipping_norm
-                if 1e-100 < norm < 1e100:
-                    update.add_to(summed, min(1.0, _MARGIN / norm))
-                    count += 1
-                    continue
             write_numbers(update, like, layout, wide)
             norm = math.sqrt(float(wide @ wide)) / clipping_norm
             if not 1e-100 < norm < 1e100:  # squares overflow or underflow

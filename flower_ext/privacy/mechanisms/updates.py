@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any
 
 import array_api_compat as api
 import numpy as np
@@ -66,23 +66,6 @@ class Row(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.layout)
-
-
-class FastRow(Row):
-    """A row with its own code for what sums need, which a subclass provides."""
-
-    __slots__ = ()
-
-    def length(self) -> float:
-        """Return the L2 norm, computed in float64: NaN or infinite if a number is."""
-        raise NotImplementedError
-
-    def add_to(self, total: np.ndarray, factor: float = 1.0) -> None:
-        """Add ``factor`` times all numbers to ``total``, a float64 array of the same shape.
-
-        Each product and each sum is rounded to float64.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +170,10 @@ def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str
     wide, count = summed * 0.0, 0
     for update in updates:
         part = update if isinstance(update, Summed) else Summed(value=update, count=1)
-        if is_fast(part.value, layout, summed):
-            part.value.add_to(summed)
-        else:
-            write_numbers(part.value, like, layout, wide)
-            summed += wide
+        write_numbers(part.value, like, layout, wide)
+        summed += wide
         count += part.count
     return taken_apart(summed, layout, like), count
-
-
-def is_fast(update: Update, layout: Layout, total: Any) -> TypeGuard[FastRow]:
-    """Return True if an update can add itself to this total of all numbers."""
-    return isinstance(update, FastRow) and isinstance(total, np.ndarray) and update.layout == layout
 
 
 def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> None:
@@ -265,8 +240,6 @@ def taken_apart(numbers: Any, layout: Layout, like: Update) -> dict[str, Any]:
 
 def scaled_norm(update: Update) -> tuple[float, float]:
     """Return (m, s) with norm = m·s; m exceeds 1 only where squares might overflow."""
-    if isinstance(update, FastRow) and 1e-100 < (norm := update.length()) < 1e100:
-        return 1.0, norm
     wide = {name: as_float64(array) for name, array in update.items()}
     if 1e-100 < (norm := _norm(wide)) < 1e100:
         return 1.0, norm

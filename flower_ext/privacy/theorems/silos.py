@@ -103,9 +103,9 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
     where = "all silos" if len(together) == len(apart) else f"silos {', '.join(together)}"
     others = "" if len(together) == len(apart) else "; in the other silos they train one by one"
     return (
-        f"users train in batches in {where}, in compiled code or where a trial with random users "
-        "on the silo's machine found no bit of a model that depends on the others (evidence, not "
-        f"proof){others}"
+        f"users train in batches in {where}, where a plug-in promises that no bit of a model "
+        "depends on the others, or a trial with random users on the silo's machine found none "
+        f"(evidence, not proof){others}"
     )
 
 

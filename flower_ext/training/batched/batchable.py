@@ -1,9 +1,9 @@
 """Decide which models train in a batch as they do alone: known obstacles, and trials.
 
 `why_apart` finds out whether a batch gives a model the same result, up to rounding, and
-`trains_alike` whether compiled code does. `depends_on_company` finds out whether the result is the
-same to the last bit, whichever models train beside it. Libraries choose kernels by the shape of a
-batch, and unstable training amplifies a difference in the last bit without limit.
+`trains_alike` whether the form of a plug-in does. `depends_on_batch` finds out whether the result
+is the same to the last bit, whichever models train beside it. Libraries choose kernels by the shape
+of a batch, and unstable training amplifies a difference in the last bit without limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
-from flower_ext.training.batched.network import CompiledNetwork
+from flower_ext.training.batched.form import MEMORY_LIMIT, OfferedForm
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.blueprint import in_training
 from flower_ext.training.calls import refusing_layer
@@ -35,14 +35,14 @@ from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 
-_STEADY_LOSSES = (cross_entropy, cox_loss)
+_INVARIANT_LOSSES = (cross_entropy, cox_loss)
 """Losses that were measured, on CPUs, to round a model's outputs alike in every batch."""
 MOST_ROWS = 256
-"""Largest mini-batch with which models train beside others steadily. Above it batches of models
-gain little, and `depends_on_company` would take longer than the trainings."""
-FEWEST_STEADY = 4
-"""Smallest batch in which no model depends on the others; see `in_company`."""
-_COMPANY: Sequence[Sequence[int]] = (
+"""Largest mini-batch of models in an invariant batch. Above it batches of models gain little, and
+`depends_on_batch` would take longer than the trainings."""
+FEWEST_INVARIANT = 4
+"""Smallest batch in which no model depends on the others; see `with_copies`."""
+_TRIED: Sequence[Sequence[int]] = (
     range(18),
     range(17, -1, -1),
     [*range(5, 18), *range(5)],
@@ -52,7 +52,7 @@ _COMPANY: Sequence[Sequence[int]] = (
     [0],
     [11],
 )
-"""The jobs that `depends_on_company` trains together, in this order."""
+"""The jobs that `depends_on_batch` trains together, in this order."""
 
 
 def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str | None:
@@ -71,9 +71,9 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
                 "matrix products may round differently in every batch (MKL's reproducible mode is "
                 "off: import flower_ext before anything multiplies matrices, or set MKL_CBWR=AUTO)"
             )
-        elif task.loss not in _STEADY_LOSSES:
+        elif task.loss not in _INVARIANT_LOSSES:
             reason = "of this loss nobody knows whether it rounds alike in every batch"
-        elif not models_for(task, jobs[0]).steady:
+        elif not models_for(task, jobs[0]).batch_invariant:
             reason = "of this model not all is known to round alike in every batch"
     if reason is not None:
         _say_once(reason)
@@ -146,23 +146,24 @@ def _why_unlike(trial: _Trial) -> str | None:
     return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())
 
 
-def trains_alike(task: Task, job: Job, network: CompiledNetwork) -> bool:
-    """Return True if compiled code trains models like that of ``job`` as `train` does, by a trial.
+def trains_alike(task: Task, job: Job, form: OfferedForm) -> bool:
+    """Return True if a plug-in's form trains models like that of ``job`` as `train` does.
 
-    The code of a model may do more than its layers show. A model that counts its passes, say, may
-    do so long after the trial, so no model is taken whose attributes change in a pass.
+    A trial decides, because the code of a model may do more than its layers show. A model that
+    counts its passes, say, may act on the count long after the trial, so no model is taken whose
+    attributes change in a pass.
     """
-    return _trains_alike(_trial_of(task, job), network)
+    return _trains_alike(_trial_of(task, job), form)
 
 
 @lru_cache(maxsize=64)
-def _trains_alike(trial: _Trial, network: CompiledNetwork) -> bool:
+def _trains_alike(trial: _Trial, form: OfferedForm) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
-        if not all(network.takes(jobs)):
-            raise InvalidValue("compiled code does not take the random jobs of a trial")
+        if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
+            raise InvalidValue("the form does not take the random jobs of a trial")
         if not stays_as_it_is(in_training(trial.kind.build()), jobs[0].examples.features):
             raise InvalidValue("a pass changes attributes of the model")
-        return network.minimise(jobs, lambda name: True)
+        return form.minimise(jobs, lambda name: True)
 
     return _why_other(trial, minimise) is None
 
@@ -193,64 +194,81 @@ def _why_other(trial: _Trial, minimise: Callable[[Sequence[Job]], Params]) -> st
     return None
 
 
-def in_company(jobs: Sequence[Job]) -> list[Job]:
+def with_copies(jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs with copies of the first: an even number, and at least four.
 
     Libraries use other kernels for a few models, and for some odd numbers of models.
     """
-    count = max(FEWEST_STEADY, len(jobs) + len(jobs) % 2)
-    return [*jobs, *(_again(jobs[0]) for _ in range(count - len(jobs)))]
+    count = max(FEWEST_INVARIANT, len(jobs) + len(jobs) % 2)
+    return [*jobs, *(_copy(jobs[0]) for _ in range(count - len(jobs)))]
 
 
-def _again(job: Job) -> Job:
+def _copy(job: Job) -> Job:
     """Return a copy of the job, which will draw the same batches."""
     generator = torch.Generator(job.generator.device)
     generator.set_state(job.generator.get_state())
     return replace(job, generator=generator)
 
 
-def depends_on_company(task: Task, job: Job) -> bool:
-    """Train random models of the kind of ``job`` in different company; True if any bit differs.
+def padded_rows(job: Job) -> int:
+    """Return the number of rows to which an invariant batch pads the mini-batches of a job.
 
-    Models, examples and batches come from fixed seeds. The answer therefore depends on the kind of
-    model, the sizes of its mini-batches, the machine and its number of threads. It depends on
-    nobody's data, except for the number of examples of ``job``. False is evidence, not proof. The
-    process remembers the answer, which takes some 100 ms for a small model.
+    Libraries choose kernels by this number, so it must follow from the job alone. A power of two
+    lets jobs of nearly the same size share a batch.
     """
-    size = min(len(job.examples), job.training.batch_size)
-    if size > MOST_ROWS:
+    longest = min(len(job.examples), job.training.batch_size)
+    return min(job.training.batch_size, 1 << (longest - 1).bit_length())
+
+
+def depends_on_batch(task: Task, job: Job) -> bool:
+    """Train random models of the kind of ``job`` in several batches; True if any bit differs.
+
+    Models, examples and order come from fixed seeds. The answer therefore depends on the kind of
+    model, the padded size of its mini-batches, the machine and its number of threads, and on
+    nobody's data otherwise. False is evidence, not proof. The process remembers the answer, which
+    takes some 100 ms for a small model.
+    """
+    rows = padded_rows(job)
+    if rows > MOST_ROWS:
         return True
-    # Two mini-batches an epoch already have all shapes that occur with more.
-    count = min(len(job.examples), size + (len(job.examples) % size or size))
     training = LocalTraining(
-        batch_size=size,
+        steps=2,
+        batch_size=rows,
         momentum=0.9 if job.training.momentum else 0.0,
         sam_radius=0.1 if job.training.sam_radius else 0.0,
     )
-    threads = torch.get_num_threads()
-    return _differs(_trial_of(task, job), count, training, bool(job.objective), threads)
+    several, threads = len(job.examples) > job.training.batch_size, torch.get_num_threads()
+    return _differs(_trial_of(task, job), training, several, bool(job.objective), threads)
 
 
 @lru_cache(maxsize=1024)
-def _differs(trial: _Trial, count: int, training: LocalTraining, terms: bool, threads: int) -> bool:
-    """Return True if a model of this kind depends on others; ``threads`` only keys the cache."""
-    task = trial.task
+def _differs(
+    trial: _Trial, training: LocalTraining, several: bool, terms: bool, threads: int
+) -> bool:
+    """Return True if a model of this kind depends on others.
+
+    With ``several``, an epoch has more than one mini-batch, and these lie apart in memory.
+    ``threads`` only keys the cache.
+    """
+    task, rows = trial.task, training.batch_size
 
     def job(number: int) -> Job:
-        made = trial.job(count, training, seed=number)
+        # The last mini-batch has every length, from a single example to one without padding.
+        last = rows - number % 5 * (rows - 1) // 4
+        made = trial.job(rows * several + last, training, seed=number)
         # Below a head that begins at zero all gradients vanish and would show nothing.
         params = shaken(made.params, made.generator)
         pull = [Proximal(weight=0.1, anchor=made.params)] if terms else []
         return replace(made, params=params, terms=pull)
 
-    found: dict[int, Params] = {}
-    for members in _COMPANY:
-        jobs = in_company([job(number) for number in members])
-        rows = Stack(task, jobs, lambda name: True).minimise()
+    first: dict[int, Params] = {}
+    for members in _TRIED:
+        jobs = with_copies([job(number) for number in members])
+        stack = Stack(task, jobs, lambda name: True, rows).minimise()
         for row, number in enumerate(members):
-            own = {name: p[row] for name, p in rows.items()}
-            before = found.setdefault(number, clone(own))
-            if not all(torch.equal(p, before[name]) for name, p in own.items()):
+            model = {name: p[row] for name, p in stack.items()}
+            before = first.setdefault(number, clone(model))
+            if not all(torch.equal(p, before[name]) for name, p in model.items()):
                 _say_once("a trial finds that a model depends on those beside it")
                 return True
     return False

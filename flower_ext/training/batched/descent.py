@@ -87,9 +87,22 @@ class Stack:
     """A batch of jobs, sorted from the longest to the shortest.
 
     ``weights`` are the trained parameters by name, each with a first dimension of jobs.
+
+    Parameters
+    ----------
+    rows : int, optional
+        Length to which every mini-batch is padded; all jobs then have as many mini-batches in an
+        epoch. By default each mini-batch is as long as the longest one of the same step, so that
+        its shape depends on all jobs.
     """
 
-    def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        jobs: Sequence[Job],
+        trained: Callable[[str], bool],
+        rows: int | None = None,
+    ) -> None:
         if any(len(job.examples) == 0 for job in jobs):
             raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
@@ -98,14 +111,14 @@ class Stack:
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")
-        every = {
+        params = {
             name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params
         }
-        self.weights = {name: every.pop(name) for name in self.names}
+        self.weights = {name: params.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
-        self.rest = every
-        self.batches = Batches(jobs, self.device, draws=self.models.draws)
+        self.rest = params
+        self.batches = Batches(jobs, self.device, draws=self.models.draws, rows=rows)
         self.generators = [
             own_generator(job.generator) if self.models.draws else None for job in jobs
         ]
@@ -134,13 +147,13 @@ class Stack:
                 norm = _norms(climb)
                 scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
                 point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
-            own = first(velocity, active)
-            for v in own.values():
+            moving = first(velocity, active)
+            for v in moving.values():
                 v.mul_(along(momentum[:active], v))
-            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in own.items()})
-            add_terms(own, terms, point)
+            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in moving.items()})
+            add_terms(moving, terms, point)
             for name, w in now.items():
-                w.addcmul_(own[name], along(rate[:active], w), value=-1.0)
+                w.addcmul_(moving[name], along(rate[:active], w), value=-1.0)
         return self.weights
 
     def _descend(self, rate: Tensor) -> Params:
@@ -162,11 +175,11 @@ class Stack:
 
         Jobs that ``climbs`` leaves out draw no random numbers, as they would not draw alone.
         """
-        found = {name: torch.empty_like(w) for name, w in point.items()}
-        targets = {name: Target(g) for name, g in found.items()}
+        gradients = {name: torch.empty_like(w) for name, w in point.items()}
+        targets = {name: Target(g) for name, g in gradients.items()}
         self._send(point, batch, targets, climbs=None if climbs is None else climbs.tolist())
-        add_terms(found, terms, point)
-        return found
+        add_terms(gradients, terms, point)
+        return gradients
 
     def _send(
         self,
@@ -179,10 +192,10 @@ class Stack:
         """Send each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
         x = spared(self.task, batch.x, batched=2)
-        own = self.generators[: len(batch.x)]
+        generators = self.generators[: len(batch.x)]
         if climbs is not None:
-            own = [one if climb else None for one, climb in zip(own, climbs, strict=True)]
-        loss, draws = self._loss(batch, factors), Draws(own, batch.counts)
+            generators = [g if climb else None for g, climb in zip(generators, climbs, strict=True)]
+        loss, draws = self._loss(batch, factors), Draws(generators, batch.counts)
         self.models.gradient(everything, x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
@@ -190,21 +203,21 @@ class Stack:
         _, y, counts = batch
         if self._shape != (counts, factors is None):  # few batches differ in shape from the last
             self._shape = (counts, factors is None)
-            self._real, self._share = self._shares(counts, factors)
+            self._real, self._share = self._shares(y.shape[1], counts, factors)
         real, share, loss = self._real, self._share, self.task.loss
 
         def summed(outputs: Tensor) -> Tensor:
             if self.classifies and outputs.dim() == 3:
-                each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
-                return torch.dot(each, share.flatten())
+                losses = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
+                return torch.dot(losses, share.flatten())
             scale = share.sum(dim=1)
             if self.task.compares_examples:
                 return torch.dot(vmap(loss)(outputs, y, real), scale)
             total = scale.new_zeros(())
             for count in set(counts):  # the loss may be any function, so it never sees padding
-                rows = [row for row, own in enumerate(counts) if own == count]
-                own = vmap(loss)(outputs[rows, :count], y[rows, :count])
-                total = total + torch.dot(own, scale[rows])
+                models = [model for model, number in enumerate(counts) if number == count]
+                losses = vmap(loss)(outputs[models, :count], y[models, :count])
+                total = total + torch.dot(losses, scale[models])
             return total
 
         return summed
@@ -213,10 +226,12 @@ class Stack:
         """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
-    def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _shares(
+        self, rows: int, counts: Sequence[int], factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return a mask of the real examples of each mini-batch, and the weight of each example."""
         number = self.numbers(counts).unsqueeze(1)
-        real = torch.arange(max(counts), device=self.device) < number
+        real = torch.arange(rows, device=self.device) < number
         share = real / number
         return real, share if factors is None else share * factors.unsqueeze(1)
 
@@ -271,33 +286,55 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
 class Batches:
     """Mini-batches of all jobs, step by step, in each job's own order."""
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device, *, draws: bool = False) -> None:
-        self.jobs, self.device, self.draws = jobs, device, draws
-        self.alike = len({(len(job.examples), job.training.batch_size) for job in jobs}) == 1
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        device: torch.device,
+        *,
+        draws: bool = False,
+        rows: int | None = None,
+    ) -> None:
+        self.jobs, self.device, self.draws, self.rows = jobs, device, draws, rows
+        lengths = {(len(job.examples), job.training.batch_size) for job in jobs}
+        self.alike = rows is not None or len(lengths) == 1
 
     def __iter__(self) -> Iterator[MiniBatches]:
         return self._epochs() if self.alike else self._gathered()
 
     def _epochs(self) -> Iterator[MiniBatches]:
-        """Yield batches of clients of one size: copy an epoch's examples in order, and cut them."""
-        count, size = len(self.jobs[0].examples), self.jobs[0].training.batch_size
-        steps = torch.tensor([job.num_steps for job in self.jobs])
-        per_epoch = math.ceil(count / size)
+        """Yield batches of clients whose epochs have as many mini-batches.
+
+        An epoch's examples are copied in order, with padding behind them, and cut.
+        """
+        longest, steps = self.jobs[0], torch.tensor([job.num_steps for job in self.jobs])
+        per_epoch = math.ceil(len(longest.examples) / longest.training.batch_size)
+        size = self.rows or longest.training.batch_size
+        last = [len(job.examples) - (per_epoch - 1) * size for job in self.jobs]
         for step in range(int(steps[0])):
             active, start = int((steps > step).sum()), step % per_epoch * size
             if start == 0:
-                orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
+                orders = [self._order(job, per_epoch * size) for job in self.jobs[:active]]
                 # A batch of all examples may keep its order, unless dropout masks go by position.
                 if step == 0 or per_epoch > 1 or self.draws:
                     features = self._ordered("features", orders)
                     targets = self._ordered("targets", orders)
             x, y = (part[:active, start : start + size] for part in (features, targets))
-            yield MiniBatches(x, y, [x.shape[1]] * active)
+            ends = step % per_epoch == per_epoch - 1
+            yield MiniBatches(x, y, last[:active] if ends else [size] * active)
+
+    def _order(self, job: Job, length: int) -> Tensor:
+        """Draw the order of one epoch; pad it to ``length`` if mini-batches are padded."""
+        count = len(job.examples)
+        order = torch.randperm(count, generator=job.generator)
+        if self.rows is None or count == length:
+            return order
+        # Padding repeats an example of its own mini-batch, the last one.
+        return torch.cat([order, order[length - self.rows].expand(length - count)])
 
     def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
-        own = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
-        copied: Tensor = own[0].new_empty((len(own), *own[0].shape))
-        for data, order, place in zip(own, orders, copied, strict=True):
+        parts = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
+        copied: Tensor = parts[0].new_empty((len(parts), len(orders[0]), *parts[0].shape[1:]))
+        for data, order, place in zip(parts, orders, copied, strict=True):
             torch.index_select(data.detach(), 0, order.to(self.device), out=place)
         return copied
 
@@ -308,15 +345,15 @@ class Batches:
         width = min(longest, max(job.training.batch_size for job in jobs))
         features, targets = (self._padded(part, longest) for part in ("features", "targets"))
         rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
-        every: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
+        counts_of_step: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
         for index, job in enumerate(jobs):
             drawn = batch_rows(len(job.examples), job.training, job.generator)
             for step, chosen in enumerate(drawn):
                 rows[step, index] = chosen[0]  # padding repeats an example of its own batch
                 rows[step, index, : len(chosen)] = chosen
-                every[step].append(len(chosen))
+                counts_of_step[step].append(len(chosen))
         number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
-        for chosen, counts in zip(rows.to(self.device), every, strict=True):
+        for chosen, counts in zip(rows.to(self.device), counts_of_step, strict=True):
             active, most = len(counts), max(counts)
             where = number[:active], chosen[:active, :most]
             yield MiniBatches(features[where], targets[where], counts)
@@ -333,8 +370,8 @@ def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
     """Return each job's whole model: its row where there is one, else its own parameters."""
     if isinstance(rows, FlatParams) and all([*job.params] == [*rows] for job in jobs):
         return list(rows.models())
-    each = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
+    trained = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
-        {name: each[name][row] if name in each else p for name, p in job.params.items()}
+        {name: trained[name][row] if name in trained else p for name, p in job.params.items()}
         for row, job in enumerate(jobs)
     ]

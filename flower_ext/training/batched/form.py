@@ -1,4 +1,7 @@
-"""Interfaces of forms: ways to train many jobs, or to compute many models at once."""
+"""Interfaces of forms: ways to train many jobs, or to compute many models at once.
+
+A plug-in offers a form of its own as the entry point of a `FormFactory`, in the group `GROUP`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,12 @@ from torch import Tensor
 from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
+from flower_ext.training.task import Task
+
+MEMORY_LIMIT = 2**30
+"""Bytes that one batch of trainings may take, unless the caller chooses another limit."""
+GROUP = "flower_ext.forms"
+"""Entry points of plug-ins that offer a form."""
 
 
 class Form(Protocol):
@@ -29,6 +38,28 @@ class Form(Protocol):
             ``trained`` selects nothing.
         """
 
+
+class OfferedForm(Form, Protocol):
+    """A form of a plug-in.
+
+    It must train every job that it takes as `local.train` does, up to the order of sums. A trial
+    with random jobs compares both for every model whose code the package does not know.
+    """
+
+    batch_invariant: bool
+    """True if no bit of a model depends on the jobs that train beside it. A guarantee for each user
+    rests on this promise, which no trial checks."""
+
+    def __hash__(self) -> int:
+        """Return a hash, by which the process remembers whether a trial found it sound."""
+
+    def gains_alone(self, job: Job) -> bool:
+        """Return True if a single job trains no more slowly than by PyTorch."""
+
+
+FormFactory = Callable[[Task, Job], OfferedForm | None]
+"""Returns the form for jobs like the given one. The same form serves all jobs of a kind, so that it
+is tried only once. None if the plug-in cannot train them, or not faster."""
 
 Loss = Callable[[Tensor], Tensor]
 """A function from the outputs of K models, of shape (K, batch, …), to a number."""
@@ -63,7 +94,7 @@ class ManyModels(Protocol):
     """Names of the model's parameters."""
     fewest: int
     """Smallest number of models for which a batch is faster than one by one."""
-    steady: bool
+    batch_invariant: bool
     """True if no model is known to depend on the other models, not even by its rounding."""
     draws: bool
     """True if a model draws random numbers."""

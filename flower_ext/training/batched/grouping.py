@@ -6,34 +6,37 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
+from flower_ext.training.batched.batchable import (
+    depends_on_batch,
+    padded_rows,
+    why_apart,
+    with_copies,
+)
 from flower_ext.training.batched.descent import IGNORED, Stack, models_for
+from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
-MEMORY_LIMIT = 2**30
-"""Bytes that one batch of trainings may take, unless the caller chooses another limit."""
 _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
 _LEAST_TOGETHER = 8
+_LEAST_INVARIANT = 32
+"""Fewest models in a processor's caches for which an invariant batch is worth it (measured). With
+fewer, one by one is as fast or faster, however many jobs there are."""
 _TOGETHER_ELSEWHERE = 4096
 
 
 class InBatches:
-    """Trainings on stacked parameters (a `Form`), for jobs to which `why_apart` does not object.
+    """Trainings on stacked parameters (a `Form`), for jobs to which `why_apart` does not object."""
 
-    With ``steady`` no model depends on the jobs that train beside it.
-    """
-
-    def __init__(self, task: Task, *, steady: bool = False) -> None:
-        self.task, self.steady = task, steady
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups, the longest job first in each; jobs that gain nothing are left out.
@@ -41,41 +44,76 @@ class InBatches:
         A batch narrows as its jobs end, so jobs that would outlast all others are left out. Among
         jobs of equal length those with similar numbers of examples are neighbours, to pad less.
         """
-        if not self.steady and len(jobs) < 2:
+        if len(jobs) < 2:
             return
-        kind = self._kind if self.steady else _size
-        order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, *kind(jobs[i])))
+        order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
         steps = [jobs[i].num_steps for i in order]
-        fewest = 0 if self.steady else models_for(self.task, jobs[0]).fewest
+        fewest = models_for(self.task, jobs[0]).fewest
         worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
-        rest = order[next(worth, len(jobs)) :]
-        of_one_kind = groupby(rest, lambda i: kind(jobs[i]) if self.steady else None)
-        for left in ([*members] for _, members in of_one_kind):
-            while left:
-                size = together(self.task, jobs[left[0]], memory_limit)
-                group, left = left[:size], left[size:]
-                alone = len(group) == 1
-                if self.steady:
-                    alone = depends_on_company(self.task, jobs[group[0]])
-                if not alone:
-                    yield group
+        left = order[next(worth, len(jobs)) :]
+        while left:
+            size = together(self.task, jobs[left[0]], memory_limit)
+            group, left = left[:size], left[size:]
+            if len(group) > 1:
+                yield group
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Train a group, as `Form.minimise` does."""
-        like = jobs[0].params
-        rows = Stack(self.task, in_company(jobs) if self.steady else jobs, trained).minimise()
-        return {n: w[: len(jobs)].to(like[n].device, like[n].dtype) for n, w in rows.items()}
-
-    @staticmethod
-    def _kind(job: Job) -> tuple[float, ...]:
-        """Return the size and everything else that changes how a batch computes."""
-        training, ignores = job.training, IGNORED in job.examples.targets
-        ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
-        return -job.num_steps, -len(job.examples), training.batch_size, ignores, *ways
+        return _minimised(self.task, jobs, trained)
 
 
-def _size(job: Job) -> tuple[float, ...]:
-    return (-len(job.examples),)
+class InInvariantBatches:
+    """Trainings on stacked parameters (a `Form`) that change no bit with the jobs beside them.
+
+    Every mini-batch of a group is padded to the same number of rows, and all jobs of a group take
+    as many steps and epochs. All of this follows from each job by itself (see `kind_of_batch`), so
+    it does not show which other jobs there are. Nor does the choice between a batch and one by one.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
+        """Yield groups of jobs of one kind; kinds that gain nothing in a batch are left out."""
+        members = defaultdict(list)
+        for index, job in enumerate(jobs):
+            members[kind_of_batch(job)].append(index)
+        for kind in members.values():
+            job = jobs[kind[0]]
+            if in_cache(self.task, job) < _LEAST_INVARIANT or depends_on_batch(self.task, job):
+                continue
+            size = together(self.task, job, memory_limit)
+            yield from (kind[start : start + size] for start in range(0, len(kind), size))
+
+    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """Train a group, as `Form.minimise` does."""
+        return _minimised(self.task, with_copies(jobs), trained, padded_rows(jobs[0]), len(jobs))
+
+
+def _minimised(
+    task: Task,
+    jobs: Sequence[Job],
+    trained: Callable[[str], bool],
+    rows: int | None = None,
+    count: int | None = None,
+) -> Params:
+    """Train a stack, and return the parameters of its first ``count`` jobs, or of all."""
+    like = jobs[0].params
+    weights = Stack(task, jobs, trained, rows).minimise()
+    return {n: w[:count].to(like[n].device, like[n].dtype) for n, w in weights.items()}
+
+
+def kind_of_batch(job: Job) -> tuple[float, ...]:
+    """Return everything by which a job changes how an invariant batch computes.
+
+    Where the loss ignores targets, it is computed by itself for each length of mini-batches.
+    """
+    training = job.training
+    ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
+    ignores = IGNORED in job.examples.targets
+    lengths = (len(job.examples), training.batch_size) if ignores else (0, 0)
+    per_epoch = math.ceil(len(job.examples) / training.batch_size)
+    return job.num_steps, per_epoch, padded_rows(job), *lengths, *ways
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
@@ -84,37 +122,49 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
     All jobs of a group have examples of one shape and type. Jobs that `InBatches` leaves out form
     groups of one.
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for members in alike(jobs):
-        own = [jobs[index] for index in members]
-        if len(own) > 1 and why_apart(task, own) is None:
-            batches = InBatches(task).groups(own, memory_limit)
-            found += [[members[index] for index in group] for group in batches]
-    together = {index for group in found for index in group}
-    return found + [[index] for index in range(len(jobs)) if index not in together]
+        similar = [jobs[index] for index in members]
+        if len(similar) > 1 and why_apart(task, similar) is None:
+            groups_of_similar = InBatches(task).groups(similar, memory_limit)
+            batches += [[members[index] for index in group] for group in groups_of_similar]
+    batched = {index for batch in batches for index in batch}
+    return batches + [[index] for index in range(len(jobs)) if index not in batched]
 
 
 def alike(jobs: Sequence[Job]) -> list[list[int]]:
     """Group jobs whose examples have one shape and type."""
-    found = defaultdict(list)
+    members = defaultdict(list)
     for index, job in enumerate(jobs):
-        found[job.examples.form].append(index)
-    return [*found.values()]
+        members[job.examples.form].append(index)
+    return [*members.values()]
 
 
 def together(task: Task, job: Job, memory_limit: int) -> int:
     """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
-    numbers = sum(p.numel() for p in job.params.values())
-    features = job.examples.features
-    batch = min(job.training.batch_size, len(features))
-    activations = batch * _activations(task.model, features.shape[1:], features.dtype)
+    numbers, activations, features = *_sizes(task, job), job.examples.features
     most = _TOGETHER_ELSEWHERE
     if task.torch_device().type == "cpu":
-        most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
+        most = max(_LEAST_TOGETHER, in_cache(task, job))
     # Counted are weights, their gradient, velocity, terms and SAM's second point; also what layers
     # keep for the backward pass, and the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
+
+
+def in_cache(task: Task, job: Job) -> int:
+    """Return how many models like that of a job fit into a processor's caches, with a mini-batch.
+
+    Of the job's data only the padded number of rows counts.
+    """
+    return _CACHE // (4 * sum(_sizes(task, job)))
+
+
+def _sizes(task: Task, job: Job) -> tuple[int, int]:
+    """Return the numbers in the parameters, and in all activations of a padded mini-batch."""
+    features = job.examples.features
+    each = _activations(task.model, features.shape[1:], features.dtype)
+    return sum(p.numel() for p in job.params.values()), padded_rows(job) * each
 
 
 @lru_cache(maxsize=64)

@@ -130,17 +130,17 @@ class _Biased(torch.autograd.Function):
             return slope, None
         numbers = slope.permute(0, 2, 3, 1).flatten(0, 2)
         by_model = numbers.view(len(numbers), ctx.count, -1)
-        return slope, torch.stack([own.sum(dim=0) for own in by_model.unbind(dim=1)])
+        return slope, torch.stack([model.sum(dim=0) for model in by_model.unbind(dim=1)])
 
 
 def _group_norm(parameters: Pass, x: Tensor, *, layer: nn.GroupNorm, name: str) -> Tensor:
     if x.dim() == 3:
-        every = functional.layer_norm(
+        normed = functional.layer_norm(
             x.view(*x.shape[:2], layer.num_groups, -1),
             (layer.num_channels // layer.num_groups,),
             eps=layer.eps,
         )
-        return _affine(parameters, every.flatten(2), name) if layer.affine else every.flatten(2)
+        return _affine(parameters, normed.flatten(2), name) if layer.affine else normed.flatten(2)
     weight = bias = None
     groups, x = layer.num_groups * parameters.count, _by_channel(x)
     if layer.affine:
@@ -161,8 +161,8 @@ def _affine(parameters: Pass, x: Tensor, name: str) -> Tensor:
     """Return each model's weight times x (K, batch, …), plus its bias if it has one."""
 
     def leaf(part: str) -> Tensor:
-        own = parameters.leaf(f"{name}.{part}")
-        return own.view(len(own), *(1 for _ in range(x.dim() - own.dim())), *own.shape[1:])
+        value = parameters.leaf(f"{name}.{part}")
+        return value.view(len(value), *(1 for _ in range(x.dim() - value.dim())), *value.shape[1:])
 
     weight = leaf("weight")
     if f"{name}.bias".lstrip(".") not in parameters.params:
@@ -199,9 +199,9 @@ def _number_by_number(parameters: Pass, x: Tensor, *, layer: nn.Module, name: st
 def _dropout(parameters: Pass, x: Tensor, *, layer: nn.Dropout, name: str) -> Tensor:
     if layer.p == 0 or not layer.training:
         return x
-    own = x if x.dim() != 4 else by_model(x, parameters.count)
+    models = x if x.dim() != 4 else by_model(x, parameters.count)
     assert parameters.draws is not None
-    noise = parameters.draws.noise(own.shape, layer.p, x.dtype)
+    noise = parameters.draws.noise(models.shape, layer.p, x.dtype)
     noise = noise if x.dim() != 4 else _by_channel(noise)
     return x.mul_(noise) if layer.inplace else x * noise
 
@@ -252,7 +252,7 @@ OPERATIONS: frozenset[Any] = frozenset(
 )
 """Functions, and methods of tensors, that treat all numbers alike."""
 
-UNSTEADY: frozenset[Any] = frozenset(
+POSITION_DEPENDENT: frozenset[Any] = frozenset(
     {
         *(nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, torch.sigmoid, "sigmoid"),
         nn.AdaptiveAvgPool2d,

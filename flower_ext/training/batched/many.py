@@ -1,8 +1,8 @@
 """Many local trainings, together where that is faster.
 
-The results are those of `train` for each job, up to the order of floating-point sums. Chains of
-dense layers and convolutions train as compiled code (`network`), other models in a batch
-(`descent`). Models that a batch would change train one by one (`batchable`).
+The results are those of `train` for each job, up to the order of floating-point sums. Jobs train
+in the form of a plug-in if one takes them (`form`), else in a batch (`descent`). Models that a
+batch would change train one by one (`batchable`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.batchable import trains_alike, why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
-from flower_ext.training.batched.form import Form
-from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
-from flower_ext.training.batched.network import CompiledNetwork, compiled
+from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedForm
+from flower_ext.training.batched.grouping import InBatches, InInvariantBatches, alike
 from flower_ext.training.hulls import hull_of
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
@@ -67,14 +67,14 @@ def train_each(
     if len(jobs) == 1 and not steady and _goes_alone(task, jobs[0]):
         yield train_job(task, jobs[0], trained=trained)
         return
-    ready: dict[int, Params] = {}
-    done = 0
-    found = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
-    for group, rows in found:
-        ready |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
-        while done in ready:
-            yield ready.pop(done)
-            done += 1
+    models: dict[int, Params] = {}
+    due = 0
+    groups = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
+    for group, rows in groups:
+        models |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
+        while due in models:
+            yield models.pop(due)
+            due += 1
 
 
 def train_groups(
@@ -95,15 +95,15 @@ def train_groups(
     ----------
     steady : bool
         Keep every model from depending on other jobs, even by its rounding, which unstable training
-        amplifies. A guarantee that bounds jobs one by one needs this. It costs time if jobs differ
-        in their numbers of examples, and models that may depend on their company train one by one
-        (see `batchable`).
+        amplifies. A guarantee that bounds jobs one by one needs this. Models that may depend on
+        those beside them train one by one (see `batchable`), and so do large ones, which gain
+        little in such a batch.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
     for members in alike(jobs):
-        own = [jobs[index] for index in members]
-        for group, rows in _train_alike(task, own, trained, memory_limit, steady):
+        similar = [jobs[index] for index in members]
+        for group, rows in _train_alike(task, similar, trained, memory_limit, steady):
             yield [members[index] for index in group], rows
 
 
@@ -118,7 +118,7 @@ def train_surely(
 
     One record can make a training raise, for example by a label out of range. That changes no other
     model in any bit: jobs that an error leaves untrained restart, half of them at a time, and a
-    steady training does not depend on its company.
+    steady training does not depend on the jobs beside it.
 
     Parameters
     ----------
@@ -127,24 +127,25 @@ def train_surely(
     """
     parts = [[*range(len(jobs))]]
     while parts:
-        left = parts.pop()
-        own = [jobs[index]() for index in left]
-        numbers = [*left]
+        members = parts.pop()
+        untrained = [*members]
+        made = [jobs[index]() for index in members]
         try:
             groups = train_groups(
-                task, own, trained=trained, memory_limit=memory_limit, steady=True
+                task, made, trained=trained, memory_limit=memory_limit, steady=True
             )
-            while left:
+            while untrained:
                 with isolated():
                     group, rows = next(groups)
-                done = [numbers[index] for index in group]
-                left = [index for index in left if index not in set(done)]
-                yield done, rows
+                finished = [members[index] for index in group]
+                untrained = [index for index in untrained if index not in set(finished)]
+                yield finished, rows
         except Exception as error:  # a model or a loss may raise anything for a record
-            if len(left) == 1:
-                yield left, error
+            if len(untrained) == 1:
+                yield untrained, error
             else:
-                parts += [left[len(left) // 2 :], left[: len(left) // 2]]
+                half = len(untrained) // 2
+                parts += [untrained[half:], untrained[:half]]
 
 
 def _train_alike(
@@ -168,27 +169,27 @@ def _train_alike(
 
 def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
     """Yield forms for jobs that are alike, the fastest first; the last one takes all the rest."""
-    if len(jobs) == 1 and not steady:
-        found = _compiled(task, jobs[0]) if why_unusual(jobs) is None else None
-        if found is not None and found.gains_alone(jobs[0]):
-            yield found
-    elif why_apart(task, jobs) is None:
-        found = _compiled(task, jobs[0])
-        if found is not None:
-            yield found
-        if not steady or why_apart(task, jobs, steady=True) is None:
-            yield InBatches(task, steady=steady)
+    alone = len(jobs) == 1 and not steady
+    if (why_unusual(jobs) if alone else why_apart(task, jobs)) is None:
+        for form in _offered(task, jobs[0]):
+            if form.gains_alone(jobs[0]) if alone else form.batch_invariant or not steady:
+                yield form
+        if steady and why_apart(task, jobs, steady=True) is None:
+            yield InInvariantBatches(task)
+        elif not alone and not steady:
+            yield InBatches(task)
     yield Alone(task)
 
 
-def _compiled(task: Task, job: Job) -> CompiledNetwork | None:
-    """Return the compiled form of models like that of ``job``, if there is one that acts alike."""
-    if (found := compiled(task, job)) is None:
-        return None
-    # Known layers show all that they do, so the cost of a trial can be saved.
-    hull = hull_of(task.blueprint, task.torch_device())
-    known = hull is not None and hull.known
-    return found if known or trains_alike(task, job, found) else None
+def _offered(task: Task, job: Job) -> Iterator[OfferedForm]:
+    """Yield the forms of plug-ins for models like that of ``job``."""
+    for form_for in plugins.offered(GROUP):
+        if (form := form_for(task, job)) is None:
+            continue
+        # Known layers show all that they do, so the cost of a trial can be saved.
+        hull = hull_of(task.blueprint, task.torch_device())
+        if (hull is not None and hull.known) or trains_alike(task, job, form):
+            yield form
 
 
 def _goes_alone(task: Task, job: Job, *, steady: bool = False) -> bool:

@@ -20,7 +20,7 @@ class MappedModel:
     """K models of any architecture that `torch.vmap` supports, at its overhead."""
 
     fewest = 5
-    steady = False
+    batch_invariant = False
     """False because the rounding of vmap's operations is unknown."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +49,7 @@ class MappedModel:
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
         self._now = draws
         with sdpa_kernel(SDPBackend.MATH):  # vmap would run other kernels model by model
-            outputs = vmap(lambda own, rows: functional_call(self._model, own, (rows,)))(
+            outputs = vmap(lambda model, rows: functional_call(self._model, model, (rows,)))(
                 {**params, **leaves}, x
             )
             slopes = torch.autograd.grad(

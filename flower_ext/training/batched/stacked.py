@@ -19,7 +19,14 @@ from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, Target, stacked
-from flower_ext.training.batched.layers import LAYERS, OPERATIONS, UNSTEADY, Pass, by_model, usual
+from flower_ext.training.batched.layers import (
+    LAYERS,
+    OPERATIONS,
+    POSITION_DEPENDENT,
+    Pass,
+    by_model,
+    usual,
+)
 from flower_ext.training.blueprint import seeded
 from flower_ext.training.dropout import Draws, own_dropout
 
@@ -83,7 +90,7 @@ class StackedModel:
             raise NotStackable("a layer is used twice")
         steps = [node for node in self._nodes if node.op not in ("placeholder", "output")]
         self._run = {node: _form(node, model) for node in steps}
-        self.steady = UNSTEADY.isdisjoint(
+        self.batch_invariant = POSITION_DEPENDENT.isdisjoint(
             type(_layer(node, model)) if node.op == "call_module" else node.target for node in steps
         )
         """True if no model depends on the others, not even by its rounding."""
@@ -134,18 +141,18 @@ class StackedModel:
 
     def _check(self, model: nn.Module, example: Tensor) -> None:
         x = example.expand(2, 3, *example.shape) * 1
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        other = {n: 0.9 * p if p.is_floating_point() else p for n, p in own.items()}
-        models = [own, other]
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        other = {n: 0.9 * p if p.is_floating_point() else p for n, p in values.items()}
+        models = [values, other]
         try:
-            stacked = {name: self.stack([one[name] for one in models]) for name in own}
+            stacked = {name: self.stack([one[name] for one in models]) for name in values}
             with torch.no_grad():
                 draws = Draws([torch.Generator().manual_seed(0) for _ in models], [3, 3])
-                found = self(Pass(stacked, {}, draws), x)
+                outputs = self(Pass(stacked, {}, draws), x)
                 expected = torch.stack([_drawn(model, one, x[0]) for one in models])
         except Exception as error:  # shapes that the form of a layer does not support
             raise NotStackable(f"its forward pass has no such form ({error})") from error
-        if found.shape != expected.shape or not torch.allclose(found, expected, 1e-3, 1e-4):
+        if outputs.shape != expected.shape or not torch.allclose(outputs, expected, 1e-3, 1e-4):
             raise NotStackable("its forward pass mixes dimensions in an unforeseen way")
 
 

@@ -96,9 +96,10 @@ def _lstm(layer: nn.RNNBase, inputs: Tensor, recurrent: Tensor, states: States) 
 
 
 def _gru(layer: nn.RNNBase, inputs: Tensor, recurrent: Tensor, states: States) -> States:
-    (reset, keep, new), (own_reset, own_keep, own) = inputs.chunk(3, -1), recurrent.chunk(3, -1)
-    new = torch.tanh(new + torch.sigmoid(reset + own_reset) * own)
-    return (new + torch.sigmoid(keep + own_keep) * (states[0] - new),)
+    reset, keep, new = inputs.chunk(3, dim=-1)
+    from_reset, from_keep, from_new = recurrent.chunk(3, dim=-1)
+    new = torch.tanh(new + torch.sigmoid(reset + from_reset) * from_new)
+    return (new + torch.sigmoid(keep + from_keep) * (states[0] - new),)
 
 
 def _rnn(layer: nn.RNNBase, inputs: Tensor, recurrent: Tensor, states: States) -> States:

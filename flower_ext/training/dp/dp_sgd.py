@@ -18,7 +18,7 @@ from flower_ext.checks import require_positive
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.batched.grouping import MEMORY_LIMIT
+from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.blueprint import seeded
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import SGD, Job, batches, gradient, own_seed

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
+from flower_ext import plugins
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import (
     FederatedStrategy,
@@ -28,7 +29,7 @@ from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
-from flower_ext.training.batched import descent, many
+from flower_ext.training.batched import descent
 from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
@@ -216,13 +217,13 @@ def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_wi
 def test_a_cohort_trains_in_batches(monkeypatch):
     held = []
     build = descent.Stack.__init__
-    monkeypatch.setattr(many, "compiled", lambda task, jobs: None)
+    monkeypatch.setattr(plugins, "offered", lambda group: ())
     monkeypatch.setattr(
         descent.Stack,
         "__init__",
-        lambda self, task, jobs, trained: (
+        lambda self, task, jobs, *more: (
             held.append(len(jobs)),
-            build(self, task, jobs, trained),
+            build(self, task, jobs, *more),
         )[1],
     )
     strategy = FederatedStrategy(

@@ -12,7 +12,7 @@ from flower_ext.privacy.mechanisms.bounds import (
     sum_clipped,
     sum_clipped_rows,
 )
-from flower_ext.privacy.mechanisms.updates import l2_norm, total
+from flower_ext.privacy.mechanisms.updates import Row, l2_norm, layout_of, total
 from tests.support.arrays import FLOATS, array_of
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -136,6 +136,18 @@ def test_ten_million_numbers_are_inside_their_ball_in_exact_arithmetic(value):
     for one in (*clipped, rows):
         assert (one["a"] == one["a"][0]).all()
         assert Fraction(float(one["a"][0])) ** 2 * numbers <= 1
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-3, 1.0, 1e37])
+def test_a_row_moves_a_clipped_sum_by_no_more_than_the_bound_in_exact_arithmetic(scale):
+    bound, like = 0.7, {"a": np.zeros((1_999, 1), np.float32), "b": np.zeros((3, 4), np.float32)}
+    drawn = np.random.default_rng(2).standard_normal(2_011)
+    row = Row((scale * drawn).astype(np.float32), layout_of(like))
+    value = sum_clipped([row], bound, like=like).value
+    square = sum(Fraction(float(x)) ** 2 for array in value.values() for x in array.flat)
+    assert square <= Fraction(bound) ** 2
+    if scale >= 1:
+        assert math.sqrt(square) == pytest.approx(bound, rel=1e-8)
 
 
 def test_measured_sensitivity_never_exceeds_the_reported_one():

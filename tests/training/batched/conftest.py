@@ -2,25 +2,10 @@
 
 import pytest
 
-from flower_ext.training.batched import many, network
+from flower_ext import plugins
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Count the models that compiled code trains, but for those of trials."""
-    trained = []
-    minimise, trains_alike = network.CompiledNetwork.minimise, many.trains_alike
-
-    def counted(self, jobs, *others):
-        trained.extend(jobs)
-        return minimise(self, jobs, *others)
-
-    def tried(*given):
-        before = len(trained)
-        answer = trains_alike(*given)
-        del trained[before:]
-        return answer
-
-    monkeypatch.setattr(network.CompiledNetwork, "minimise", counted)
-    monkeypatch.setattr(many, "trains_alike", tried)
-    return trained
+@pytest.fixture(autouse=True)
+def _without_plugins(monkeypatch):
+    """Train in the package's own forms, even where a plug-in is installed."""
+    monkeypatch.setattr(plugins, "offered", lambda group: ())

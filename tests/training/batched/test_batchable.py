@@ -11,7 +11,12 @@ from torch.nn.functional import cross_entropy, dropout
 from flower_ext.data import Examples
 from flower_ext.training import Job, Proximal, train_many
 from flower_ext.training.batched import batchable
-from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
+from flower_ext.training.batched.batchable import (
+    depends_on_batch,
+    padded_rows,
+    why_apart,
+    with_copies,
+)
 from flower_ext.training.batched.descent import Stack
 from tests.support.jobs import (
     ALIKE,
@@ -215,28 +220,46 @@ def forgetful():
     ],
     ids=["the first", "the last", "every second", "of many", "of few"],
 )
-def test_a_trial_finds_a_model_that_depends_on_its_company_in_one_bit(monkeypatch, moved):
+def test_a_trial_finds_a_model_that_depends_on_its_batch_in_one_bit(monkeypatch, moved):
     (job,) = jobs_of(leaky, [SGD], [12])
     batchable._differs.cache_clear()
-    assert not depends_on_company(problem(leaky), job)
+    assert not depends_on_batch(problem(leaky), job)
     planted(monkeypatch, moved)
-    assert depends_on_company(problem(leaky), job)
+    assert depends_on_batch(problem(leaky), job)
 
 
 def test_mini_batches_beyond_what_is_tried_count_as_dependent():
     training = replace(SGD, batch_size=10**6)
     small, large = jobs_of(leaky, [training], [256, 257])
-    assert not depends_on_company(problem(leaky), small)
-    assert depends_on_company(problem(leaky), large)
+    assert not depends_on_batch(problem(leaky), small)
+    assert depends_on_batch(problem(leaky), large)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "expected"),
+    [
+        (1, 8, 1),
+        (2, 8, 2),
+        (3, 8, 4),
+        (5, 8, 8),
+        (9, 8, 8),
+        (9, 20, 16),
+        (17, 20, 20),
+        (99, 20, 20),
+    ],
+)
+def test_mini_batches_are_padded_by_the_size_of_their_own_job_alone(size, batch_size, expected):
+    (job,) = jobs_of(leaky, [replace(SGD, batch_size=batch_size)], [size])
+    assert padded_rows(job) == expected
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 4), (2, 4), (4, 4), (5, 6), (8, 8)])
-def test_company_is_an_even_number_of_the_same_jobs(count, expected):
+def test_copies_make_an_even_number_of_the_same_jobs(count, expected):
     jobs = jobs_of(leaky, [SGD], [12] * count)
-    company = in_company(jobs)
-    assert len(company) == expected
-    assert company[:count] == jobs
-    for copy in company[count:]:
+    batch = with_copies(jobs)
+    assert len(batch) == expected
+    assert batch[:count] == jobs
+    for copy in batch[count:]:
         assert copy.examples is jobs[0].examples
         assert copy.generator is not jobs[0].generator
         assert torch.equal(copy.generator.get_state(), jobs[0].generator.get_state())

@@ -19,6 +19,7 @@ from flower_ext.training import (
     evaluate,
     evaluate_many,
     train,
+    train_each,
 )
 from flower_ext.training.batched import many as module
 from flower_ext.training.batched.grouping import together
@@ -242,11 +243,11 @@ def test_the_jobs_own_models_are_left_as_they_are(batched):
         assert all(torch.equal(job.params[n], p) for n, p in kept.items())
 
 
-def compiled():
+def chained():
     return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
-@pytest.mark.parametrize("model", [compiled, Convolutional, Dense])
+@pytest.mark.parametrize("model", [chained, Convolutional, Dense])
 @pytest.mark.parametrize(
     "sizes", grid([[20, 20], [9] * 5 + [12], [1, 2, 3, 3, 3, 7, 40]], lambda sizes: len(sizes) == 7)
 )
@@ -281,7 +282,7 @@ def wide():
 
 
 def of(activation):
-    """Return a perceptron that is not a chain of layers known to compiled code."""
+    """Return a perceptron with this activation."""
     return lambda: nn.Sequential(
         nn.Flatten(), nn.Linear(64, 21), nn.LeakyReLU(), activation(), nn.Linear(21, 3)
     )
@@ -379,9 +380,10 @@ def test_where_asked_for_company_of_any_size_and_order_changes_no_bit(model, bat
         made = []
         for client in clients:
             draw = torch.Generator().manual_seed(client)
+            size = 33 + client % 5
             examples = Examples(
-                features=torch.randn(37, *shape, generator=draw),
-                targets=torch.randint(3, (37,), generator=draw),
+                features=torch.randn(size, *shape, generator=draw),
+                targets=torch.randint(3, (size,), generator=draw),
             )
             start = task.initial_params(1)
             made.append(Job(params=start, examples=examples, training=training, generator=draw))
@@ -402,11 +404,50 @@ def test_where_asked_for_company_of_any_size_and_order_changes_no_bit(model, bat
         torch.set_num_threads(before)
 
 
+def test_where_asked_for_jobs_of_nearly_one_size_share_a_batch_as_by_themselves():
+    sizes = [17, 20, 31, 32, 40, 9, 64, 33]
+    small = replace(SGD, batch_size=32, epochs=1, learning_rate=0.05)
+    task = problem(sharp)
+
+    def jobs():
+        for client, size in enumerate(sizes):
+            draw = torch.Generator().manual_seed(client)
+            examples = Examples(
+                features=torch.randn(size, 64, generator=draw),
+                targets=torch.randint(3, (size,), generator=draw),
+            )
+            yield Job(
+                params=task.initial_params(1), examples=examples, training=small, generator=draw
+            )
+
+    groups = [group for group, _ in train_groups(task, [*jobs()], steady=True)]
+    assert sorted(map(sorted, groups)) == [[0, 1, 2, 3], [4, 6, 7], [5]]
+    ours = [*train_each(task, [*jobs()], steady=True)]
+    same(ours, one_by_one(task, [*jobs()]))
+
+
+def large():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2_000), nn.ReLU(), nn.Linear(2_000, 3))
+
+
+def test_where_asked_for_large_models_train_one_by_one_however_many_there_are():
+    task, training = problem(large), LocalTraining(batch_size=16)
+    shape = Examples(torch.zeros(3, 64), torch.zeros(3, dtype=torch.long))
+    assert trains_apart(task, shape, training)
+    start = task.initial_params(0)
+    jobs = [
+        Job(params=start, examples=shape, training=training, generator=torch.Generator())
+        for _ in range(8)
+    ]
+    groups = [group for group, _ in train_groups(task, jobs, steady=True)]
+    assert groups == [[index] for index in range(8)]
+
+
 def test_what_is_trained_apart_is_said_beforehand():
     shape = Examples(torch.zeros(3, 1, 8, 8), torch.zeros(3, dtype=torch.long))
     training = LocalTraining(batch_size=16)
     assert not trains_apart(problem(pooled), shape, training)
-    assert not trains_apart(problem(lambda: compiled_images()), shape, training)
+    assert not trains_apart(problem(of(nn.Tanh)), shape, training)
     assert trains_apart(problem(of(nn.Sigmoid)), shape, training)
     assert trains_apart(problem(Reading), shape, training)
 
@@ -414,14 +455,10 @@ def test_what_is_trained_apart_is_said_beforehand():
 @pytest.mark.parametrize("label", [0, -1, 99])
 def test_whether_models_train_apart_depends_on_nobodys_labels(label):
     def network():
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Sigmoid(), nn.Linear(9, 3))
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 3))
 
     shape = Examples(torch.full((3, 1, 8, 8), torch.nan), torch.full((3,), label))
     assert not trains_apart(problem(network), shape, LocalTraining(batch_size=16))
-
-
-def compiled_images():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
 class OfAnyLength(nn.Module):

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_each, train_many
-from flower_ext.training.batched import many
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import models_for
 from flower_ext.training.batched.stacked import StackedModel
@@ -101,21 +99,14 @@ def jobs(which, settings, sizes=UNEVEN, seed=0):
     return made
 
 
-@pytest.fixture
-def stacked(monkeypatch, batched):
-    """Train models in stacks rather than by compiled code."""
-    monkeypatch.setattr(many, "compiled", lambda task, job: None)
-    return batched
-
-
 @pytest.mark.parametrize("sizes", [[16] * 5, UNEVEN], ids=["alike", "uneven"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("which", MODELS)
-def test_a_stack_of_models_is_the_same_one_by_one(stacked, which, way, sizes):
+def test_a_stack_of_models_is_the_same_one_by_one(batched, which, way, sizes):
     task = problem(MODELS[which])
     ours = train_many(task, jobs(which, WAYS[way], sizes))
     same(ours, one_by_one(task, jobs(which, WAYS[way], sizes)))
-    assert sum(stacked) == len(sizes)
+    assert sum(batched) == len(sizes)
     assert type(models_for(task, jobs(which, WAYS[way])[0])) is StackedModel
 
 
@@ -152,14 +143,8 @@ def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
     assert sum(batched) == len(UNEVEN)
 
 
-@pytest.mark.parametrize(
-    ("which", "compiled"), [*product(MODELS, [False]), *product(["a block", "a layer"], [True])]
-)
-def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(
-    which, compiled, monkeypatch
-):
-    if not compiled:
-        monkeypatch.setattr(many, "compiled", lambda task, job: None)
+@pytest.mark.parametrize("which", MODELS)
+def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(which):
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
     assert why_apart(task, jobs(which, [SGD]), steady=True) is None
 
@@ -179,11 +164,8 @@ def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(
     assert not all(p.isfinite().all() for p in trained(range(6), odd=3)[3].values())
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("which", ["dropout of 0.2", "nested"])
-def test_masks_follow_the_generator_and_nothing_else(monkeypatch, which, compiled):
-    if not compiled:
-        monkeypatch.setattr(many, "compiled", lambda task, job: None)
+def test_masks_follow_the_generator_and_nothing_else(which):
     task = problem(MODELS[which])
 
     def trained(seed, sizes=(16,) * 5):
@@ -255,7 +237,7 @@ def test_other_kinds_of_dropout_train_one_by_one(kind):
     assert "draws other numbers" in why_apart(task, jobs("one group", [SGD]))
 
 
-def test_frozen_norms_stay_and_what_is_below_them_trains(stacked):
+def test_frozen_norms_stay_and_what_is_below_them_trains(batched):
     task = problem(MODELS["a block"])
 
     def trained(name):

@@ -253,8 +253,8 @@ def test_what_counts_as_steady_rounds_a_number_alike_wherever_it_is(activation):
 @pytest.mark.parametrize("activation", [*STEADY, *UNSTEADY])
 def test_a_model_is_steady_if_all_its_layers_are(activation):
     model = nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 3))
-    assert StackedModel(model, torch.zeros(4)).steady == (activation in STEADY)
-    assert not MappedModel(model).steady
+    assert StackedModel(model, torch.zeros(4)).batch_invariant == (activation in STEADY)
+    assert not MappedModel(model).batch_invariant
 
 
 class Called(nn.Module):
@@ -273,4 +273,4 @@ class Called(nn.Module):
     [(torch.sigmoid, False), (lambda x: x.sigmoid(), False), (torch.tanh, True)],
 )
 def test_functions_count_like_layers(function, steady):
-    assert StackedModel(Called(function), torch.zeros(4)).steady == steady
+    assert StackedModel(Called(function), torch.zeros(4)).batch_invariant == steady

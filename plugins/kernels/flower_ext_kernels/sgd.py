@@ -3,7 +3,7 @@
 Between the operations of a library, a model leaves the processor's nearest caches. Here one model
 stays there from its first step to its last.
 
-All numbers of a network are one array, with a table of its layers (see `layout`). Nothing here
+All numbers of a network are one array, with a table of its layers (see `layer_table`). Nothing here
 allocates, raises or uses Python, so the result is machine code that runs without Numba. `native`
 compiles this module in a separate process.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.training.batched.dense import tiles
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.dense import tiles
+from flower_ext_kernels.layer_table import (
     ACROSS,
     BATCH_SIZE,
     BIAS,
@@ -45,7 +45,7 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WEIGHTS,
 )
-from flower_ext.training.batched.passes import (
+from flower_ext_kernels.passes import (
     backward,
     bias_size,
     carray,
@@ -53,8 +53,7 @@ from flower_ext.training.batched.passes import (
     forward,
     weight_size,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, nothing, portion
-from flower_ext.training.batched.sums import add, square
+from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, nothing, portion
 
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
@@ -87,7 +86,7 @@ def train(
         Random numbers of all dropout, pass after pass.
     counts, rates : int64, float64 (jobs, 4)
     jobs : int
-        Number of jobs; `layout` names the columns above.
+        Number of jobs; `layer_table` names the columns above.
     table : int64 (depth, COLUMNS)
     depth, size : int
         Number of layers, and of numbers in a network.
@@ -102,47 +101,51 @@ def train(
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
     room = carray(spare, (3, size))
     for job in range(jobs):
-        own, whole, count = JOB_NUMBERS * job, JOB_INTEGERS * job, count_of[job, COUNT]
-        weights = carray(numbers[own + WEIGHTS], size)
-        copy(carray(numbers[own + START], size), weights)
-        after = min(job + 1, jobs - 1)
-        soon = min(count_of[after, COUNT] * layers[0, INPUTS], _MOST_AHEAD)
+        first_number, first_integer, count = (
+            JOB_NUMBERS * job,
+            JOB_INTEGERS * job,
+            count_of[job, COUNT],
+        )
+        weights = carray(numbers[first_number + WEIGHTS], size)
+        copy(carray(numbers[first_number + START], size), weights)
+        following = min(job + 1, jobs - 1)
+        features_ahead = min(count_of[following, COUNT] * layers[0, INPUTS], _MOST_AHEAD)
         _descend(
             weights,
             layers,
-            carray(numbers[own + FEATURES], (count, layers[0, INPUTS])),
-            carray(integers[whole + TARGETS], count),
-            integers[whole + ORDER],
+            carray(numbers[first_number + FEATURES], (count, layers[0, INPUTS])),
+            carray(integers[first_integer + TARGETS], count),
+            integers[first_integer + ORDER],
             drawn[job],
             count_of[job],
             rate_of[job],
-            carray(numbers[own + OFFSET], size),
+            carray(numbers[first_number + OFFSET], size),
             outputs,
             slopes,
             beside,
             norms,
             room,
             (
-                carray(numbers[JOB_NUMBERS * after + FEATURES], soon),
-                carray(numbers[JOB_NUMBERS * after + WEIGHTS], min(size, _MOST_AHEAD)),
+                carray(numbers[JOB_NUMBERS * following + FEATURES], features_ahead),
+                carray(numbers[JOB_NUMBERS * following + WEIGHTS], min(size, _MOST_AHEAD)),
             ),
         )
 
 
-def are_classes(targets: Any, counts: Any, jobs: int, classes: int, found: Any) -> None:
-    """Write 1 to ``found`` for each job with targets from 0 to ``classes`` − 1 only, else 0.
+def are_classes(targets: Any, counts: Any, jobs: int, classes: int, answers: Any) -> None:
+    """Write 1 to ``answers`` for each job with targets from 0 to ``classes`` − 1 only, else 0.
 
     Parameters
     ----------
     targets : addresses of int64 arrays, (jobs,)
-    counts, found : int64 (jobs,)
+    counts, answers : int64 (jobs,)
         Numbers of targets, and the answers.
     """
     for job in range(jobs):
-        found[job] = 1
+        answers[job] = 1
         for target in carray(targets[job], counts[job]):
             if not 0 <= target < classes:
-                found[job] = 0
+                answers[job] = 0
                 break
 
 
@@ -184,7 +187,7 @@ def _descend(
     # The forward pass fetches before each tile. If that is too much at once, both passes do.
     bursts = counts[STEPS] * tiles(layers[0], most)
     passes = 1 + int(len(ahead[0]) + len(ahead[1]) > _BURST * bursts)
-    point, first, begin, used = weights, 0, 0, 0
+    point, first, begin, used_draws = weights, 0, 0, 0
     for step in range(counts[STEPS]):
         soon = _part(ahead, passes * step, passes * counts[STEPS])
         later = _part(ahead, passes * step + 1, passes * counts[STEPS]) if passes > 1 else none
@@ -193,24 +196,24 @@ def _descend(
             copy(features[row], outputs[place * features.shape[1] :])
         needed = drawn_by(layers, len(rows))
         if radius > 0:
-            own = carray(drawn, used + needed)[used:]
-            forward(weights, layers, most, arrays, targets, rows, own, soon)
+            draws = carray(drawn, used_draws + needed)[used_draws:]
+            forward(weights, layers, most, arrays, targets, rows, draws, soon)
             fill(climb, ZERO)
-            backward(weights, layers, most, arrays, len(rows), own, climb, ONE, none)
-            used += needed
+            backward(weights, layers, most, arrays, len(rows), draws, climb, ONE, none)
+            used_draws += needed
             if has_terms:
                 _add_terms(climb, weights, layers, pull, offset)
             _climb(weights, climb, radius, climbed)
             point = climbed
-        own = carray(drawn, used + needed)[used:]
-        used += needed
-        forward(point, layers, most, arrays, targets, rows, own, soon)
+        draws = carray(drawn, used_draws + needed)[used_draws:]
+        used_draws += needed
+        forward(point, layers, most, arrays, targets, rows, draws, soon)
         if plain:
-            backward(weights, layers, most, arrays, len(rows), own, weights, -rate, later)
+            backward(weights, layers, most, arrays, len(rows), draws, weights, -rate, later)
         else:
             for i in range(len(weights)):
                 velocity[i] *= beta
-            backward(point, layers, most, arrays, len(rows), own, velocity, ONE, later)
+            backward(point, layers, most, arrays, len(rows), draws, velocity, ONE, later)
             if has_terms:
                 _add_terms(velocity, point, layers, pull, offset)
             for i in range(len(weights)):
@@ -266,7 +269,5 @@ EXPORTS: dict[Any, str] = {
         "CPointer(float32), CPointer(float32))"
     ),
     are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
-    square: "void(CPointer(float32), int64, CPointer(float64))",
-    add: "void(CPointer(float32), int64, CPointer(float64), CPointer(float64))",
 }
 """Functions to compile, and the types of their arguments."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.training.batched.layout import (
+from flower_ext.training.dropout import AT_A_TIME, LEVELS
+from flower_ext_kernels.layer_table import (
     BIAS,
     CHANNELS,
     GROUPS,
@@ -20,8 +21,7 @@ from flower_ext.training.batched.layout import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, sums
-from flower_ext.training.dropout import AT_A_TIME, LEVELS
+from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, sums
 
 
 @sums
@@ -42,7 +42,7 @@ def normalise(
     size, epsilon = wide // groups, ONE / np.float32(layer[SETTING])
     share = ONE / np.float32(size)
     for row in range(np.uint64(len(inputs)) // wide):
-        values, own = inputs[row * wide :][:wide], normed[row * wide :][:wide]
+        values, unscaled = inputs[row * wide :][:wide], normed[row * wide :][:wide]
         for group in range(groups):
             start = group * size
             mean = variance = ZERO
@@ -54,10 +54,10 @@ def normalise(
             scale = ONE / np.float32(math.sqrt(variance * share + epsilon))
             scales[row * groups + group] = scale
             for i in range(size):
-                own[start + i] = (values[start + i] - mean) * scale
+                unscaled[start + i] = (values[start + i] - mean) * scale
         into = outputs[row * wide :][:wide]
         for i in range(wide):
-            into[i] = own[i]
+            into[i] = unscaled[i]
         if layer[WEIGHT] >= 0:
             weight = weights[layer[WEIGHT] :][:wide]
             for i in range(wide):
@@ -82,7 +82,7 @@ def through_norm(
     size = wide // groups
     share = ONE / np.float32(size)
     for row in range(np.uint64(len(slopes)) // wide):
-        slope, own = slopes[row * wide :][:wide], normed[row * wide :][:wide]
+        slope, unscaled = slopes[row * wide :][:wide], normed[row * wide :][:wide]
         into = down[row * wide :][:wide]
         for i in range(wide):
             into[i] = slope[i]
@@ -95,11 +95,11 @@ def through_norm(
             level = along = ZERO
             for i in range(size):
                 level += into[start + i]
-                along += into[start + i] * own[start + i]
+                along += into[start + i] * unscaled[start + i]
             level *= share
             along *= share
             for i in range(size):
-                into[start + i] = scale * (into[start + i] - level - own[start + i] * along)
+                into[start + i] = scale * (into[start + i] - level - unscaled[start + i] * along)
 
 
 @loops
@@ -113,11 +113,11 @@ def send_norm(
     """Add ``factor`` times the gradient of a norm's weight and bias to ``into``."""
     wide = np.uint64(layer[INPUTS])
     for row in range(np.uint64(len(slopes)) // wide):
-        slope, own = slopes[row * wide :][:wide], normed[row * wide :][:wide]
+        slope, unscaled = slopes[row * wide :][:wide], normed[row * wide :][:wide]
         if layer[TRAINS_WEIGHT]:
             weight = into[layer[WEIGHT] :][:wide]
             for i in range(wide):
-                weight[i] += factor * slope[i] * own[i]
+                weight[i] += factor * slope[i] * unscaled[i]
         if layer[TRAINS_BIAS]:
             bias = into[layer[BIAS] :][:wide]
             for i in range(wide):
@@ -156,16 +156,16 @@ def normalise_image(
     for i in range(wide):
         scales[i] = ONE / np.float32(math.sqrt(squares[i] + epsilon))
     for place in range(places):
-        values, own = image[place * wide :][:wide], normed[place * wide :][:wide]
+        values, unscaled = image[place * wide :][:wide], normed[place * wide :][:wide]
         for i in range(wide):
-            own[i] = (values[i] - means[i]) * scales[i]
+            unscaled[i] = (values[i] - means[i]) * scales[i]
         into = outputs[place * wide :][:wide]
         if layer[WEIGHT] >= 0:
             weight, bias = weights[layer[WEIGHT] :][:wide], weights[layer[BIAS] :][:wide]
             for i in range(wide):
-                into[i] = own[i] * weight[i] + bias[i]
+                into[i] = unscaled[i] * weight[i] + bias[i]
         else:
-            copy(own, into)
+            copy(unscaled, into)
 
 
 @sums
@@ -208,10 +208,10 @@ def through_image_norm(
     _mean_by_group(levels, layer[GROUPS], places)
     _mean_by_group(along, layer[GROUPS], places)
     for place in range(places):
-        slope, own = slopes[place * wide :][:wide], normed[place * wide :][:wide]
+        slope, unscaled = slopes[place * wide :][:wide], normed[place * wide :][:wide]
         below = down[place * wide :][:wide]
         for i in range(wide):
-            below[i] = scales[i] * (slope[i] * weight[i] - levels[i] - own[i] * along[i])
+            below[i] = scales[i] * (slope[i] * weight[i] - levels[i] - unscaled[i] * along[i])
 
 
 @sums
@@ -246,10 +246,10 @@ def _sum_over_places(
     fill(levels, ZERO)
     fill(along, ZERO)
     for place in range(np.uint64(len(slopes)) // wide):
-        slope, own = slopes[place * wide :][:wide], normed[place * wide :][:wide]
+        slope, unscaled = slopes[place * wide :][:wide], normed[place * wide :][:wide]
         for i in range(wide):
             levels[i] += slope[i]
-            along[i] += slope[i] * own[i]
+            along[i] += slope[i] * unscaled[i]
 
 
 @loops

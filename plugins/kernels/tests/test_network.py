@@ -1,6 +1,5 @@
 """Compiled training of dense networks equals that of `train`, number by number."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -20,10 +19,10 @@ from flower_ext.training import (
     train_groups,
     train_many,
 )
-from flower_ext.training.batched import native, network
 from flower_ext.training.dropout import draw
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
+from flower_ext_kernels import native, network
 from tests.support.jobs import one_by_one, problem, same
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
@@ -127,6 +126,42 @@ def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
     assert len(compiled) == 4
 
 
+@pytest.mark.parametrize("model", [digits_mlp, normed_between])
+def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(model, compiled):
+    def trained(members, odd=None):
+        chosen = [jobs(model, sizes=(16, 16, 5, 16, 9, 16))[member] for member in members]
+        for member, job in zip(members, chosen, strict=True):
+            if member == odd:
+                job.examples.features[:3] = float("nan")
+        return dict(zip(members, train_each(task(model), chosen, steady=True), strict=True))
+
+    whole = trained(range(6))
+    assert len(compiled) == 6
+    for others in (trained([3, 0, 4]), trained([1]), trained(range(6), odd=3), trained([5, 2, 3])):
+        for member, one in others.items():
+            sound = all(p.isfinite().all() for p in one.values())
+            for name, p in one.items():
+                assert torch.equal(p, whole[member][name]) or (member == 3 and not sound)
+    assert not all(p.isfinite().all() for p in trained(range(6), odd=3)[3].values())
+
+
+@pytest.mark.parametrize("model", [normed_between, normed_around])
+def test_masks_follow_the_generator_and_nothing_else(model, compiled):
+    torch.manual_seed(1)
+    one = train_many(task(model), jobs(model))
+    torch.manual_seed(2)
+    again = train_many(task(model), jobs(model))
+    shifted = [
+        replace(job, generator=torch.Generator().manual_seed(7 + client))
+        for client, job in enumerate(jobs(model))
+    ]
+    other = train_many(task(model), shifted)
+    assert len(compiled) == 12
+    for first, same_seed, another in zip(one, again, other, strict=True):
+        assert all(torch.equal(p, same_seed[name]) for name, p in first.items())
+        assert not all(torch.equal(p, another[name]) for name, p in first.items())
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [digits_mlp, digits_logistic, narrow])
 def test_a_training_without_company_is_the_same_to_the_last_bit(model, way, compiled):
@@ -189,7 +224,7 @@ def test_a_class_that_does_more_than_its_layers_show_is_not_compiled(model, clie
 @pytest.mark.parametrize(("threads", "gains"), [(1, True), (2, True), (3, True), (16, False)])
 def test_large_layers_alone_are_left_to_many_threads(threads, gains, monkeypatch):
     (job, *_) = jobs(digits_mlp)
-    found = network.compiled(task(digits_mlp), job)
+    found = network.form_for(task(digits_mlp), job)
     least = found.size * job.training.batch_size
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert found.gains_alone(job)
@@ -462,7 +497,7 @@ def weighted(outputs, targets):
 @pytest.mark.parametrize("change", ["loss", "class", "kind", "dtype", "start"])
 def test_what_compiled_code_does_not_know_is_left_to_others(change):
     given, made = task(), jobs()
-    assert network.compiled(given, made[0]) is not None
+    assert network.form_for(given, made[0]) is not None
     last = made[-1]
     x, y = last.examples.features, last.examples.targets
     if change == "loss":
@@ -475,7 +510,7 @@ def test_what_compiled_code_does_not_know_is_left_to_others(change):
         made[-1] = replace(last, examples=Examples(x.double(), y))
     else:
         made[-1] = replace(last, params={n: p.double() for n, p in last.params.items()})
-    found = network.compiled(given, made[0])
+    found = network.form_for(given, made[0])
     if change == "loss":
         assert found is None
     else:
@@ -493,7 +528,7 @@ def asked_again():
 @pytest.mark.parametrize(("of", "name"), [("machine", "arm64"), ("system", "Windows")])
 def test_another_machine_trains_in_batches(of, name, monkeypatch, asked_again):
     monkeypatch.setattr(network.platform, of, lambda: name)
-    assert network.compiled(task(), jobs()[0]) is None
+    assert network.form_for(task(), jobs()[0]) is None
 
 
 def not_compiled(folders):
@@ -505,14 +540,9 @@ def test_without_machine_code_batches_train_the_same_models(
 ):
     ours = train_many(task(), jobs())
     assert len(compiled) == 4
-    monkeypatch.setitem(sys.modules, "numba", None)
-    network._library.cache_clear()
-    with caplog.at_level("INFO", "flwr"):
-        same(train_many(task(), jobs()), ours)
-    assert "pip install 'flower-ext[fast]'" in caplog.text
-    monkeypatch.undo()
     monkeypatch.setattr(native, "_kept", not_compiled)
     network._library.cache_clear()
     with caplog.at_level("INFO", "flwr"):
         same(train_many(task(), jobs()), ours)
     assert "would train faster: not compiled here" in caplog.text
+    assert len(compiled) == 4

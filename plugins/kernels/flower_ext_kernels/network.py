@@ -1,10 +1,10 @@
-"""Chains of layers, each trained from its first step to its last by compiled code.
+"""Chains of layers, each trained from its first step to its last by machine code.
 
 One thread trains all networks of dense layers; two would take as long, because models move between
 their caches. Networks with convolutions are divided among PyTorch's number of threads.
 
-`compiled` needs Numba (``pip install 'flower-ext[fast]'``). Without it, and where it would not be
-faster, `compiled` returns None, and these models train in batches like all others.
+`form_for` is the entry point of this plug-in. Where machine code cannot train a model, or was not
+compiled, it returns None, and the model trains as without the plug-in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
-from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
 
@@ -26,15 +25,6 @@ from torch.nn import functional
 
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.chain import Layer, Part, chain
-from flower_ext.training.batched.layout import (
-    CHANNELS,
-    COLUMNS,
-    DROP,
-    IMAGE_NORM,
-    LINE,
-    NORM,
-)
 from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.calls import refusing_layer
 from flower_ext.training.dropout import draw, words
@@ -42,6 +32,8 @@ from flower_ext.training.local import Job, own_generator
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, sizes
 from flower_ext.training.task import Task
+from flower_ext_kernels.chain import Layer, Part, chain
+from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
 
 log = getLogger("flwr")
 
@@ -61,7 +53,10 @@ _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A chain of layers: one array of numbers and a table of layers (a `Form`)."""
+    """A chain of layers: one array of numbers and a table of layers (an `OfferedForm`)."""
+
+    batch_invariant = True
+    """True because each model trains by itself, in an order of sums of its own."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
@@ -88,12 +83,12 @@ class CompiledNetwork:
             else None
             for job in jobs
         ]
-        found = np.empty(len(jobs), np.int64)
-        where = np.array([0 if own is None else own.data_ptr() for own in targets])
-        counts = np.array([0 if own is None else own.shape[0] for own in targets])
-        classes = self.layers[-1].outputs
-        _library().are_classes(where, counts, len(jobs), classes, found)
-        return [own is not None and bool(fit) for own, fit in zip(targets, found, strict=True)]
+        fits = np.empty(len(jobs), np.int64)
+        where = np.array([0 if classes is None else classes.data_ptr() for classes in targets])
+        counts = np.array([0 if classes is None else classes.shape[0] for classes in targets])
+        _library().are_classes(where, counts, len(jobs), self.layers[-1].outputs, fits)
+        pairs = zip(targets, fits, strict=True)
+        return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
         """Return groups of the jobs that it `takes`, as large as may be returned together.
@@ -101,19 +96,19 @@ class CompiledNetwork:
         Jobs that need too much memory while they train are left out.
         """
         most, room = min(_TOGETHER * self._threads(), memory_limit // 16), 0
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         for index, fits in enumerate(self.takes(jobs)):
             drawn = self._draws(jobs[index]) if fits else 0
             large = 2 * drawn > _MOST_DRAWN or self._working(jobs[index]) > memory_limit
             if not fits or large:
                 continue
             needed = self.size + 2 * drawn
-            if not found or needed > room:
-                found.append([])
+            if not groups or needed > room:
+                groups.append([])
                 room = most
-            found[-1].append(index)
+            groups[-1].append(index)
             room -= needed
-        return found
+        return groups
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Return the trained parameters of each job after `local.train`, in rows.
@@ -129,7 +124,7 @@ class CompiledNetwork:
         rows = torch.empty(len(jobs), self.size)
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
-        used: list[tuple[Tensor, ...]] = []  # keeps the arrays alive while the code runs
+        arrays: list[tuple[Tensor, ...]] = []  # keeps the arrays alive while the code runs
         numbers, integers, counts, rates, drawn = [], [], [], [], []
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
@@ -138,26 +133,26 @@ class CompiledNetwork:
             draws = self._drawn(job)  # before its batches are drawn
             order = _order(count, math.ceil(steps / math.ceil(count / size)), job.generator)
             pull, offset = self._terms(job, names)
-            used.append((features, targets, order, offset, draws))
+            arrays.append((features, targets, order, offset, draws))
             drawn.append(draws.data_ptr())
             weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
             numbers.append((weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()))
             integers.append((targets.data_ptr(), order.data_ptr()))
             counts.append((count, size, steps, offset is not _NONE))
             rates.append((training.learning_rate, training.momentum, training.sam_radius, pull))
-        facts = [np.array(own) for own in (numbers, integers, drawn, counts, rates)]
+        columns = [np.array(part) for part in (numbers, integers, drawn, counts, rates)]
         table, room_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
 
         def train(first: int, last: int) -> None:
             room = [torch.empty(size).numpy() for size in room_sizes]
-            own = [fact[first:last] for fact in facts]
-            _library().train(*own, last - first, table, len(self.layers), self.size, *room)
+            given = [column[first:last] for column in columns]
+            _library().train(*given, last - first, table, len(self.layers), self.size, *room)
 
         parts = min(self._threads(), len(jobs))
         ends = [len(jobs) * part // parts for part in range(parts + 1)]
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
-            every = map if pool is None else pool.map
-            list(every(train, ends, ends[1:]))
+            run = map if pool is None else pool.map
+            list(run(train, ends, ends[1:]))
         if self._in_order and len(names) == len(self.parts):
             return FlatParams(rows[:, : self._numbers], self._layout)
         return {name: self.parts[name].of(rows) for name in names}
@@ -224,7 +219,7 @@ class CompiledNetwork:
         return 4 * self._threads() * sum(self._sizes(_batch(job))) if self.images else 0
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
-        """Return the table of layers that `compiled` reads."""
+        """Return the table of layers that `sgd` reads."""
         rows, across = [], 0
         for layer in self.layers:
             weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
@@ -269,47 +264,28 @@ def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
     return torch.cat([_NO_TARGETS, *orders])
 
 
-def compiled(task: Task, job: Job) -> CompiledNetwork | None:
-    """Return the network of jobs like this one if compiled code can train it (x86), else None."""
+def form_for(task: Task, job: Job) -> CompiledNetwork | None:
+    """Return the network of jobs like this one if machine code can train it, else None."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     if not _is_usual(job.examples):
         return None
-    found = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
-    return found if found is not None and _library() is not None else None
+    network = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
+    return network if network is not None and _library() is not None else None
 
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """Return the functions of `compiled` if they run here faster than BLAS, else None."""
+    """Return the functions of `sgd`; None, and a line in the log, if they cannot run here."""
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
-    if find_spec("numba") is None:
-        log.info(
-            "dense and convolutional networks would train faster with Numba: "
-            "pip install 'flower-ext[fast]'"
-        )
-        return None
     try:
-        from flower_ext.training.batched.native import Library, NotCompiled
-    except ImportError as error:
-        log.warning("dense and convolutional networks train without compiled code: %s", error)
-        return None
-    try:
+        from flower_ext_kernels.native import Library  # LLVM takes 25 MB
+
         return Library()
-    except NotCompiled as error:
+    except (ImportError, RuntimeError) as error:  # no code was compiled, or LLVM refuses it
         log.info("dense and convolutional networks would train faster: %s", error)
         return None
-    except RuntimeError as error:
-        log.warning(
-            "dense and convolutional networks would train faster if Numba could be used: %s", error
-        )
-        return None
-
-
-def loaded() -> Any:
-    """Return the functions of `compiled` if a training has loaded them here, else None."""
-    return _library() if _library.cache_info().currsize else None
 
 
 @lru_cache(maxsize=64)
@@ -326,9 +302,9 @@ def _network(
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
     if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None
-    found = CompiledNetwork(layers)
+    network = CompiledNetwork(layers)
     # Each layer with parameters is used once, and no other layer has its parameters.
     used = sum(len([*layer.module.parameters()]) for layer in layers)
-    once = used == len(found.parts) == len([*model.parameters()])
-    alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
-    return found if alike and once else None
+    once = used == len(network.parts) == len([*model.parameters()])
+    alike = dict(parameters) == {name: part.shape for name, part in network.parts.items()}
+    return network if alike and once else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     BIAS,
     INPUTS,
     OUTPUTS,
@@ -16,7 +16,7 @@ from flower_ext.training.batched.layout import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
-from flower_ext.training.batched.products import (
+from flower_ext_kernels.products import (
     NEXT,
     ONE,
     STAY,
@@ -28,7 +28,7 @@ from flower_ext.training.batched.products import (
     loops,
     share,
 )
-from flower_ext.training.batched.tiles import HIGH, LANES, WIDE, dot_tile, multiply_tile
+from flower_ext_kernels.tiles import HIGH, LANES, WIDE, dot_tile, multiply_tile
 
 
 @loops
@@ -43,7 +43,7 @@ def multiply(
     layer: np.ndarray,
     values: np.ndarray,
     below: int,
-    here: int,
+    above: int,
     count: int,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
@@ -60,7 +60,7 @@ def multiply(
             _fetch(ahead, sizes, tile)
             tile += 1
             dot_tile(
-                values[here + row * high + neuron :],
+                values[above + row * high + neuron :],
                 values[below + row * wide :],
                 matrix[neuron * wide :],
                 (min(rows, count - row), min(neurons, high - neuron), wide),
@@ -69,7 +69,7 @@ def multiply(
     if layer[BIAS] >= 0:
         for row in range(count):
             for place in range(high):
-                values[here + row * high + place] += weights[layer[BIAS] + place]
+                values[above + row * high + place] += weights[layer[BIAS] + place]
 
 
 @loops

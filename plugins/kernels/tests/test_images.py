@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_groups, train_many
-from flower_ext.training.batched import chain as chains
-from flower_ext.training.batched import network
-from flower_ext.training.batched.layout import POOL, RELU
+from flower_ext_kernels import chain as chains
+from flower_ext_kernels import network
+from flower_ext_kernels.layer_table import POOL, RELU
 from tests.support.jobs import one_by_one, problem, same
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
@@ -248,14 +248,14 @@ def test_a_convolution_used_twice_is_left_to_batches():
     shared = nn.Conv2d(3, 3, 3, padding=1)
     model = nn.Sequential(shared, nn.ReLU(), shared, nn.Flatten(), nn.Linear(3 * 64, 10))
     made = jobs(lambda: model, SGD, shape=(3, 8, 8))
-    assert network.compiled(problem(lambda: model), made[0]) is None
+    assert network.form_for(problem(lambda: model), made[0]) is None
 
 
 def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
     layers = nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 1024, 10)
     model = nn.Sequential(*layers)
     (job,) = jobs(lambda: model, SGD, sizes=(2,), shape=(3, 32, 32))
-    found = network.compiled(problem(lambda: model), job)
+    found = network.form_for(problem(lambda: model), job)
     assert found.gains_alone(job)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert not found.gains_alone(job)
@@ -263,7 +263,7 @@ def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
 
 def test_working_memory_stays_within_its_limit():
     made = jobs(Usual, replace(SGD, batch_size=12))
-    found = network.compiled(problem(Usual), made[0])
+    found = network.form_for(problem(Usual), made[0])
     needed = found._working(made[2])
     assert sorted(chain.from_iterable(found.groups(made, needed))) == [0, 1, 2, 3]
     assert sorted(chain.from_iterable(found.groups(made, needed - 1))) == [0, 1, 3]

@@ -174,7 +174,7 @@ def _tile(
         with vectors.loop(inner) as step:
             one = vectors.place(lefts, vectors.product(step, left_inner))
             other = vectors.place(rights, vectors.product(step, right_inner))
-            own = [
+            loaded = [
                 vectors.load(vectors.place(other, number * LANES), mask)
                 for number, mask in enumerate(masks)
             ]
@@ -182,7 +182,7 @@ def _tile(
                 value = builder.load(vectors.place(one, vectors.product(row, left_row)))
                 value = vectors.every(value)
                 for number, place in enumerate(sums[row]):
-                    builder.store(vectors.fused(value, own[number], builder.load(place)), place)
+                    builder.store(vectors.fused(value, loaded[number], builder.load(place)), place)
     scale = vectors.every(factor)
     for row in range(high):
         begin = vectors.place(into, vectors.product(row, into_row))
@@ -230,10 +230,10 @@ def _dot_tile(
     sums = [[vectors.variable() for _ in rights] for _ in lefts]
 
     def add(step: Any, mask: Any | None) -> None:
-        own = [vectors.load(vectors.place(begin, step), mask) for begin in rights]
+        loaded = [vectors.load(vectors.place(begin, step), mask) for begin in rights]
         for begin, places in zip(lefts, sums, strict=True):
             value = vectors.load(vectors.place(begin, step), mask)
-            for other, place in zip(own, places, strict=True):
+            for other, place in zip(loaded, places, strict=True):
                 builder.store(vectors.fused(value, other, builder.load(place)), place)
 
     whole = builder.sdiv(inner, _WHOLE(LANES))
@@ -259,8 +259,8 @@ def _summed(
         vectors = _Vectors(builder)
         mask, total = vectors.mask(arguments[2], 0), vectors.variable()
         with vectors.cells(*_cells(builder, arguments)) as step:
-            own = vectors.load(vectors.place(values, step), mask)
-            builder.store(builder.fadd(builder.load(total), own), total)
+            loaded = vectors.load(vectors.place(values, step), mask)
+            builder.store(builder.fadd(builder.load(total), loaded), total)
         scaled = builder.fmul(builder.load(total), vectors.every(arguments[5]))
         vectors.store(scaled, into, mask)
         return context.get_dummy_value()
@@ -277,10 +277,10 @@ def _spread(
         into, slopes = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
         vectors = _Vectors(builder)
         mask, scale = vectors.mask(arguments[2], 0), vectors.every(arguments[5])
-        own = vectors.load(slopes, mask)
+        loaded = vectors.load(slopes, mask)
         with vectors.cells(*_cells(builder, arguments)) as step:
             place = vectors.place(into, step)
-            vectors.store(vectors.fused(scale, own, vectors.load(place, mask)), place, mask)
+            vectors.store(vectors.fused(scale, loaded, vectors.load(place, mask)), place, mask)
         return context.get_dummy_value()
 
     return types.void(into, slopes, types.int64, shape, steps, types.float32), generate
@@ -295,8 +295,8 @@ def _largest(
         into, values = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
         vectors = _Vectors(builder)
         mask = vectors.mask(arguments[2], 0)
-        found = _maxima(vectors, values, mask, *_cells(builder, arguments))
-        vectors.store(builder.load(found), into, mask)
+        maxima = _maxima(vectors, values, mask, *_cells(builder, arguments))
+        vectors.store(builder.load(maxima), into, mask)
         return context.get_dummy_value()
 
     return types.void(into, values, types.int64, shape, steps), generate
@@ -318,8 +318,8 @@ def _sent(
         left = vectors.variable()  # the slopes that no cell has got yet
         builder.store(vectors.load(slopes, mask), left)
         with vectors.cells(*cells) as step:
-            own = vectors.load(vectors.place(values, step), mask)
-            hit = builder.fcmp_unordered("ueq", own, best)
+            loaded = vectors.load(vectors.place(values, step), mask)
+            hit = builder.fcmp_unordered("ueq", loaded, best)
             place, rest = vectors.place(into, step), builder.load(left)
             old = vectors.load(place, mask)
             vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
@@ -338,15 +338,15 @@ def _cells(builder: Any, arguments: Sequence[Any]) -> list[Any]:
 
 def _maxima(vectors: _Vectors, values: Any, mask: Any, *cells: Any) -> Any:
     """Return a place with the maxima over all cells; NaN wins, as in PyTorch."""
-    builder, found = vectors.builder, vectors.variable()
-    builder.store(vectors.load(values, mask), found)
+    builder, maxima = vectors.builder, vectors.variable()
+    builder.store(vectors.load(values, mask), maxima)
     with vectors.cells(*cells) as step:
-        own, best = vectors.load(vectors.place(values, step), mask), builder.load(found)
+        loaded, best = vectors.load(vectors.place(values, step), mask), builder.load(maxima)
         larger = builder.or_(
-            builder.fcmp_ordered(">", own, best), builder.fcmp_unordered("uno", own, own)
+            builder.fcmp_ordered(">", loaded, best), builder.fcmp_unordered("uno", loaded, loaded)
         )
-        builder.store(builder.select(larger, own, best), found)
-    return found
+        builder.store(builder.select(larger, loaded, best), maxima)
+    return maxima
 
 
 multiply_tile: Any = intrinsic(_multiplied)

@@ -1,4 +1,4 @@
-"""Memory layout of a chain of layers, which `network` writes and `compiled` reads."""
+"""Memory layout of a chain of layers, which `network` writes and `sgd` reads."""
 
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flower_ext.training.batched.between import (
+from flower_ext_kernels.between import (
     drop,
     normalise,
     normalise_image,
@@ -20,8 +20,8 @@ from flower_ext.training.batched.between import (
     through_image_norm,
     through_norm,
 )
-from flower_ext.training.batched.dense import multiply, send_dense, through_dense
-from flower_ext.training.batched.images import (
+from flower_ext_kernels.dense import multiply, send_dense, through_dense
+from flower_ext_kernels.images import (
     convolve,
     padded_size,
     pool,
@@ -30,7 +30,7 @@ from flower_ext.training.batched.images import (
     through_pool,
     turn,
 )
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     ACROSS,
     ACTIVATION,
     CHANNELS,
@@ -51,7 +51,7 @@ from flower_ext.training.batched.layout import (
     TURN,
     WEIGHT,
 )
-from flower_ext.training.batched.products import (
+from flower_ext_kernels.products import (
     ONE,
     ZERO,
     activate,
@@ -91,19 +91,19 @@ def forward(
     """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
     outputs, slopes, normed, room = arrays
     count = len(rows)
-    here = used = 0
+    above = used_draws = 0
     for layer in layers:
-        below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
+        below, above = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
         inputs = outputs[below:][: count * layer[INPUTS]]
         if layer[KIND] == DENSE:
-            soon = ahead if below == 0 else nothing(inputs)
-            multiply(weights, layer, outputs, below, here, count, soon)
+            fetched = ahead if below == 0 else nothing(inputs)
+            multiply(weights, layer, outputs, below, above, count, fetched)
         elif layer[KIND] == NORM:
-            scales = normed[len(outputs) + here :]
-            normalise(weights, layer, inputs, outputs[here:], normed[here:], scales)
+            scales = normed[len(outputs) + above :]
+            normalise(weights, layer, inputs, outputs[above:], normed[above:], scales)
         elif layer[KIND] == DROP:
-            drop(layer, drawn[used:], inputs, outputs[here:])
-            used += numbers_drawn(layer, count)
+            drop(layer, drawn[used_draws:], inputs, outputs[above:])
+            used_draws += numbers_drawn(layer, count)
         elif layer[KIND] == IMAGE_NORM:
             for row in range(count):
                 start, size = row * layer[INPUTS], layer[INPUTS]
@@ -111,16 +111,16 @@ def forward(
                     weights,
                     layer,
                     inputs[start:][:size],
-                    outputs[here + start :],
-                    normed[here + start :],
-                    normed[len(outputs) + here + start :],
+                    outputs[above + start :],
+                    normed[above + start :],
+                    normed[len(outputs) + above + start :],
                     carray(room, 2 * layer[CHANNELS]),
                 )
         else:
-            _forward_images(weights, layer, count, inputs, outputs[here:], room)
-        activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
+            _forward_images(weights, layer, count, inputs, outputs[above:], room)
+        activate(outputs[above:][: count * layer[OUTPUTS]], layer[ACTIVATION])
     classes = layers[-1, OUTPUTS]
-    _slopes_of_loss(outputs[here:][: count * classes], slopes[here:], targets, rows)
+    _slopes_of_loss(outputs[above:][: count * classes], slopes[above:], targets, rows)
 
 
 @loops
@@ -185,50 +185,56 @@ def backward(
 ) -> None:
     """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
     outputs, slopes, normed, room = arrays
-    lowest, used = 0, len(drawn)
+    lowest, used_draws = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
     for number in range(len(layers) - 1, lowest - 1, -1):
         layer = layers[number]
         wide, high = layer[INPUTS], layer[OUTPUTS]
-        below, here = most * layer[ACROSS], most * (layer[ACROSS] + wide)
-        own, down = slopes[here:][: count * high], slopes[below:]
-        through(own, outputs[here:][: count * high], layer[ACTIVATION])
+        below, above = most * layer[ACROSS], most * (layer[ACROSS] + wide)
+        upper, down = slopes[above:][: count * high], slopes[below:]
+        through(upper, outputs[above:][: count * high], layer[ACTIVATION])
         if layer[KIND] == DROP:
-            used -= numbers_drawn(layer, count)
-            drop(layer, drawn[used:], own, down)
+            used_draws -= numbers_drawn(layer, count)
+            drop(layer, drawn[used_draws:], upper, down)
         elif layer[KIND] == NORM:
-            unscaled, scales = normed[here:], normed[len(outputs) + here :]
+            unscaled, scales = normed[above:], normed[len(outputs) + above :]
             if number > lowest:
-                through_norm(weights, layer, own, down, unscaled, scales)
-            send_norm(layer, own, unscaled, into, factor)
+                through_norm(weights, layer, upper, down, unscaled, scales)
+            send_norm(layer, upper, unscaled, into, factor)
         elif layer[KIND] == IMAGE_NORM:
             spare = carray(room, 3 * layer[CHANNELS])
             for row in range(count if number > lowest else 0):
-                place = here + row * high
+                place = above + row * high
                 unscaled, scales = normed[place:], normed[len(outputs) + place :]
-                slope = own[row * high :][:high]
+                slope = upper[row * high :][:high]
                 through_image_norm(
                     weights, layer, slope, down[row * wide :], unscaled, scales, spare
                 )
             for row in range(count):
-                slope, unscaled = own[row * high :][:high], normed[here + row * high :]
+                slope, unscaled = upper[row * high :][:high], normed[above + row * high :]
                 send_image_norm(layer, slope, unscaled, into, factor, spare)
         elif layer[KIND] == DENSE:
             if number > lowest:  # before the weights change
-                through_dense(weights, layer, count, own, down)
-            soon = ahead if below == 0 else nothing(own)
-            send_dense(layer, count, outputs[below:], own, into, factor, soon)
+                through_dense(weights, layer, count, upper, down)
+            fetched = ahead if below == 0 else nothing(upper)
+            send_dense(layer, count, outputs[below:], upper, into, factor, fetched)
         elif layer[KIND] == CONVOLUTION:
             if number > lowest:
-                _through_convolutions(weights, layer, count, own, down, room)
+                _through_convolutions(weights, layer, count, upper, down, room)
             border = carray(room, padded_size(layer))
             for row in range(count):
-                image, slope = outputs[below + row * wide :][:wide], own[row * high :][:high]
+                image, slope = (
+                    outputs[below + row * wide :][:wide],
+                    upper[row * high :][:high],
+                )
                 send_convolution(layer, image, slope, into, factor, border)
         else:
             for row in range(count):
-                image, slope = outputs[below + row * wide :][:wide], own[row * high :][:high]
+                image, slope = (
+                    outputs[below + row * wide :][:wide],
+                    upper[row * high :][:high],
+                )
                 if layer[KIND] == TURN:
                     turn(slope, wide // layer[SETTING], down[row * wide :])
                 else:
@@ -237,14 +243,19 @@ def backward(
 
 @loops
 def _through_convolutions(
-    weights: np.ndarray, layer: np.ndarray, count: int, own: np.ndarray, down: np.ndarray, room: Any
+    weights: np.ndarray,
+    layer: np.ndarray,
+    count: int,
+    slopes: np.ndarray,
+    down: np.ndarray,
+    room: Any,
 ) -> None:
     wide, high, filters, size = layer[INPUTS], layer[OUTPUTS], layer[FILTERS], weight_size(layer)
     turned = carray(room, size)
     border = carray(room, size + padded_size(layer))[size:]
     turn(weights[layer[WEIGHT] :][:size], size // filters, turned)
     for row in range(count):
-        slope = own[row * high :][:high]
+        slope = slopes[row * high :][:high]
         through_convolution(turned, layer, slope, down[row * wide :], border)
 
 

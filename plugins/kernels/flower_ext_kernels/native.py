@@ -1,10 +1,11 @@
-"""Machine code of `compiled`: made once per machine, kept in a file, and run without Numba.
+"""Machine code of `sgd`: made once per machine, kept in a file, and run without Numba.
 
-``flower-ext compile`` makes it. No training waits for it: without the file, models train by other
-forms. A separate process compiles and prints the code; the file keeps it, and LLVM's linker, which
-llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)`` (one run on two
-shared cores), the code is as fast and equal to the last bit. Every process that trains loads it in
-0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes 20 s.
+``python -m flower_ext_kernels`` makes it. No training waits for it: without the file, models train
+by other forms. A separate process compiles and prints the code; the file keeps it, and LLVM's
+linker, which llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)``
+(one run on two shared cores), the code is as fast and equal to the last bit. Every process that
+trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes
+20 s.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,20 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 
+import flower_ext
 from flower_ext.errors import FlowerExtError
+from flower_ext.training import dropout
 from flower_ext.training.kept import keep, recall
 
 _HERE = Path(__file__).parent
 _SOURCES = [
-    *(_HERE / f"{name}.py" for name in ("between", "compiled", "dense", "images")),
-    *(_HERE / f"{name}.py" for name in ("layout", "native", "passes", "products", "sums", "tiles")),
-    _HERE.parent / "dropout.py",
+    *(_HERE / f"{name}.py" for name in ("between", "dense", "images", "layer_table", "native")),
+    *(_HERE / f"{name}.py" for name in ("passes", "products", "sgd", "tiles")),
+    Path(dropout.__file__),
 ]
 _LONGEST = 600.0
 """Longest time for compiling, in seconds; it usually takes some twenty."""
-_ARGUMENTS = {"train": 14, "are_classes": 5, "square": 3, "add": 4}
+_ARGUMENTS = {"train": 14, "are_classes": 5}
 # Nothing is allocated, so there are no references to count.
 _UNCOUNTED = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }
@@ -44,10 +46,9 @@ define void @NRT_decref(ptr %p) alwaysinline { ret void }
 
 
 class Library:
-    """The functions of `compiled` as machine code.
+    """The functions of `sgd` as machine code, which take arrays.
 
-    ``train`` and ``are_classes`` take arrays, the others take addresses of arrays. While a function
-    runs, other threads continue.
+    While a function runs, other threads continue.
 
     Raises
     ------
@@ -57,10 +58,8 @@ class Library:
 
     def __init__(self) -> None:
         self._engine = _loaded(_kept(_folders()))
-        self.train = _of_arrays(self._function("train"))
-        self.are_classes = _of_arrays(self._function("are_classes"))
-        self.square = self._function("square")
-        self.add = self._function("add")
+        self.train = self._function("train")
+        self.are_classes = self._function("are_classes")
 
     def _function(self, name: str) -> Callable[..., None]:
         """Wrap a function as Numba calls it, with unused places for a result and an error."""
@@ -68,16 +67,12 @@ class Library:
         numbers = [ctypes.c_int64] * _ARGUMENTS[name]
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
         nowhere = ctypes.byref(ctypes.c_int64())
-        return partial(call, nowhere, nowhere)
 
+        def run(*arguments: int | np.ndarray) -> None:
+            addresses = (a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments)
+            call(nowhere, nowhere, *addresses)
 
-def _of_arrays(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that takes arrays in place of their addresses."""
-
-    def run(*arguments: int | np.ndarray) -> None:
-        function(*(a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments))
-
-    return run
+        return run
 
 
 def _loaded(code: bytes) -> Any:
@@ -98,7 +93,7 @@ def _kept(folders: Sequence[Path]) -> bytes:
     for folder in folders:
         if (code := recall(folder / name)) is not None:
             return code
-    raise NotCompiled("run `flower-ext compile`, which takes half a minute, once per machine")
+    raise NotCompiled("run `python -m flower_ext_kernels` once per machine: it takes half a minute")
 
 
 def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
@@ -133,9 +128,9 @@ def _file_name() -> str:
 
 def _key() -> str:
     """Return a digest of everything that the code depends on."""
-    facts = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
+    dependencies = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
     sources = [source.read_bytes() for source in _SOURCES]
-    return hashlib.sha256(repr((facts, sources)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((dependencies, sources)).encode()).hexdigest()[:16]
 
 
 def _folders() -> list[Path]:
@@ -149,7 +144,8 @@ def _folders() -> list[Path]:
 
 def _compiled() -> bytes:
     """Return the output of `main` in a separate process."""
-    path = os.pathsep.join([str(_HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
+    roots = str(_HERE.parent), str(Path(flower_ext.__file__).parents[1])
+    path = os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -186,7 +182,7 @@ def main() -> None:
 
     settings: Any = numba.config
     settings.CPU_NAME, settings.CPU_FEATURES = llvm.get_host_cpu_name(), _features()
-    from flower_ext.training.batched.compiled import EXPORTS
+    from flower_ext_kernels.sgd import EXPORTS
 
     whole = llvm.parse_assembly(_UNCOUNTED)
     for function, arguments in EXPORTS.items():
@@ -209,8 +205,8 @@ def main() -> None:
 def _check_alone(module: Any) -> None:
     """Refuse code that needs functions from Numba, beyond those that every process has."""
     needed = [f.name for f in module.functions if f.is_declaration and "." not in f.name]
-    here = ctypes.CDLL(None)
-    if missing := [name for name in needed if not hasattr(here, name)]:
+    process = ctypes.CDLL(None)
+    if missing := [name for name in needed if not hasattr(process, name)]:
         raise RuntimeError(f"the machine code needs {missing}, which only Numba has")
 
 

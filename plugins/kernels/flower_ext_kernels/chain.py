@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from flower_ext.training.batched.layout import (
+from flower_ext.training.dropout import LEVELS, levels_dropped
+from flower_ext_kernels.layer_table import (
     CONVOLUTION,
     DENSE,
     DROP,
@@ -26,7 +27,6 @@ from flower_ext.training.batched.layout import (
     TANH,
     TURN,
 )
-from flower_ext.training.dropout import LEVELS, levels_dropped
 
 _ACTIVATIONS: Mapping[Any, int] = {
     nn.Identity: PLAIN,
@@ -66,11 +66,11 @@ class Part:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return this parameter of all networks in ``rows``, one network per row."""
-        own = rows[:, self.where]
+        numbers = rows[:, self.where]
         if not self.turned:
-            return own.view(-1, *self.shape)
+            return numbers.view(-1, *self.shape)
         filters, channels, high, wide = self.shape
-        return own.view(-1, high, wide, channels, filters).permute(0, 4, 3, 1, 2)
+        return numbers.view(-1, high, wide, channels, filters).permute(0, 4, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of one of `layout`'s kinds: its module, name, widths and activation.
+    """A layer of one of `layer_table`'s kinds: its module, name, widths and activation.
 
-    `layout` explains ``groups`` and ``setting``.
+    `layer_table` explains ``groups`` and ``setting``.
     """
 
     module: nn.Module
@@ -158,13 +158,13 @@ def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
             now = torch.Size([numbers])
         elif follows is not None and layers and layers[-1].activation == PLAIN:
             layers[-1] = replace(layers[-1], activation=follows)
-        elif len(now) == 1 and (found := _layer(operation, name, now.numel())) is not None:
-            layers.append(found)
-            now = torch.Size([found.outputs])
-        elif len(now) == _IMAGE and (found := _on_images(operation, name, now)) is not None:
-            layers += [*([] if layers else _turned(now)), found]
-            assert found.window is not None
-            now = torch.Size([found.window.filters, *found.window.out])
+        elif len(now) == 1 and (layer := _layer(operation, name, now.numel())) is not None:
+            layers.append(layer)
+            now = torch.Size([layer.outputs])
+        elif len(now) == _IMAGE and (layer := _on_images(operation, name, now)) is not None:
+            layers += [*([] if layers else _turned(now)), layer]
+            assert layer.window is not None
+            now = torch.Size([layer.window.filters, *layer.window.out])
         else:
             return []
     return _pooled_first(layers) if len(now) == 1 else []
@@ -216,9 +216,9 @@ def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
     if type(module) is not nn.Sequential:
         return [(name, module)] if name else []
     return [
-        found
+        named
         for leaf, child in module._modules.items()  # may contain the same module twice
-        for found in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
+        for named in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
     ]
 
 
@@ -231,13 +231,13 @@ def _traced(model: nn.Module) -> list[tuple[str, Any]]:
         nodes = list(fx.Tracer().trace(model).nodes)
     except Exception:  # a forward method may raise anything for a symbol
         return []
-    found: list[tuple[str, Any]] = []
+    operations: list[tuple[str, Any]] = []
     for before, node in pairwise(nodes):
         if node.all_input_nodes != [before]:
             return [("", None)]
         if node.op == "output":
-            return found
-        found.append(_operation(node, model))
+            return operations
+        operations.append(_operation(node, model))
     return [("", None)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     BIAS,
     CHANNELS,
     DOWN,
@@ -31,7 +31,7 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WIDTH,
 )
-from flower_ext.training.batched.products import (
+from flower_ext_kernels.products import (
     NEXT,
     ONE,
     STAY,
@@ -41,7 +41,7 @@ from flower_ext.training.batched.products import (
     fill,
     loops,
 )
-from flower_ext.training.batched.tiles import (
+from flower_ext_kernels.tiles import (
     LANES,
     find_largest,
     find_sum,
@@ -144,9 +144,9 @@ def through_convolution(
                 ONE,
             )
     if pads:
-        own, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
+        run, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
         for row in range(layer[HEIGHT]):
-            copy(into[(row + layer[PAD_DOWN]) * across + begin :][:own], down[row * own :])
+            copy(into[(row + layer[PAD_DOWN]) * across + begin :][:run], down[row * run :])
 
 
 @loops
@@ -211,12 +211,12 @@ def through_pool(
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
         for channel in range(0, channels, LANES):
-            into, own = down[corner + channel :], slopes[window * channels + channel :]
+            into, slope = down[corner + channel :], slopes[window * channels + channel :]
             if layer[KIND] == POOL:
                 values = image[corner + channel :]
-                send_to_largest(into, own, values, channels - channel, size, steps)
+                send_to_largest(into, slope, values, channels - channel, size, steps)
             else:
-                send_to_all(into, own, channels - channel, size, steps, share)
+                send_to_all(into, slope, channels - channel, size, steps, share)
 
 
 @loops

@@ -9,13 +9,13 @@ import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
 
-from flower_ext.training.batched.layout import (
+from flower_ext_kernels.layer_table import (
     LINE,
     RELU,
     SIGMOID,
     TANH,
 )
-from flower_ext.training.batched.tiles import HIGH, LANES, WIDE, multiply_tile
+from flower_ext_kernels.tiles import HIGH, LANES, WIDE, multiply_tile
 
 ONE, ZERO = np.float32(1), np.float32(0)
 STAY: Any = np.int64(0)

@@ -1,0 +1,40 @@
+"""Parts that other distributions offer this package, found by their entry points.
+
+A plug-in offers one object in a group of entry points, such as ``flower_ext.forms``. A plug-in that
+cannot be loaded is left out, and the package works as without it. ``FLOWER_EXT_PLUGINS=none`` in
+the environment leaves all of them out.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.metadata import entry_points
+from logging import getLogger
+from typing import Any
+
+from flower_ext.errors import InvalidValue
+
+log = getLogger("flwr")
+
+
+@lru_cache(maxsize=16)
+def offered(group: str) -> tuple[Any, ...]:
+    """Return what the installed plug-ins offer in a group of entry points, by their names.
+
+    Raises
+    ------
+    InvalidValue
+        ``FLOWER_EXT_PLUGINS`` is set to something other than ``none``.
+    """
+    if (setting := os.environ.get("FLOWER_EXT_PLUGINS", "")) not in ("", "none"):
+        raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or no such variable")
+    if setting:
+        return ()
+    parts = []
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        try:
+            parts.append(point.load())
+        except Exception as error:  # a plug-in may raise anything while it is imported
+            log.warning("the plug-in %s is left out: %r", point.value, error)
+    return tuple(parts)

@@ -1,0 +1,1 @@
+"""Machine code that trains dense and convolutional networks, for flower_ext."""

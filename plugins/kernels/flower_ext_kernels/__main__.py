@@ -1,0 +1,16 @@
+"""``python -m flower_ext_kernels``: compile the machine code, once per machine: half a minute.
+
+Runs never wait for it. Without it, networks train by PyTorch alone, as without this plug-in.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flower_ext_kernels.native import NotCompiled, compile_and_keep
+
+if __name__ == "__main__":
+    try:
+        print(f"Compiled, in {compile_and_keep()}")
+    except NotCompiled as error:
+        sys.exit(f"Not compiled: {error}")

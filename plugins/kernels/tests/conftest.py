@@ -1,0 +1,37 @@
+"""Fixtures for tests of the machine code."""
+
+import pytest
+import torch
+
+from flower_ext import plugins
+from flower_ext.training.batched import many
+from flower_ext_kernels import network
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch):
+    """Offer the form of this plug-in, whatever is installed."""
+    monkeypatch.setattr(plugins, "offered", lambda group: (network.form_for,))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Count the models that machine code trains, but for those of trials."""
+    trained = []
+    minimise, trains_alike = network.CompiledNetwork.minimise, many.trains_alike
+
+    def counted(self, jobs, *others):
+        trained.extend(jobs)
+        return minimise(self, jobs, *others)
+
+    def tried(*given):
+        before = len(trained)
+        answer = trains_alike(*given)
+        del trained[before:]
+        return answer
+
+    monkeypatch.setattr(network.CompiledNetwork, "minimise", counted)
+    monkeypatch.setattr(many, "trains_alike", tried)
+    return trained
