@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from flower_ext.data import ClientData, Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import digest, seeded
-from flower_ext.training.calls import call
-from flower_ext.training.kept import keep, recall
+from flower_ext.training.cached_files import read_cached, write_cached
+from flower_ext.training.model_calls import call_with
+from flower_ext.training.model_factory import digest, seeded
 
 log = getLogger("flwr")
 
@@ -114,16 +114,16 @@ class Features:
             return self._pass(row)
         name = digest(dict(trees.named("features", row)))
         path = self.folder / self.fingerprint / name[:2] / name[2:]
-        if (kept := recall(path)) is not None:
+        if (kept := read_cached(path)) is not None:
             return load(kept)["features"]
         made = self._pass(row)
-        keep(path, save({"features": made}))
+        write_cached(path, save({"features": made}))
         return made
 
     def _pass(self, row: Tree) -> Tensor:
         # Seeded, so that one example's random draws do not move another's.
         with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
-            made = call(self._front, {}, trees.to(row, self.device))
+            made = call_with(self._front, {}, trees.to(row, self.device))
         if not isinstance(made, Tensor) or made.shape[:1] != (1,):
             told = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise InvalidValue(f"front: puts out {told} of one example: expected a tensor (1, …)")

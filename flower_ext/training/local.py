@@ -27,8 +27,8 @@ from flower_ext.checks import (
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import seeded
-from flower_ext.training.calls import fewest_rows
+from flower_ext.training.model_calls import fewest_rows
+from flower_ext.training.model_factory import seeded
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone

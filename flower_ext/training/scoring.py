@@ -17,8 +17,8 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
-from flower_ext.training.calls import call, spared
 from flower_ext.training.isolation import isolated
+from flower_ext.training.model_calls import call_with, writable_features
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
 
@@ -72,7 +72,7 @@ def predict(
     weights = to_device(params, device)
     parts = trees.split(features, batch_size)
     return _joined(
-        [call(model, weights, spared(task, trees.to(x, device))) for x in parts],
+        [call_with(model, weights, writable_features(task, trees.to(x, device))) for x in parts],
         [trees.length(x) for x in parts],
     )
 
@@ -127,7 +127,7 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
     if len(errors) == len(scores):
         raise next(iter(errors.values()))
     for name, failure in errors.items():
-        shown = _shown.setdefault(task.blueprint, set())
+        shown = _shown.setdefault(task.factory, set())
         level = DEBUG if name in shown else WARNING  # once, and not for each client and round
         log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)

@@ -67,9 +67,9 @@ from flower_ext.training import (
     Task,
     difference,
 )
-from flower_ext.training.apart import require_apart
 from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
+from flower_ext.training.trials.between_trainings import require_apart
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:

@@ -21,10 +21,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, ManyModels, Target
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
-from flower_ext.training.blueprint import in_training
-from flower_ext.training.calls import spared
 from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows, own_generator
+from flower_ext.training.model_calls import writable_features
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
 from flower_ext.training.task import Task
@@ -178,7 +178,7 @@ class Stack:
     ) -> None:
         """Send each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
-        x = spared(self.task, batch.x, batched=2)
+        x = writable_features(self.task, batch.x, batched=2)
         own = self.generators[: len(batch.x)]
         if climbs is not None:
             own = [one if climb else None for one, climb in zip(own, climbs, strict=True)]

@@ -18,11 +18,11 @@ from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
 from flower_ext.training.batched.network import CompiledNetwork, compiled
-from flower_ext.training.hulls import hull_of
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
+from flower_ext.training.templates import template_of
 
 _TYPICAL_ROWS = 32
 
@@ -186,8 +186,8 @@ def _compiled(task: Task, job: Job) -> CompiledNetwork | None:
     if (found := compiled(task, job)) is None:
         return None
     # Known layers show all that they do, so the cost of a trial can be saved.
-    hull = hull_of(task.blueprint, task.torch_device())
-    known = hull is not None and hull.known
+    template = template_of(task.factory, task.torch_device())
+    known = template is not None and template.known
     return found if known or trains_alike(task, job, found) else None
 
 

@@ -36,9 +36,9 @@ from flower_ext.training.batched.layout import (
     NORM,
 )
 from flower_ext.training.batched.stacked import hooked
-from flower_ext.training.calls import refusing_layer
 from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job, own_generator
+from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, sizes
 from flower_ext.training.task import Task

@@ -28,17 +28,17 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.blueprint import seeded
-from flower_ext.training.calls import call, spared
-from flower_ext.training.dp.alone import built, loss_alone, slopes_alone
-from flower_ext.training.dp.memory import refuse_memory
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
-from flower_ext.training.dp.single import check_single_examples
-from flower_ext.training.dp.trial import Trial, unlike_examples
 from flower_ext.training.isolation import isolated
+from flower_ext.training.model_calls import call_with, writable_features
+from flower_ext.training.model_factory import seeded
 from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.task import Task
+from flower_ext.training.trials.batch_invariance import Trial, unlike_examples
+from flower_ext.training.trials.between_examples import refuse_memory
+from flower_ext.training.trials.learning import check_single_examples
+from flower_ext.training.trials.single_examples import built, loss_alone, slopes_alone
 
 log = getLogger("flwr")
 
@@ -186,7 +186,7 @@ class ClippedGradient:
         follow = self._one_pass if self.in_one_pass else self._by_vmap
         try:
             with self._draws(seed), isolated():
-                return follow(spared(self.task, x), y, self.task.loss)
+                return follow(writable_features(self.task, x), y, self.task.loss)
         except Exception:  # a model or a loss may raise anything for a record
             log.debug("a pass raises", exc_info=True)
             return None
@@ -240,7 +240,7 @@ class ClippedGradient:
         random = shaken(chosen, torch.Generator().manual_seed(0))
         check_single_examples(
             type(self.model).__name__,
-            lambda x: call(self.model, {**self.params, **self._buffers(), **random}, x),
+            lambda x: call_with(self.model, {**self.params, **self._buffers(), **random}, x),
             lambda x, y: self._slopes(random, self.task.loss, x, y),
             features,
             targets,

@@ -19,9 +19,9 @@ from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
-from flower_ext.training.blueprint import seeded
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import SGD, Job, batches, gradient, own_seed
+from flower_ext.training.model_factory import seeded
 from flower_ext.training.params import Params
 from flower_ext.training.problem import local_problem
 from flower_ext.training.task import Task

@@ -6,7 +6,7 @@ because other outputs might mix examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch.nn import functional
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.calls import call, called
 from flower_ext.training.dp.per_example import Parts, gradients
-from flower_ext.training.dp.watched import watched
+from flower_ext.training.model_calls import call_model, call_with
 from flower_ext.training.params import clone
-
-Loss = Callable[[Any, Tree], Tensor]
+from flower_ext.training.trials.control_flow import watched
+from flower_ext.training.trials.single_examples import Loss, has_rows
 
 
 class OnePass:
@@ -89,7 +88,7 @@ class OnePass:
         """
         given = self._with_last(x)
         with watched([leaf for _, leaf in trees.named("", given)], self.model) as watch:
-            called(self.model, given)
+            call_model(self.model, given)
         return watch.needs_last
 
     def _with_last(self, x: Tree) -> Tree:
@@ -102,16 +101,13 @@ class OnePass:
         # The next pass must find the buffers as they were: the number of passes is private.
         buffers = clone(dict(self.model.named_buffers()))
         given = self._with_last(x)
-        outputs = call(self.model, buffers, given) if buffers else called(self.model, given)
+        outputs = (
+            call_with(self.model, buffers, given) if buffers else call_model(self.model, given)
+        )
         if self.last is None:
             return outputs
         rows = count + 1
         return trees.mapped(lambda leaf: leaf[:-1] if has_rows(leaf, rows) else leaf, outputs)
-
-
-def has_rows(leaf: Any, count: int) -> bool:
-    """Return True if an output may have one row for each of ``count`` examples."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
 def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:

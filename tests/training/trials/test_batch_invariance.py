@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from flower_ext.training import ClippedGradient
-from flower_ext.training.blueprint import seeded
-from flower_ext.training.dp.trial import ODD, Trial
+from flower_ext.training.model_factory import seeded
+from flower_ext.training.trials.batch_invariance import ODD, Trial
 from tests.support.jobs import problem
 
 

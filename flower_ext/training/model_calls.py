@@ -14,20 +14,20 @@ from torch.func import functional_call
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.blueprint import in_training
 from flower_ext.training.isolation import isolated
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 
-def called(model: Callable[..., Any], x: Tree) -> Any:
+def call_model(model: Callable[..., Any], x: Tree) -> Any:
     """Return ``model(x)`` for a tensor, ``model(*x)`` for a tuple, ``model(**x)`` for a mapping."""
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
-def call(model: nn.Module, params: Params, x: Tree) -> Any:
+def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     """Call a model with ``params``; it keeps its own where they have none (see `called`).
 
     Raises
@@ -40,7 +40,7 @@ def call(model: nn.Module, params: Params, x: Tree) -> Any:
         return functional_call(model, params, given, named)
 
     try:
-        return called(replaced, x)
+        return call_model(replaced, x)
     except RuntimeError as error:
         _tell_types(error, params, x)
         raise
@@ -61,7 +61,7 @@ def all_places(model: nn.Module) -> list[Place]:
     ]
 
 
-class Replaced:
+class SettableModel:
     """A model whose parameters and buffers are replaced permanently, before any number of calls.
 
     `torch.func.functional_call` restores the former tensors after each call, which takes as long as
@@ -79,7 +79,7 @@ class Replaced:
         self._places = all_places(model) if places is None else places
         self._params: Params = {}
 
-    def by(self, params: Params) -> None:
+    def set_params(self, params: Params) -> None:
         """Put parameters in their places; names that ``params`` lacks keep their tensors."""
         self._params = params
         for tensors, leaf, name in self._places:
@@ -89,7 +89,7 @@ class Replaced:
     def __call__(self, x: Tree) -> Any:
         """Call the model with the last parameters, as `call` does."""
         try:
-            return called(self.model, x)
+            return call_model(self.model, x)
         except RuntimeError as error:
             _tell_types(error, self._params, x)
             raise
@@ -112,7 +112,7 @@ def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
             ) from error
 
 
-def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
+def writable_features(task: Task, x: Tree, batched: int = 1) -> Tree:
     """Return features that the model may write into: a copy of ``x`` if the model does so.
 
     The first ``batched`` dimensions do not belong to an example.
@@ -176,7 +176,7 @@ def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | Non
         )
         try:
             with isolated():
-                called(model, x)
+                call_model(model, x)
         except Exception:  # a model may raise anything
             return False
         return True

@@ -2,9 +2,9 @@
 
 Building a small model takes as long as a training step or two, and all numbers that it draws are
 replaced at once. A copy may stand in for a newly built model only if nothing that a training leaves
-in a module can reach the next training. A `Hull` therefore consists of modules that hold plain
+in a module can reach the next training. A `Template` therefore consists of modules that hold plain
 values and have no hooks. Every copy has its own containers and buffers. Only frozen weights are
-shared, as in every model of a `Blueprint`.
+shared, as in every model of a `ModelFactory`.
 
 The caller's own classes may be among these modules if two builds show that building makes nothing
 new: both have the same classes and equal values, and no container in common. What such a class
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.blueprint import Blueprint, channels_last_needs, in_training, seeded
-from flower_ext.training.calls import Replaced
 from flower_ext.training.dropout import own_dropout
+from flower_ext.training.model_calls import SettableModel
+from flower_ext.training.model_factory import ModelFactory, channels_last_needs, in_training, seeded
 
 Travelling = Mapping[str, tuple[torch.Size, torch.dtype]]
 _KNOWN = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
@@ -48,7 +48,7 @@ class _Layer(NamedTuple):
     places: tuple[tuple[str, str, str], ...]
 
 
-class Hull:
+class Template:
     """A model of known layers in training mode, without the numbers that travel.
 
     Parameters
@@ -88,7 +88,7 @@ class Hull:
             for name, (shape, _) in self.travelling.items()
         )
 
-    def copied(self) -> Replaced:
+    def copied(self) -> SettableModel:
         """Return an independent model, whose travelling tensors the caller must still provide."""
         made = [object.__new__(layer.kind) for layer in self._layers]
         places = []
@@ -107,7 +107,7 @@ class Hull:
                 for leaf, buffer in layer.buffers.items()
             }
             places += [(own[kind], leaf, name) for kind, leaf, name in layer.places]
-        return Replaced(made[0], places)
+        return SettableModel(made[0], places)
 
 
 def _layer(module: nn.Module, numbers: Mapping[int, int], names: Mapping[int, str]) -> _Layer:
@@ -172,7 +172,7 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def stays_as_it_is(model: nn.Module, features: Tensor) -> bool:
+def leaves_attributes_unchanged(model: nn.Module, features: Tensor) -> bool:
     """Return True if a pass over ``features`` changes no attribute of a module.
 
     Parameters and buffers are not compared. What a class keeps in a global variable goes unnoticed.
@@ -193,15 +193,15 @@ def _is_plain_tuple(value: object) -> bool:
 
 
 @lru_cache(maxsize=64)
-def hull_of(build: Blueprint, device: torch.device) -> Hull | None:
-    """Return the hull of a blueprint's models; None if each training must build a model anew."""
+def template_of(build: ModelFactory, device: torch.device) -> Template | None:
+    """Return the template of a factory's models; None if trainings must build them anew."""
 
     def built(seed: int) -> nn.Module:
         with seeded(seed, devices=device.type != "cpu"):
             return own_dropout(in_training(build().to(device)))
 
     try:
-        hull = Hull(model := built(0), build.travelling)
+        template = Template(model := built(0), build.travelling)
     except NotPlain:
         return None
-    return hull if hull.known or _alike(model, built(1)) else None
+    return template if template.known or _alike(model, built(1)) else None

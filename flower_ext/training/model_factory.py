@@ -2,7 +2,7 @@
 
 Pretrained weights take longer to load than a small part of them takes to train. Frozen tensors are
 not among the parameters that train, travel and are stored (`Params`). Each node takes them from its
-own factory, and `Blueprint.fingerprint` shows whether two nodes have the same.
+own factory, and `ModelFactory.fingerprint` shows whether two nodes have the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Facts(NamedTuple):
     template: nn.Module | None
 
 
-class Blueprint:
+class ModelFactory:
     """Factory of modules of one architecture, which share their frozen parts.
 
     Parameters
@@ -66,12 +66,12 @@ class Blueprint:
     def __init__(
         self, factory: Callable[[], nn.Module], trainable: Sequence[str] | None = None
     ) -> None:
-        self.factory, self.trainable = factory, trainable
+        self.function, self.trainable = factory, trainable
         self._last: tuple[int, Params] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickle to the receiving process's one blueprint of the factory; see `blueprint`."""
-        return _known_again, (self.factory, self.trainable, vars(self))
+        return _known_again, (self.function, self.trainable, vars(self))
 
     def __call__(self) -> nn.Module:
         """Return an independent model; only frozen parameters are shared with other models."""
@@ -157,7 +157,7 @@ class Blueprint:
         return _Facts(frozen, tied, travelling, model if constant else None)
 
     def _built(self) -> nn.Module:
-        model = self.factory()
+        model = self.function()
         if self.trainable is not None:
             names = [name for name, _ in model.named_parameters()]
             require_modules("trainable", self.trainable, names, _tied(model))
@@ -177,9 +177,9 @@ def _known_again(
     factory: Callable[[], nn.Module],
     trainable: tuple[str, ...] | None,
     found_out: Mapping[str, Any],
-) -> Blueprint:
+) -> ModelFactory:
     """Return the blueprint of this process, extended by the facts that came with a message."""
-    known = blueprint(factory, trainable)
+    known = factory_of(factory, trainable)
     for name, value in found_out.items():
         if vars(known).get(name) is None:
             vars(known)[name] = value
@@ -216,18 +216,18 @@ def is_frozen(module: nn.Module) -> bool:
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
-def blueprint(
+def factory_of(
     factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
-) -> Blueprint:
+) -> ModelFactory:
     """Return the one blueprint of a factory, under which facts about its models are stored.
 
     Equal `functools.partial` objects are one factory, and so is a method of equal objects: on Ray
     each message brings its own copy of them.
     """
-    if isinstance(factory, Blueprint):
+    if isinstance(factory, ModelFactory):
         if trainable in (None, factory.trainable):
             return factory
-        factory = factory.factory
+        factory = factory.function
     if type(factory) is partial:
         with suppress(TypeError):  # arguments without a hash
             return _of_partial(
@@ -239,19 +239,21 @@ def blueprint(
     try:
         return _of_factory(factory, trainable)
     except TypeError:  # an object without a hash
-        return Blueprint(factory, trainable)
+        return ModelFactory(factory, trainable)
 
 
 @lru_cache(maxsize=64)
-def _of_factory(factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None) -> Blueprint:
-    return Blueprint(factory, trainable)
+def _of_factory(
+    factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None
+) -> ModelFactory:
+    return ModelFactory(factory, trainable)
 
 
 @lru_cache(maxsize=64)
 def _of_method(
     function: Callable[..., nn.Module], owner: Hashable, trainable: tuple[str, ...] | None
-) -> Blueprint:
-    return Blueprint(MethodType(function, owner), trainable)
+) -> ModelFactory:
+    return ModelFactory(MethodType(function, owner), trainable)
 
 
 @lru_cache(maxsize=64)
@@ -260,8 +262,8 @@ def _of_partial(
     arguments: tuple[Hashable, ...],
     keywords: frozenset[tuple[str, Hashable]],
     trainable: tuple[str, ...] | None,
-) -> Blueprint:
-    return Blueprint(partial(function, *arguments, **dict(keywords)), trainable)
+) -> ModelFactory:
+    return ModelFactory(partial(function, *arguments, **dict(keywords)), trainable)
 
 
 @contextmanager

@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.calls import called
-from flower_ext.training.dp.one_pass import Loss, OnePass, has_rows
-from flower_ext.training.dp.per_example import Parts
-from flower_ext.training.dp.watched import sober
+from flower_ext.training.model_calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
+from flower_ext.training.trials.control_flow import deterministic
+from flower_ext.training.trials.single_examples import Loss, has_rows
 
-Follow = Callable[[Tree, Tree, Loss], Parts]
 TRIED = 3
 """Number of random examples on which one pass is compared with each one's own gradient."""
 ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
@@ -37,6 +35,26 @@ _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
 """Examples in a piece with which larger passes are compared; the tolerated relative rounding; and
 the rest that rounding leaves where the terms of a sum cancel."""
+
+
+class GradientRows(Protocol):
+    """Gradients of one parameter, one row per example (see `training.dp.per_example`)."""
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """Tensors with one row per example, which determine the gradients."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Return the squared norm of every example's gradient."""
+        ...
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Return the sum of factor · gradient over all examples."""
+        ...
+
+
+Follow = Callable[[Tree, Tree, Loss], Mapping[str, GradientRows]]
 
 
 class Trial:
@@ -55,7 +73,7 @@ class Trial:
 
     def __init__(
         self,
-        one_pass: OnePass,
+        one_pass: Any,
         params: Mapping[str, Tensor],
         own: Callable[[Loss, Tree, Tree], Params | None],
     ) -> None:
@@ -139,12 +157,12 @@ class Trial:
         try:
             if not trees.first(x).is_cpu:  # there an error would be the end of the process
                 model = copy.deepcopy(self.one_pass.model).cpu()
-                called(model, trees.mapped(lambda leaf: leaf.cpu().clone(), x))
+                call_model(model, trees.mapped(lambda leaf: leaf.cpu().clone(), x))
             for example in trees.split(x, 1):
-                outputs = called(self.one_pass.model, trees.mapped(Tensor.clone, example))
+                outputs = call_model(self.one_pass.model, trees.mapped(Tensor.clone, example))
                 if not all(map(_is_usable, dict(trees.named("", outputs)).values())):
                     return None
-            outputs = called(self.one_pass.model, trees.mapped(Tensor.clone, x))
+            outputs = call_model(self.one_pass.model, trees.mapped(Tensor.clone, x))
         except Exception:  # a model may raise anything
             return None
         return _random_directions(outputs, TRIED, TRIED, generator)
@@ -238,7 +256,7 @@ class Trial:
         for name, weight in shaken(weights, generator).items():
             weights[name].copy_(weight)
         try:
-            with sober():
+            with deterministic():
                 yield generator
         finally:
             for name, tensor in (weights | buffers).items():
@@ -250,7 +268,9 @@ class Trial:
         """Return random examples, and random directions along which to sum the model's outputs."""
         x = random_examples(features, count, generator)
         with torch.no_grad():
-            outputs = called(self.one_pass.model, trees.mapped(lambda leaf: leaf[:2].clone(), x))
+            outputs = call_model(
+                self.one_pass.model, trees.mapped(lambda leaf: leaf[:2].clone(), x)
+            )
         return x, _random_directions(outputs, 2, count, generator)
 
 
@@ -397,7 +417,7 @@ def _random_directions(
     }
 
 
-def _numbers(parts: Parts) -> list[Tensor]:
+def _numbers(parts: Mapping[str, GradientRows]) -> list[Tensor]:
     """Return everything of which each example has one row."""
     return [tensor for part in parts.values() for tensor in (*part.factors, part.squares())]
 

@@ -138,7 +138,7 @@ def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[Watch]:
         yield watch
 
 
-class sober(TorchFunctionMode):
+class deterministic(TorchFunctionMode):
     """Switch off a model's random parts, such as dropout, so that it does the same twice."""
 
     def __torch_function__(

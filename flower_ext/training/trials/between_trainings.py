@@ -18,13 +18,13 @@ from torch import Tensor
 
 from flower_ext.data import ClientData, Examples, trees
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.blueprint import in_training, seeded
-from flower_ext.training.dp.trial import random_examples, unlike_examples, zeros
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.model_factory import in_training, seeded
 from flower_ext.training.params import Params, shaken
-from flower_ext.training.state import changed, same_params, state_of
 from flower_ext.training.task import Task
+from flower_ext.training.trials.batch_invariance import random_examples, unlike_examples, zeros
+from flower_ext.training.trials.snapshots import changed, same_params, state_of
 
 
 def require_apart(task: Task, examples: Examples) -> None:
@@ -96,7 +96,7 @@ def _shared(
     """Return the place that trainings share and change; None if a trial finds none."""
     task = Task(model=build, data=_no_data, loss=loss, device=device)
     generator = torch.Generator().manual_seed(0)
-    start = shaken(task.blueprint.like_initial(0), generator)
+    start = shaken(task.factory.like_initial(0), generator)
 
     def trained(features: Any, targets: Any) -> Params | None:
         job = Job(

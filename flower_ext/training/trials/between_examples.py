@@ -15,12 +15,12 @@ from torch import nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.blueprint import seeded
-from flower_ext.training.dp.alone import built, slopes_alone
 from flower_ext.training.isolation import isolated
+from flower_ext.training.model_factory import seeded
 from flower_ext.training.params import Params
-from flower_ext.training.state import State, changed, same_params, state_of
 from flower_ext.training.task import Task
+from flower_ext.training.trials.single_examples import built, slopes_alone
+from flower_ext.training.trials.snapshots import State, changed, same_params, state_of
 
 
 def refuse_memory(task: Task, names: Sequence[str], features: Tree, targets: Tree) -> None:

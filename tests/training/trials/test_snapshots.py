@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flower_ext.training.state import changed, same_numbers, same_params, state_of
+from flower_ext.training.trials.snapshots import changed, same_numbers, same_params, state_of
 from tests.support.keeping import remember
 
 TOTAL = [0]

@@ -10,8 +10,8 @@ from pathlib import Path
 _CHECKSUM = hashlib.sha256().digest_size
 
 
-def recall(path: Path) -> bytes | None:
-    """Return what `keep` wrote; None if it is missing, unreadable or damaged."""
+def read_cached(path: Path) -> bytes | None:
+    """Return what `write_cached` wrote; None if it is missing, unreadable or damaged."""
     with suppress(OSError):
         kept = path.read_bytes()
         if hashlib.sha256(kept[_CHECKSUM:]).digest() == kept[:_CHECKSUM]:
@@ -19,7 +19,7 @@ def recall(path: Path) -> bytes | None:
     return None
 
 
-def keep(path: Path, content: bytes) -> None:
+def write_cached(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, because several processes may do so at the same time.
 
     Raises

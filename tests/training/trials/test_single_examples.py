@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.single import check_single_examples
+from flower_ext.training.trials.learning import check_single_examples
 
 
 class Network(nn.Module):

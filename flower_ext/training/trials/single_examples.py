@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import channels_last_needs, in_training
-from flower_ext.training.calls import call
-from flower_ext.training.dp.one_pass import Loss
+from flower_ext.training.model_calls import call_with
+from flower_ext.training.model_factory import channels_last_needs, in_training
 from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task
+
+Loss = Callable[[Any, Tree], Tensor]
 
 
 def built(task: Task, trained: Sequence[str]) -> nn.Module:
@@ -40,10 +42,15 @@ def built(task: Task, trained: Sequence[str]) -> nn.Module:
     return model
 
 
+def has_rows(leaf: Any, count: int) -> bool:
+    """Return True if an output may have one row for each of ``count`` examples."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+
 def loss_alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
     """Return the loss of one example, which comes without the dimension of examples."""
     x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
-    return loss(call(model, params, x), y)
+    return loss(call_with(model, params, x), y)
 
 
 def slopes_alone(

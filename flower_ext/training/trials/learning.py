@@ -14,11 +14,11 @@ from torch import Tensor
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.calls import UnlikeTypes
-from flower_ext.training.dp.one_pass import has_rows
-from flower_ext.training.dp.trial import TRIED, random_examples, zeros
-from flower_ext.training.dp.watched import sober
+from flower_ext.training.model_calls import UnlikeTypes
 from flower_ext.training.params import Params, is_finite
+from flower_ext.training.trials.batch_invariance import TRIED, random_examples, zeros
+from flower_ext.training.trials.control_flow import deterministic
+from flower_ext.training.trials.single_examples import has_rows
 
 _RAISES = "a random example raises"
 _REMEDY = (
@@ -111,7 +111,7 @@ def _is_whole(targets: Tree) -> bool:
 def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
     """Return True if the model takes one example by itself."""
     try:
-        with torch.no_grad(), sober(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
             outputs_of(trees.mapped(lambda leaf: leaf.clone()[None], example))
     except Exception:  # a model may raise anything
         return False
@@ -122,7 +122,7 @@ def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
     """Return True if outputs say nothing of an example by itself."""
 
     def outputs(examples: Tree) -> list[Tensor]:
-        with torch.no_grad(), sober(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
             leaves = dict(trees.named("", outputs_of(trees.mapped(Tensor.clone, examples))))
         count = trees.length(examples)
         return [one for one in leaves.values() if has_rows(one, count) and one.is_floating_point()]

@@ -1,0 +1,1 @@
+"""Trials of a model on made-up examples, before real data are touched."""
