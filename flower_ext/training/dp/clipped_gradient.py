@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
 
@@ -28,17 +28,22 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.dp.one_pass import Loss, OnePass
-from flower_ext.training.dp.per_example import Parts, Rows, is_known
+from flower_ext.training.dp.one_pass import OnePass
+from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.isolation import isolated
-from flower_ext.training.model_calls import call_with, writable_features
+from flower_ext.training.model_calls import call_with
 from flower_ext.training.model_factory import seeded
 from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.task import Task
-from flower_ext.training.trials.batch_invariance import Trial, unlike_examples
-from flower_ext.training.trials.between_examples import refuse_memory
-from flower_ext.training.trials.learning import check_single_examples
-from flower_ext.training.trials.single_examples import built, loss_alone, slopes_alone
+from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.retained_state import refuse_state_between_examples
+from flower_ext.training.trials.single_examples import (
+    Loss,
+    gradient_alone,
+    loss_alone,
+    model_of_single_examples,
+    refuse_without_gradients,
+)
 
 log = getLogger("flwr")
 
@@ -73,7 +78,7 @@ class ClippedGradient:
         The loss compares examples, or the model has batch normalisation. On a call: the model or
         the loss keeps something between examples, features have another type than the model's
         numbers, or the model learns from no random example by itself (see
-        `check_single_examples`).
+        `refuse_without_gradients`).
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model, self.followed = built(task, names), built(task, names)
+        self.model, self.followed = (model_of_single_examples(task, names) for _ in range(2))
         with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
             unfuse(self.followed)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
@@ -179,14 +184,14 @@ class ClippedGradient:
         """Return gradients of examples that pass together; None if the pass raises."""
         more = self.width - trees.length(x)
 
-        def widened(leaf: Tensor) -> Tensor:
+        def widened(leaf: Tensor) -> Tensor:  # a copy, into which the model may write
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         x, y = trees.mapped(widened, (x, y))
         follow = self._one_pass if self.in_one_pass else self._by_vmap
         try:
             with self._draws(seed), isolated():
-                return follow(writable_features(self.task, x), y, self.task.loss)
+                return follow(x, y, self.task.loss)
         except Exception:  # a model or a loss may raise anything for a record
             log.debug("a pass raises", exc_info=True)
             return None
@@ -205,14 +210,14 @@ class ClippedGradient:
         choice depends on nobody's data.
         """
         known = self._known_of(features, targets)
-        trial = Trial(self._one_pass, self.params, self._own)
+        trial = BatchInvarianceTrial(self._one_pass, self.params, self._gradient_alone)
         examples, loss = (features, targets), self.task.loss
         if self.in_one_pass is not False:
             if known.in_one_pass is None:
-                known.in_one_pass = (
-                    _holds(trial.tells_apart, *examples, loss)
-                    and _holds(trial.is_like, features, self._widest)
-                    and _holds(trial.is_steady, *examples, loss, self._one_pass, self._widest)
+                known.in_one_pass = _holds(
+                    trial.finds_own_gradients, *examples, loss, self._widest
+                ) and _holds(
+                    trial.is_batch_invariant, *examples, loss, self._one_pass, self._widest
                 )
                 known.last = self._one_pass.last
             self._one_pass.last = known.last
@@ -220,7 +225,7 @@ class ClippedGradient:
         if not self.in_one_pass and self.by_vmap is None:
             if known.by_vmap is None:
                 known.by_vmap = _holds(
-                    trial.is_steady, *examples, loss, self._by_vmap, self._narrow
+                    trial.is_batch_invariant, *examples, loss, self._by_vmap, self._narrow
                 )
                 how = "by vmap" if known.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
@@ -234,29 +239,18 @@ class ClippedGradient:
         known = self._known_of(features, targets)
         if known.learns_singly:
             return
-        self._refuse_memory(features, targets)
+        refuse_state_between_examples(self.task, self.names, self.model, features, targets)
         chosen = {name: self.params[name] for name in self.names}
         # Below a head that begins at zero all outputs would be equal.
         random = shaken(chosen, torch.Generator().manual_seed(0))
-        check_single_examples(
+        refuse_without_gradients(
             type(self.model).__name__,
             lambda x: call_with(self.model, {**self.params, **self._buffers(), **random}, x),
-            lambda x, y: self._slopes(random, self.task.loss, x, y),
+            lambda x, y: self._gradient_at(random, self.task.loss, x, y),
             features,
             targets,
         )
         known.learns_singly = True
-
-    def _refuse_memory(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model or a loss that keeps something of an example, which others would see.
-
-        An accelerator is tried with zeros and ones alone, and a processor with other integers too.
-        """
-        cpu = torch.device("cpu")
-        for device in dict.fromkeys((self.task.torch_device(), cpu)):
-            examples = unlike_examples(features, targets, self.model, integers=device == cpu)
-            task = replace(self.task, device=str(device))
-            refuse_memory(task, self.names, *trees.to(examples, device))
 
     def _known_of(self, features: Tree, targets: Tree) -> _Known:
         """Return the facts about this model on examples of these shapes and types."""
@@ -281,33 +275,33 @@ class ClippedGradient:
             return loss_alone(self.followed, {**point, **chosen}, loss, x, y)
 
         each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
-        return {name: Rows(gradient) for name, gradient in each.items()}
+        return {name: GradientRows(gradient) for name, gradient in each.items()}
 
     def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Return every example's own gradient, for any model, and a mask of those that have one."""
         every = []
         for pair in trees.each((x, y)):
             with self._draws(_seed()):
-                every.append(self._own(self.task.loss, *pair))
+                every.append(self._gradient_alone(self.task.loss, *pair))
         nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
         found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
         there = torch.tensor([own is not None for own in every], device=trees.first(x).device)
-        return {name: Rows(gradient) for name, gradient in found.items()}, there
+        return {name: GradientRows(gradient) for name, gradient in found.items()}, there
 
-    def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
+    def _gradient_alone(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
         """Return the gradient of one example; None if it raises."""
         try:
             with isolated():
-                return self._slopes({n: self.params[n] for n in self.names}, loss, x, y)
+                return self._gradient_at({n: self.params[n] for n in self.names}, loss, x, y)
         except Exception as error:  # a model or a loss may raise anything for a record
             self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
             log.debug("an example's loss raises", exc_info=True)
             return None
 
-    def _slopes(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
+    def _gradient_at(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
         """Return the gradient of one example at the trained parameters ``chosen``."""
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
-        return slopes_alone(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
+        return gradient_alone(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
 
     def _tell(self, level: int, what: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""

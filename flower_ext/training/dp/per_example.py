@@ -41,16 +41,16 @@ _SQUARED = 256
 1.6e-5, relatively, and a norm thus by 0.8e-5."""
 
 
-class Rows:
+class GradientRows:
     """Gradients of a parameter, one row per example."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = flat_rows(rows)
         self.factors = (self.rows,)
 
-    def only(self, sound: Tensor) -> Rows:
+    def only(self, sound: Tensor) -> GradientRows:
         """Return gradients that are zero except for the ``sound`` examples."""
-        return Rows(self.rows.where(sound.unsqueeze(1), 0.0))
+        return GradientRows(self.rows.where(sound.unsqueeze(1), 0.0))
 
     def squares(self) -> Tensor:
         """Return ‖gradient‖² of every example."""
@@ -182,29 +182,31 @@ def _squares(rows: Tensor) -> Tensor:
     return squares
 
 
-Parts = Mapping[str, "Rows | Products | Lookups"]
+Parts = Mapping[str, "GradientRows | Products | Lookups"]
 
 
 def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
     x, slope = (part.reshape(len(part), -1, part.shape[-1]) for part in (x, slope))
-    bias = Rows(slope.sum(dim=1))
+    bias = GradientRows(slope.sum(dim=1))
     if _is_better_unwritten(layer.weight, x.shape[1]):
         return {"weight": Products(slope, x), "bias": bias}
-    return {"weight": Rows(torch.bmm(slope.mT, x)), "bias": bias}
+    return {"weight": GradientRows(torch.bmm(slope.mT, x)), "bias": bias}
 
 
 def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
     slopes = slope.flatten(2)  # (examples, channels, places)
     if isinstance(layer.padding, tuple):
-        bias = Rows(slopes.sum(dim=2))
+        bias = GradientRows(slopes.sum(dim=2))
         if layer.groups > 1 or layer.out_channels < _FEW_CHANNELS:
-            return {"weight": Rows(_grouped(layer, x, slope)), "bias": bias}
+            return {"weight": GradientRows(_grouped(layer, x, slope)), "bias": bias}
         if _is_better_unwritten(layer.weight, slopes.shape[2]):
             return {"weight": Products(slopes.mT, _patches(layer, x)), "bias": bias}
     some = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
     pairs = zip(torch.split(x, some), torch.split(slope, some), strict=True)
     pieces = [_sampled(layer, *pair) for pair in pairs]
-    return {name: Rows(torch.cat([piece[name].rows for piece in pieces])) for name in pieces[0]}
+    return {
+        name: GradientRows(torch.cat([piece[name].rows for piece in pieces])) for name in pieces[0]
+    }
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
@@ -240,13 +242,13 @@ def _embedding(layer: nn.Embedding, x: Tensor, slope: Tensor) -> Parts:
         return {"weight": Lookups(slopes, words.long(), layer.num_embeddings)}
     rows = slopes.new_zeros(len(x), *layer.weight.shape)
     where = words.long().unsqueeze(2).expand_as(slopes)
-    return {"weight": Rows(rows.scatter_add_(1, where, slopes))}
+    return {"weight": GradientRows(rows.scatter_add_(1, where, slopes))}
 
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
     normal = functional.group_norm(x, layer.num_groups, eps=layer.eps)
     weight, bias = (part.flatten(2).sum(dim=2) for part in (normal * slope, slope))
-    return {"weight": Rows(weight), "bias": Rows(bias)}
+    return {"weight": GradientRows(weight), "bias": GradientRows(bias)}
 
 
 _FORMS: dict[type[nn.Module], Callable[..., Parts]] = {
@@ -280,7 +282,7 @@ def is_known(layer: nn.Module) -> bool:
     return type(layer) in _FORMS or (type(layer) in _SAMPLED and not objections(layer))
 
 
-def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, Rows]:
+def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, GradientRows]:
     """Compute gradients by Opacus, which skips frozen parameters and expects usual strides."""
     sampler = opacus().GradSampleModule.GRAD_SAMPLERS[type(layer)]
     layer.requires_grad_(True)
@@ -288,4 +290,4 @@ def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, Rows]:
         rows = sampler(layer, [x.contiguous()], slope.contiguous())
     finally:
         layer.requires_grad_(False)
-    return {name: Rows(rows[p]) for name, p in layer.named_parameters() if p in rows}
+    return {name: GradientRows(rows[p]) for name, p in layer.named_parameters() if p in rows}

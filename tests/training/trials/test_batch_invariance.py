@@ -8,7 +8,8 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.model_factory import seeded
-from flower_ext.training.trials.batch_invariance import ODD, Trial
+from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.trial_examples import ODD
 from tests.support.jobs import problem
 
 
@@ -161,8 +162,8 @@ def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(
         return one_pass(x, y, by)
 
     examples = torch.zeros(1, 4), torch.zeros(1).long()
-    trial = Trial(one_pass, gradient.params, gradient._own)
-    assert trial.is_steady(*examples, task.loss, follow, 16) is (odd is None)
+    trial = BatchInvarianceTrial(one_pass, gradient.params, gradient._gradient_alone)
+    assert trial.is_batch_invariant(*examples, task.loss, follow, 16) is (odd is None)
 
 
 def test_trials_move_no_draw_of_the_first_training_in_a_process():
