@@ -24,7 +24,8 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.cached_files import read_cached, write_cached
 from flower_ext.training.model_calls import call_with
-from flower_ext.training.model_factory import digest, seeded
+from flower_ext.training.model_factory import digest
+from flower_ext.training.seeding import seeded
 
 log = getLogger("flwr")
 

@@ -7,10 +7,9 @@ With radius q = 0 this is SGD, which costs one pass per step instead of two.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,11 +27,11 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.model_calls import fewest_rows
-from flower_ext.training.model_factory import seeded
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import local_problem
+from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 
 SGD = "SGD"
@@ -351,7 +350,7 @@ def train_job(
         raise InvalidValue("cannot train on a client without examples: leave it out")
     training = job.training
     dtype = torch.float64 if training.tolerance else None
-    with own_draws(job.generator, task.torch_device()) as anew:
+    with seeded_by(job.generator, task.torch_device()) as anew:
         problem = local_problem(
             task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
         )
@@ -371,28 +370,3 @@ def train_job(
                 still=problem.still,
             )
     return problem.whole(moved, like=job.params)
-
-
-@contextmanager
-def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Let a model's own random draws, such as dropout, depend on ``generator`` alone.
-
-    Yields
-    ------
-    Callable[[], object]
-        Restarts the draws.
-    """
-    seed, devices = own_seed(generator), device.type != "cpu"
-    with seeded(seed, devices=devices):
-        yield lambda: (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
-
-
-def own_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator that draws what torch's own generator draws within `own_draws`."""
-    return torch.Generator().manual_seed(own_seed(generator))
-
-
-def own_seed(generator: torch.Generator) -> int:
-    """Return the seed of a model's own draws, given the generator of its batches."""
-    digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    return int.from_bytes(digest[:8]) >> 1

@@ -266,7 +266,7 @@ def test_what_is_known_of_a_model_is_sent_to_where_it_is_not(monkeypatch):
     own = task(Backbone)
     frozen = own.fingerprint
     sent = pickle.dumps(own)
-    monkeypatch.setattr(model_factory, "_of_factory", lambda *given: ModelFactory(*given))
+    monkeypatch.setattr(model_factory, "_factory_by", lambda key: ModelFactory(key.function))
     monkeypatch.setattr(ModelFactory, "_built", None)
     elsewhere = pickle.loads(sent)
     assert elsewhere.factory is not own.factory

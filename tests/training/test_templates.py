@@ -11,8 +11,9 @@ from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, Task, train, train_many
 from flower_ext.training import local as local_module
 from flower_ext.training.local import batch_rows, batches
-from flower_ext.training.model_factory import in_training, seeded
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.models import HeadedModel
+from flower_ext.training.seeding import seeded
 from flower_ext.training.templates import template_of
 
 CPU = torch.device("cpu")
@@ -162,7 +163,7 @@ def test_two_copies_share_no_tensor_but_frozen_weights_and_no_container(model):
 
 def test_what_trains_is_not_held_between_trainings():
     template = template_of(task(frozen_below).factory, CPU)
-    held = [t for layer in template._layers for t in layer.shared.values() if t is not None]
+    held = [*template._model.parameters()]
     assert held
     assert not any(t.requires_grad for t in held)
 

@@ -31,7 +31,7 @@ from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task
-from flower_ext.training.templates import leaves_attributes_unchanged
+from flower_ext.training.trials.snapshots import leaves_attributes_unchanged
 
 log = getLogger("flwr")
 

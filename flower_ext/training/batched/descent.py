@@ -22,11 +22,12 @@ from flower_ext.training.batched.form import Loss, ManyModels, Target
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
 from flower_ext.training.dropout import Draws
-from flower_ext.training.local import Job, batch_rows, own_generator
+from flower_ext.training.local import Job, batch_rows
 from flower_ext.training.model_calls import writable_features
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
+from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -107,7 +108,7 @@ class Stack:
         self.rest = every
         self.batches = Batches(jobs, self.device, draws=self.models.draws)
         self.generators = [
-            own_generator(job.generator) if self.models.draws else None for job in jobs
+            draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
         self._shape: tuple[Sequence[int], bool] | None = None
         # Can the loss be computed for all examples at once, each with the same weight?

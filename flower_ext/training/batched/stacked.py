@@ -21,7 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, Target, stacked
 from flower_ext.training.batched.layers import LAYERS, OPERATIONS, UNSTEADY, Pass, by_model, usual
 from flower_ext.training.dropout import Draws, own_dropout
-from flower_ext.training.model_factory import seeded
+from flower_ext.training.seeding import seeded
 
 
 def hooked(model: nn.Module) -> bool:

@@ -32,8 +32,8 @@ from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.isolation import isolated
 from flower_ext.training.model_calls import call_with
-from flower_ext.training.model_factory import seeded
 from flower_ext.training.params import Params, clone, shaken, sizes
+from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
 from flower_ext.training.trials.retained_state import refuse_state_between_examples

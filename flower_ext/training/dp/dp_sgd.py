@@ -20,10 +20,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import SGD, Job, batches, gradient, own_seed
-from flower_ext.training.model_factory import seeded
+from flower_ext.training.local import SGD, Job, batches, gradient
 from flower_ext.training.params import Params
 from flower_ext.training.problem import local_problem
+from flower_ext.training.seeding import draws_seed, seeded
 from flower_ext.training.task import Task
 
 
@@ -195,7 +195,7 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
         return torch.stack([term(point) for term in terms]).sum()
 
     data = job.examples.to(problem.device)
-    draws = own_seed(job.generator)
+    draws = draws_seed(job.generator)
     for number, (x, y) in enumerate(batches(data, training, job.generator)):
         with seeded(draws + number, devices=problem.device.type != "cpu"):
             step = clipped_gradient({**problem.rest, **weights}, x, y)

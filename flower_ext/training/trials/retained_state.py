@@ -26,8 +26,9 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
-from flower_ext.training.model_factory import in_training, seeded
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
+from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.single_examples import gradient_alone, model_of_single_examples
 from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot

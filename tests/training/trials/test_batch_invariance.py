@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flower_ext.training import ClippedGradient
-from flower_ext.training.model_factory import seeded
+from flower_ext.training.seeding import seeded
 from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
 from flower_ext.training.trials.trial_examples import ODD
 from tests.support.jobs import problem
