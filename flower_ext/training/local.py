@@ -231,21 +231,19 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
     """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = _leaves(params)
-    return dict(zip(leaves, _slope(loss_at, leaves, *data), strict=True))
+    return dict(zip(leaves, _slopes(loss_at, leaves, *data), strict=True))
 
 
 def _leaves(params: Mapping[str, Tensor]) -> Params:
     return {name: p.detach().requires_grad_() for name, p in params.items()}
 
 
-def _slope(
+def _slopes(
     loss_at: Callable[..., Tensor], leaves: Mapping[str, Tensor], *data: Tree
 ) -> tuple[Tensor, ...]:
-    found = torch.autograd.grad(loss_at(leaves, *data), [*leaves.values()], allow_unused=True)
-    if any(part is None for part in found):
-        pairs = zip(found, leaves.values(), strict=True)
-        return tuple(torch.zeros_like(p) if part is None else part for part, p in pairs)
-    return found
+    return torch.autograd.grad(
+        loss_at(leaves, *data), [*leaves.values()], allow_unused=True, materialize_grads=True
+    )
 
 
 def minimise(
@@ -281,22 +279,22 @@ def minimise(
     steps = _other_optimizer(training, params)
     for x, y in batches(examples, training, generator, fewest=fewest):
         leaves = _leaves(params) if replaceable else leaves
-        slope = _slope(loss_at, leaves, x, y)
+        slopes = _slopes(loss_at, leaves, x, y)
         if training.sam_radius > 0:
-            ascent = perturbation(slope, training.sam_radius)
+            ascent = perturbation(slopes, training.sam_radius)
             climbed = zip(params.items(), ascent, strict=True)
             point = _leaves({name: w + p for (name, w), p in climbed})
             with still():
-                slope = _slope(loss_at, point, x, y)
+                slopes = _slopes(loss_at, point, x, y)
         if steps is not None:
-            for w, part in zip(weights, slope, strict=True):
-                w.grad = part
+            for w, slope in zip(weights, slopes, strict=True):
+                w.grad = slope
             steps.step()
             continue
         if velocity:
             torch._foreach_mul_(velocity, training.momentum)
-            torch._foreach_add_(velocity, slope)
-        step = velocity or slope
+            torch._foreach_add_(velocity, slopes)
+        step = velocity or slopes
         torch._foreach_add_(weights, step, alpha=-training.learning_rate)
     return params
 

@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.batched.many import train_each
 from flower_ext.training.dp.dp_sgd import ClippedJob, StepNoise, train_clipped_steps
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import attempted, isolated
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -167,15 +167,6 @@ def side_by_side(
             for index, (steps, _), trained in zip(members, asked, solved, strict=True):
                 go_on(index, steps, trained)
     return [results[index] for index in sorted(results)]
-
-
-def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
-    """Return the result of one client's step, or its error, which affects no other client."""
-    try:
-        with isolated():
-            return step(*given)
-    except Exception as error:  # data and methods may raise anything
-        return error
 
 
 def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:

@@ -210,14 +210,17 @@ class ClippedGradient:
         choice depends on nobody's data.
         """
         known = self._known_of(features, targets)
-        trial = BatchInvarianceTrial(self._one_pass, self.params, self._gradient_alone)
-        examples, loss = (features, targets), self.task.loss
+        trial = BatchInvarianceTrial(self.model, self.params, self.names)
+        example = features, targets, self.task.loss
         if self.in_one_pass is not False:
             if known.in_one_pass is None:
-                known.in_one_pass = _holds(
-                    trial.finds_own_gradients, *examples, loss, self._widest
-                ) and _holds(
-                    trial.is_batch_invariant, *examples, loss, self._one_pass, self._widest
+                one_pass, count = self._one_pass, self._widest
+                known.in_one_pass = (
+                    _holds(one_pass.prepare, features, count)
+                    and _holds(
+                        trial.finds_own_gradients, *example, one_pass, count, self._gradient_alone
+                    )
+                    and _holds(trial.is_batch_invariant, *example, one_pass, count)
                 )
                 known.last = self._one_pass.last
             self._one_pass.last = known.last
@@ -225,7 +228,7 @@ class ClippedGradient:
         if not self.in_one_pass and self.by_vmap is None:
             if known.by_vmap is None:
                 known.by_vmap = _holds(
-                    trial.is_batch_invariant, *examples, loss, self._by_vmap, self._narrow
+                    trial.is_batch_invariant, *example, self._by_vmap, self._narrow
                 )
                 how = "by vmap" if known.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)

@@ -21,7 +21,9 @@ from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.model_calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
+from flower_ext.training.trials.deterministic import deterministic
 from flower_ext.training.trials.single_examples import Loss, has_rows
+from flower_ext.training.trials.trial_examples import random_examples
 
 
 class OnePass:
@@ -77,6 +79,22 @@ class OnePass:
                 own = gradients(self.layers[name], taken[name][:count], slope[:count])
                 parts |= {f"{name}.{leaf}".removeprefix("."): part for leaf, part in own.items()}
         return {name: parts[name] for name in self.names if name in parts}
+
+    def prepare(self, features: Tree, count: int) -> bool:
+        """Choose the extra example, if the model needs one for passes over ``count`` examples.
+
+        Raises
+        ------
+        ReadsValues
+            The model's operations depend on values.
+        """
+        generator = torch.Generator().manual_seed(0)
+        pair = random_examples(features, 2, generator)
+        self.last = trees.mapped(lambda leaf: leaf[1:], pair)
+        with deterministic():
+            if not self.reads_last(random_examples(features, count, generator)):
+                self.last = None
+        return True
 
     def reads_last(self, x: Tree) -> bool:
         """Return True if the model's operations depend on its last example, the same in every pass.

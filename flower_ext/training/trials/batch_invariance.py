@@ -57,22 +57,6 @@ Follow = Callable[[Tree, Tree, Loss], Mapping[str, ExampleGradients]]
 """Returns every example's gradient from one pass over features and targets."""
 
 
-class Pass(Protocol):
-    """A pass over many examples that keeps them apart, if the model does (see `OnePass`)."""
-
-    model: nn.Module
-    names: list[str]
-    last: Tree | None
-
-    def __call__(self, x: Tree, y: Tree, loss: Loss) -> Mapping[str, ExampleGradients]:
-        """Return the gradients of all parameters that the loss depends on."""
-        ...
-
-    def reads_last(self, x: Tree) -> bool:
-        """Return True if the model's operations depend on the extra example ``last``."""
-        ...
-
-
 class BatchInvarianceTrial:
     """Trials of one model, with random weights, on random examples.
 
@@ -80,52 +64,45 @@ class BatchInvarianceTrial:
 
     Parameters
     ----------
-    one_pass : Pass
+    model : nn.Module
     params : Mapping[str, Tensor]
         Parameters by name; they are random for the duration of a trial.
-    gradient_alone : Callable[[Loss, Tree, Tree], Params | None]
-        Returns the gradient of one example by itself; None if it raises.
+    names : list of str
+        The trained parameters.
     """
 
-    def __init__(
-        self,
-        one_pass: Pass,
-        params: Mapping[str, Tensor],
-        gradient_alone: Callable[[Loss, Tree, Tree], Params | None],
-    ) -> None:
-        self.one_pass, self.params, self.gradient_alone = one_pass, params, gradient_alone
+    def __init__(self, model: nn.Module, params: Mapping[str, Tensor], names: list[str]) -> None:
+        self.model, self.params, self.names = model, params, names
 
-    def finds_own_gradients(self, features: Tree, targets: Tree, loss: Loss, count: int) -> bool:
+    def finds_own_gradients(
+        self,
+        features: Tree,
+        targets: Tree,
+        loss: Loss,
+        follow: Follow,
+        count: int,
+        gradient_alone: Callable[[Loss, Tree, Tree], Params | None],
+    ) -> bool:
         """Return True if one pass over ``count`` examples finds the own gradients of some of them.
 
-        Sets the last example of the pass, if the model needs one.
-
-        Raises
-        ------
-        ReadsValues
-            The model's operations depend on values.
+        Parameters
+        ----------
+        gradient_alone : Callable[[Loss, Tree, Tree], Params | None]
+            Returns the gradient of one example by itself; None if it raises.
         """
-        one_pass = self.one_pass
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
-            one_pass.last = trees.mapped(
-                lambda leaf: leaf[1:], random_examples(features, 2, generator)
-            )
-            if not one_pass.reads_last(x):
-                one_pass.last = None
             tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
             for by, y in ((_along, directions), (loss, zeros(targets, count))):
-                alone = [
-                    self.gradient_alone(by, *pair) or {}
-                    for pair in trees.each(trees.rows((x, y), tried))
-                ]
-                expected = {n: torch.stack([one[n] for one in alone]) for n in one_pass.names}
-                found = self._gradients(x, y, by, tried)
+                some = trees.each(trees.rows((x, y), tried))
+                alone = [gradient_alone(by, *pair) or {} for pair in some]
+                expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
+                found = _gradients(follow, x, y, by, tried)
                 # Along random directions every gradient is something; a loss may ignore a target.
                 if not _agree(found, expected, may_vanish=by is not _along):
                     return False
             few = trees.mapped(lambda leaf: leaf[:TRIED].clone(), x)
-            return self._keeps_integers_apart(few, generator)
+            return self._keeps_integers_apart(few, follow, generator)
 
     def is_batch_invariant(
         self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
@@ -138,52 +115,46 @@ class BatchInvarianceTrial:
             x, directions = self._examples(features, count, generator)
             places = torch.arange(count, device=trees.first(x).device)
             for by, y in ((_along, directions), (loss, zeros(targets, count))):
-                usual = _numbers(follow(trees.mapped(Tensor.clone, x), y, by))
+                usual = _numbers(follow, x, y, by)
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
-                    found = _numbers(follow(*trees.rows((x, y), order), by))
-                    if not _equal(found, [part[order] for part in usual]):
+                    reordered = _numbers(follow, *trees.rows((x, y), order), by)
+                    if not _equal(reordered, [part[order] for part in usual]):
                         return False
-                odd = (with_odd_rows(x, slice(1, None, 2), value) for value in ODD)
-                if not _leaves_unmoved(slice(0, None, 2), usual, odd, y, by, follow):
-                    return False
+                for odd in ODD:
+                    beside = with_odd_rows(x, slice(1, None, 2), odd)
+                    if not _equal(_numbers(follow, beside, y, by), usual, slice(0, None, 2)):
+                        return False
         return True
 
-    def _gradients(self, x: Tree, y: Tree, by: Loss, rows: Tensor) -> Params:
-        """Return the gradients of some examples, from one pass over all of them."""
-        parts = self.one_pass(trees.mapped(Tensor.clone, x), y, by)
-        one_hot = torch.eye(trees.length(x), device=rows.device)[rows]
-        return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in parts.items()}
-
-    def _keeps_integers_apart(self, x: Tree, generator: torch.Generator) -> bool:
+    def _keeps_integers_apart(self, x: Tree, follow: Follow, generator: torch.Generator) -> bool:
         """Return True if examples pass alike together and alone with any other integers.
 
         Those for which the model raises do not count, because it may look them up in a table
         without such a row.
         """
         every = torch.arange(TRIED, device=trees.first(x).device)
-        for examples, extremes in integer_examples(x, self.one_pass.model, generator):
+        for examples, extremes in integer_examples(x, self.model, generator):
             directions = self._directions(examples, generator)
             if directions is None:
                 continue
             alone = [
-                self._gradients(*pair, _along, every[:1])
+                _gradients(follow, *pair, _along, every[:1])
                 for pair in trees.split((examples, directions), 1)
             ]
             expected = {n: torch.cat([one[n] for one in alone]) for n in alone[0]}
-            found = self._gradients(examples, directions, _along, every)
+            found = _gradients(follow, examples, directions, _along, every)
             if not _agree(found, expected, may_vanish=True):
                 return False
-            usual = _numbers(
-                self.one_pass(trees.mapped(Tensor.clone, examples), directions, _along)
-            )
-            others = slice(1, None)
-            if not _leaves_unmoved(others, usual, extremes, directions, _along, self.one_pass):
-                return False
+            usual = _numbers(follow, examples, directions, _along)
+            for extreme in extremes:
+                moved = _numbers(follow, extreme, directions, _along)
+                if not _equal(moved, usual, slice(1, None)):
+                    return False
         return True
 
     def _directions(self, x: Tree, generator: torch.Generator) -> dict[str, Tensor] | None:
         """Return random directions for the outputs; None if the model raises, or is not finite."""
-        model = self.one_pass.model
+        model = self.model
         try:
             if not trees.first(x).is_cpu:  # there an error would be the end of the process
                 on_cpu = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
@@ -204,15 +175,16 @@ class BatchInvarianceTrial:
         x = random_examples(features, count, generator)
         pair = trees.mapped(lambda leaf: leaf[:2].clone(), x)
         with torch.no_grad():
-            outputs = call_model(self.one_pass.model, pair)
+            outputs = call_model(self.model, pair)
         return x, _random_directions(outputs, 2, count, generator)
 
     @contextmanager
     def _random_weights(self) -> Iterator[torch.Generator]:
         generator = torch.Generator().manual_seed(0)
-        model = self.one_pass.model
-        weights = {n: weight for n, weight in model.named_parameters() if n in self.params}
-        touched = weights | dict(model.named_buffers())  # a trial's passes may write into buffers
+        weights = {n: w for n, w in self.model.named_parameters() if n in self.params}
+        touched = weights | dict(
+            self.model.named_buffers()
+        )  # a trial's passes may write into buffers
         before = clone(touched)
         for name, weight in shaken(weights, generator).items():
             weights[name].copy_(weight)
@@ -245,22 +217,11 @@ def evaluates_independently(
             return False
 
 
-def _leaves_unmoved(
-    rows: slice,
-    usual: Sequence[Tensor],
-    others: Iterator[Tree] | Sequence[Tree],
-    y: Tree,
-    by: Loss,
-    follow: Follow,
-) -> bool:
-    """Return True if no bit of these rows changes where ``others`` take the place of the rest."""
-    return all(
-        _equal(
-            [part[rows] for part in _numbers(follow(trees.mapped(Tensor.clone, x), y, by))],
-            [part[rows] for part in usual],
-        )
-        for x in others
-    )
+def _gradients(follow: Follow, x: Tree, y: Tree, by: Loss, rows: Tensor) -> Params:
+    """Return the gradients of some examples, from one pass over all of them."""
+    parts = follow(trees.mapped(Tensor.clone, x), y, by)
+    one_hot = torch.eye(trees.length(x), device=rows.device)[rows]
+    return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in parts.items()}
 
 
 def _random_directions(
@@ -284,13 +245,16 @@ def _is_finite(output: Any) -> bool:
     return not isinstance(output, Tensor) or bool(output.isfinite().all())
 
 
-def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
-    """Return everything of which each example has one row."""
+def _numbers(follow: Follow, x: Tree, y: Tree, by: Loss) -> list[Tensor]:
+    """Return everything of which each example has one row after a pass."""
+    gradients = follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 
-def _equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice(None)) -> bool:
+    """Return True if no bit of these rows differs."""
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(torch.equal(a[rows], b[rows]) for a, b in pairs)
 
 
 def _agree(found: Params, expected: Params, *, may_vanish: bool) -> bool:

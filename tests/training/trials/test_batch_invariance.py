@@ -162,7 +162,7 @@ def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(
         return one_pass(x, y, by)
 
     examples = torch.zeros(1, 4), torch.zeros(1).long()
-    trial = BatchInvarianceTrial(one_pass, gradient.params, gradient._gradient_alone)
+    trial = BatchInvarianceTrial(gradient.model, gradient.params, gradient.names)
     assert trial.is_batch_invariant(*examples, task.loss, follow, 16) is (odd is None)
 
 
