@@ -139,11 +139,11 @@ def side_by_side(
     results: dict[int, R | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}
 
-    def go_on(index: int, steps: Steps[T], trained: Any) -> None:
+    def advance(index: int, steps: Steps[T], model: Any) -> None:
         try:
             with isolated():
-                failed = isinstance(trained, Exception)
-                training = steps.throw(trained) if failed else steps.send(trained)
+                failed = isinstance(model, Exception)
+                training = steps.throw(model) if failed else steps.send(model)
             waiting[index] = steps, training
         except StopIteration as end:
             results[index] = attempted(finish, index, end.value)
@@ -152,7 +152,7 @@ def side_by_side(
 
     for index, run in enumerate(runs):
         if isinstance(run, Generator):
-            go_on(index, run, None)
+            advance(index, run, None)
         elif isinstance(run, Exception):
             results[index] = run
         else:
@@ -162,10 +162,10 @@ def side_by_side(
         for index, (_, training) in waiting.items():
             alike[training.solve, training.names].append(index)
         for members in alike.values():
-            asked = [waiting.pop(index) for index in members]
-            solved = _solved([training for _, training in asked], memory_limit)
-            for index, (steps, _), trained in zip(members, asked, solved, strict=True):
-                go_on(index, steps, trained)
+            batch = [waiting.pop(index) for index in members]
+            models = _solved([training for _, training in batch], memory_limit)
+            for index, (steps, _), model in zip(members, batch, models, strict=True):
+                advance(index, steps, model)
     return [results[index] for index in sorted(results)]
 
 
@@ -191,5 +191,4 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
             return
     for job, state in zip(jobs[done:], states[done:], strict=True):
         job.generator.set_state(state)
-        made = attempted(lambda job=job: [*solve([job])])
-        yield made if isinstance(made, Exception) else made[0]
+        yield attempted(lambda job=job: [*solve([job])][0])
