@@ -38,10 +38,10 @@ SGD = "SGD"
 _FETCHED = 2**20
 """Bytes of examples that are fetched at once, unless a mini-batch has more."""
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    name: found
-    for name, found in vars(torch.optim).items()
-    if isinstance(found, type)
-    and issubclass(found, torch.optim.Optimizer)
+    name: optimizer
+    for name, optimizer in vars(torch.optim).items()
+    if isinstance(optimizer, type)
+    and issubclass(optimizer, torch.optim.Optimizer)
     # These need more than a gradient for a step, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
@@ -118,8 +118,8 @@ class LocalTraining:
     def beyond_sgd(self) -> list[str]:
         """Names of the settings in use that plain SGD does not have."""
         extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
-        found = [name for name in extras if getattr(self, name)]
-        return found if self.optimizer == SGD else [*found, "optimizer"]
+        used = [name for name in extras if getattr(self, name)]
+        return used if self.optimizer == SGD else [*used, "optimizer"]
 
     def in_round(self, number: int) -> LocalTraining:
         """Return the same training with the learning rate of training round ``number`` (from 1)."""
@@ -197,8 +197,8 @@ def batches(
     for step in range(0, left, max(1, per_epoch)):
         order = torch.randperm(count, generator=generator)[: (left - step) * size].to(device)
         pieces = torch.split(order, together) if fewest == 1 else _evened(order, size, fewest)
-        for some in pieces:
-            xs, ys = trees.selected(features, some), trees.selected(targets, some)
+        for rows in pieces:
+            xs, ys = trees.selected(features, rows), trees.selected(targets, rows)
             for x, y in zip(trees.split(xs, size), trees.split(ys, size), strict=True):
                 # Detached, so that in-place operations of the model stay out of the next gradient.
                 yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)

@@ -85,9 +85,9 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         for name, leaf in trees.named("outputs", output):
             rows = leaf.shape[:1] if isinstance(leaf, Tensor) else None
             if leaf is not None and rows != (size,):
-                found = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
+                form = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
                 raise InvalidValue(
-                    f"{name} of {found} for a mini-batch of {size} examples: expected one row per "
+                    f"{name} of {form} for a mini-batch of {size} examples: expected one row per "
                     f"example, because the outputs of {len(sizes)} mini-batches with {sum(sizes)} "
                     "examples are joined: let the model return tensors such as logits, and let "
                     "loss and metrics read these"

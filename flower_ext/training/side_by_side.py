@@ -189,6 +189,11 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
         if len(jobs) == 1:
             yield error
             return
+
+    def train_alone(job: Job) -> Any:
+        (model,) = solve([job])
+        return model
+
     for job, state in zip(jobs[done:], states[done:], strict=True):
         job.generator.set_state(state)
-        yield attempted(lambda job=job: [*solve([job])][0])
+        yield attempted(train_alone, job)

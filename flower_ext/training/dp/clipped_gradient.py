@@ -107,7 +107,7 @@ class ClippedGradient:
         """True if layers keep examples apart; None until there are examples (see `_choose`)."""
         self._one_pass = OnePass(self.model, names, self.layers)
         self._known: _Known | None = None
-        self._told: set[int] = set()
+        self._logged: set[int] = set()
         holders = [
             m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None
         ]
@@ -118,8 +118,8 @@ class ClippedGradient:
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
         """Return the sum at ``params`` (the whole model), on (examples, …); zero without any."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
-        for name, own in self.params.items():
-            own.copy_(params[name])
+        for name, parameter in self.params.items():
+            parameter.copy_(params[name])
         empty = trees.length(features) == 0
         # Only the first training of a process has trials: their draws must not move its own.
         with self._draws(0):
@@ -128,13 +128,13 @@ class ClippedGradient:
                 self._choose(features, targets)
         if empty:
             return summed
-        some = False
+        any_passes = False
         for x, y in trees.split((features, targets), self.width):
-            for parts, there in self._gradients(x, y):
-                self._add(summed, parts, there)
-                some = some or bool(there.any())
-        if not some:
-            self._tell(ERROR, "the loss raises for every example: check the task and the data")
+            for parts, passes in self._gradients(x, y):
+                self._add(summed, parts, passes)
+                any_passes = any_passes or bool(passes.any())
+        if not any_passes:
+            self._log_once(ERROR, "the loss raises for every example: check the task and the data")
         return summed
 
     @property
@@ -142,11 +142,11 @@ class ClippedGradient:
         """The number of examples of each pass, the same for every batch."""
         return self._widest if self.in_one_pass else self._narrow
 
-    def _add(self, summed: Params, parts: Parts, there: Tensor) -> None:
-        """Add the clipped gradients of the examples that are ``there`` and finite."""
+    def _add(self, summed: Params, parts: Parts, passes: Tensor) -> None:
+        """Add the clipped gradients of the examples that pass without an error and are finite."""
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
-        factors = factors.where(there, 0.0)
+        factors = factors.where(passes, 0.0)
         if not bool((sound := norms.isfinite()).all()):
             parts = {name: part.only(sound) for name, part in parts.items()}
             factors = factors.where(sound, 0.0)
@@ -159,23 +159,23 @@ class ClippedGradient:
         if not (self.in_one_pass or self.by_vmap):
             yield self._in_a_loop(x, y)
             return
-        seed, there = _seed(), torch.ones(count, dtype=torch.bool, device=device)
+        seed, passes = _seed(), torch.ones(count, dtype=torch.bool, device=device)
         parts = self._attempted(x, y, seed)
         if parts is None:
-            there = torch.tensor(self._pass_alone(x, y, seed), device=device)
+            passes = torch.tensor(self._pass_alone(x, y, seed), device=device)
             # A stand-in keeps the places, and with them the random draws, of all other examples.
             rows = torch.arange(count, device=device)
-            x, y = trees.rows((x, y), rows.where(there, there.int().argmax()))
+            x, y = trees.rows((x, y), rows.where(passes, passes.int().argmax()))
             parts = self._attempted(x, y, seed)
         if parts is not None:
-            yield parts, functional.pad(there, (0, self.width - count))
+            yield parts, functional.pad(passes, (0, self.width - count))
 
     def _pass_alone(self, x: Tree, y: Tree, seed: int) -> list[bool]:
         """Return for each example True if it passes without an error."""
         if self._attempted(x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
-            self._tell(WARNING, "an example's loss raises: counts as zero")
+            self._log_once(WARNING, "an example's loss raises: counts as zero")
             return [False]
         halves = trees.split((x, y), -(-trees.length(x) // 2))
         return [passes for x, y in halves for passes in self._pass_alone(x, y, seed)]
@@ -277,19 +277,19 @@ class ClippedGradient:
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
             return loss_alone(self.followed, {**point, **chosen}, loss, x, y)
 
-        each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
-        return {name: GradientRows(gradient) for name, gradient in each.items()}
+        gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
+        return {name: GradientRows(gradient) for name, gradient in gradients.items()}
 
     def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Return every example's own gradient, for any model, and a mask of those that have one."""
-        every = []
+        gradients = []
         for pair in trees.each((x, y)):
             with self._draws(_seed()):
-                every.append(self._gradient_alone(self.task.loss, *pair))
-        nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
-        found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
-        there = torch.tensor([own is not None for own in every], device=trees.first(x).device)
-        return {name: GradientRows(gradient) for name, gradient in found.items()}, there
+                gradients.append(self._gradient_alone(self.task.loss, *pair))
+        zero = {name: torch.zeros_like(self.params[name]) for name in self.names}
+        stacks = {n: torch.stack([(gradient or zero)[n] for gradient in gradients]) for n in zero}
+        passes = torch.tensor([g is not None for g in gradients], device=trees.first(x).device)
+        return {name: GradientRows(stack) for name, stack in stacks.items()}, passes
 
     def _gradient_alone(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
         """Return the gradient of one example; None if it raises."""
@@ -297,7 +297,9 @@ class ClippedGradient:
             with isolated():
                 return self._gradient_at({n: self.params[n] for n in self.names}, loss, x, y)
         except Exception as error:  # a model or a loss may raise anything for a record
-            self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
+            self._log_once(
+                WARNING, f"an example's loss raises {type(error).__name__}: counts as zero"
+            )
             log.debug("an example's loss raises", exc_info=True)
             return None
 
@@ -306,11 +308,11 @@ class ClippedGradient:
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
         return gradient_alone(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
 
-    def _tell(self, level: int, what: str) -> None:
+    def _log_once(self, level: int, message: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""
-        if level not in self._told:
-            self._told.add(level)
-            log.log(level, what)
+        if level not in self._logged:
+            self._logged.add(level)
+            log.log(level, message)
 
 
 @dataclass

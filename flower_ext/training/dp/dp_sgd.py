@@ -109,8 +109,8 @@ def train_dp_sgd(
     draws = int(sampling.integers(2**62))
     with seeded(draws, devices=problem.device.type != "cpu"):
         for _ in range(training.steps):
-            drawn = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
-            rows = torch.from_numpy(drawn).to(problem.device)
+            sample = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
+            rows = torch.from_numpy(sample).to(problem.device)
             point = {**problem.rest, **weights}
             slope = clipped_gradient(point, *trees.rows((data.features, data.targets), rows))
             for name, noised in noise.add_gaussian(slope, stddev).items():

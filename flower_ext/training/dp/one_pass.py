@@ -46,8 +46,8 @@ class OnePass:
 
     def __call__(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""
-        count, taken = trees.length(x), {}
-        went_out: dict[str, Tensor] = {}
+        count = trees.length(x)
+        inputs_of, outputs_of = dict[str, Tensor](), dict[str, Tensor]()
 
         def widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             rows = count + (self.last is not None)
@@ -56,10 +56,10 @@ class OnePass:
             return inputs
 
         def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            if name in taken:
+            if name in inputs_of:
                 raise RuntimeError(f"{name!r} is used twice")
-            taken[name] = inputs[0].detach()
-            went_out[name] = output if output.requires_grad else output.requires_grad_()
+            inputs_of[name] = inputs[0].detach()
+            outputs_of[name] = output if output.requires_grad else output.requires_grad_()
             return output
 
         hooks = [layer.register_forward_pre_hook(widen) for layer in self.layers.values()]
@@ -71,13 +71,14 @@ class OnePass:
             for hook in hooks:
                 hook.remove()
         slopes = torch.autograd.grad(
-            summed(loss, outputs, y, count), [*went_out.values()], allow_unused=True
+            summed(loss, outputs, y, count), [*outputs_of.values()], allow_unused=True
         )
         parts: dict[str, Any] = {}
-        for name, slope in zip(went_out, slopes, strict=True):
+        for name, slope in zip(outputs_of, slopes, strict=True):
             if slope is not None:
-                own = gradients(self.layers[name], taken[name][:count], slope[:count])
-                parts |= {f"{name}.{leaf}".removeprefix("."): part for leaf, part in own.items()}
+                of_layer = gradients(self.layers[name], inputs_of[name][:count], slope[:count])
+                for leaf, part in of_layer.items():
+                    parts[f"{name}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names if name in parts}
 
     def prepare(self, features: Tree, count: int) -> bool:
@@ -104,9 +105,9 @@ class OnePass:
         ReadsValues
             The operations depend on other examples too.
         """
-        given = self._with_last(x)
-        with watched([leaf for _, leaf in trees.named("", given)], self.model) as watch:
-            call_model(self.model, given)
+        features = self._with_last(x)
+        with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:
+            call_model(self.model, features)
         return watch.needs_last
 
     def _with_last(self, x: Tree) -> Tree:
@@ -137,11 +138,13 @@ def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
     def alone(rows: Mapping[str, Tensor], target: Tree) -> Tensor:
         left = iter(rows.values())
 
-        def own(leaf: Any) -> Any:
+        def with_one_row(leaf: Any) -> Any:
             if has_rows(leaf, count):
                 return next(left).unsqueeze(0)
             return None if isinstance(leaf, Tensor) else leaf
 
-        return loss(trees.mapped(own, outputs), trees.mapped(lambda t: t.unsqueeze(0), target))
+        return loss(
+            trees.mapped(with_one_row, outputs), trees.mapped(lambda t: t.unsqueeze(0), target)
+        )
 
     return vmap(alone)(rows, y).sum()

@@ -60,10 +60,12 @@ class GradientRows:
     def total(self, factors: Tensor) -> Tensor:
         """Return Σ factor · gradient."""
         summed = self.rows.new_zeros(self.rows.shape[1], dtype=torch.float64)
-        some = max(1, _WIDENED // max(1, len(summed)))
-        pairs = zip(torch.split(factors.double(), some), torch.split(self.rows, some), strict=True)
-        for own, rows in pairs:
-            summed.addmv_(rows.double().T, own)
+        piece = max(1, _WIDENED // max(1, len(summed)))
+        pieces = zip(
+            torch.split(factors.double(), piece), torch.split(self.rows, piece), strict=True
+        )
+        for scales, rows in pieces:
+            summed.addmv_(rows.double().T, scales)
         return summed
 
 
@@ -127,15 +129,15 @@ class Lookups:
 
     def squares(self) -> Tensor:
         """Return ‖gradient‖² of every example."""
-        some = max(1, _PATCHES // self.places.shape[1] ** 2)
-        pairs = zip(torch.split(self.slopes, some), torch.split(self.places, some), strict=True)
-        pieces = []
+        piece = max(1, _PATCHES // self.places.shape[1] ** 2)
+        squares = []
+        pairs = zip(torch.split(self.slopes, piece), torch.split(self.places, piece), strict=True)
         for slopes, places in pairs:
             same = places.unsqueeze(2) == places.unsqueeze(1)
             doubled = slopes.double()
             products = _bounded(torch.bmm(doubled, doubled.mT)).where(same, 0.0)
-            pieces.append(_squares_of_sums(products, slopes.shape[2]))
-        return torch.cat(pieces)
+            squares.append(_squares_of_sums(products, slopes.shape[2]))
+        return torch.cat(squares)
 
     def total(self, factors: Tensor) -> Tensor:
         """Return Σ factor · gradient."""
@@ -202,12 +204,10 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
             return {"weight": GradientRows(_grouped(layer, x, slope)), "bias": bias}
         if _is_better_unwritten(layer.weight, slopes.shape[2]):
             return {"weight": Products(slopes.mT, _patches(layer, x)), "bias": bias}
-    some = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
-    pairs = zip(torch.split(x, some), torch.split(slope, some), strict=True)
-    pieces = [_sampled(layer, *pair) for pair in pairs]
-    return {
-        name: GradientRows(torch.cat([piece[name].rows for piece in pieces])) for name in pieces[0]
-    }
+    piece = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
+    pairs = zip(torch.split(x, piece), torch.split(slope, piece), strict=True)
+    samples = [_sampled(layer, *pair) for pair in pairs]
+    return {n: GradientRows(torch.cat([rows[n].rows for rows in samples])) for n in samples[0]}
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
@@ -231,8 +231,8 @@ def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
         for part in (x, slope)
     )
     placed = layer.stride, layer.padding, layer.dilation, count * layer.groups
-    own = conv2d_weight(x, (slope.shape[1], *kernels), slope, *placed)  # type: ignore[no-untyped-call]
-    return cast(Tensor, own).reshape(count, -1)
+    gradients = conv2d_weight(x, (slope.shape[1], *kernels), slope, *placed)  # type: ignore[no-untyped-call]
+    return cast(Tensor, gradients).reshape(count, -1)
 
 
 def _embedding(layer: nn.Embedding, x: Tensor, slope: Tensor) -> Parts:

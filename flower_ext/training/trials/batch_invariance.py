@@ -117,8 +117,8 @@ class BatchInvarianceTrial:
             for by, y in ((_along, directions), (loss, zeros(targets, count))):
                 usual = _numbers(follow, x, y, by)
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
-                    reordered = _numbers(follow, *trees.rows((x, y), order), by)
-                    if not _equal(reordered, [part[order] for part in usual]):
+                    moved, along = trees.rows((x, y), order)
+                    if not _equal(_numbers(follow, moved, along, by), [p[order] for p in usual]):
                         return False
                 for odd in ODD:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
@@ -138,8 +138,8 @@ class BatchInvarianceTrial:
             if directions is None:
                 continue
             alone = [
-                _gradients(follow, *pair, _along, every[:1])
-                for pair in trees.split((examples, directions), 1)
+                _gradients(follow, row, direction, _along, every[:1])
+                for row, direction in trees.split((examples, directions), 1)
             ]
             expected = {n: torch.cat([one[n] for one in alone]) for n in alone[0]}
             found = _gradients(follow, examples, directions, _along, every)
@@ -209,7 +209,7 @@ def evaluates_independently(
         try:
             model = build().eval()
             model.load_state_dict(shaken(dict(model.named_parameters()), generator), strict=False)
-            together, alone = model(x.clone()), [model(row.clone()) for row in x.split(1)]
+            together, alone = model(x.clone()), [model(row.clone()) for row in torch.split(x, 1)]
             if not isinstance(together, Tensor):
                 return False
             return len(together) == TRIED and torch.allclose(torch.cat(alone), together, 1e-3, 1e-4)
