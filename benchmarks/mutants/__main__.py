@@ -83,17 +83,17 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/trials/retained_state.py": (
-        "training/trials/test_between_trainings.py",
-        "training/trials/test_between_examples.py",
-    ),
+    "training/trials/between_trainings.py": ("training/trials/test_between_trainings.py",),
     "training/batched/rows.py": ("auditing/test_paths.py", "training/batched/test_rows.py"),
     "training/dp/clipped_gradient.py": (
         "training/trials/test_between_examples.py",
         "training/trials/test_single_examples.py",
         "training/dp/test_dp_sgd.py",
     ),
-    "training/trials/single_examples.py": ("training/trials/test_single_examples.py",),
+    "training/trials/single_examples.py": (
+        "training/trials/test_single_examples.py",
+        "training/trials/test_between_examples.py",
+    ),
     "training/trials/batch_invariance.py": (
         "training/trials/test_batch_invariance.py",
         "training/trials/test_between_examples.py",

@@ -39,7 +39,9 @@ def evaluate(
         As `predict`.
     """
     outputs = predict(task, params, examples.features, batch_size=batch_size)
-    return score(task, outputs, trees.to(examples.targets, task.torch_device()))
+    targets = trees.to(examples.targets, task.torch_device())
+    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
+    return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
 def _evaluate_alone(
@@ -99,14 +101,8 @@ def _cat(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.cat(leaves)
 
 
-def score(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and the task's metrics."""
-    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
-    return {"loss": float(task.loss(outputs, targets)), **scores}
-
-
 def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the scores of `score`, with NaN for each that raises an error.
+    """Return the mean loss and the task's metrics, with NaN for each that raises an error.
 
     Raises
     ------
@@ -128,28 +124,6 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
         log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)
     return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}
-
-
-def evaluate_many(
-    task: Task,
-    models: Sequence[Mapping[str, Tensor]],
-    examples: Sequence[Examples],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[dict[str, float]]:
-    """Return the scores of each model on its own examples; see `evaluate_each`.
-
-    Raises
-    ------
-    Exception
-        The first error that `evaluate_each` returns.
-    """
-    scores = []
-    for outcome in evaluate_each(task, models, examples, memory_limit=memory_limit):
-        if isinstance(outcome, Exception):
-            raise outcome
-        scores.append(outcome)
-    return scores
 
 
 def evaluate_each(

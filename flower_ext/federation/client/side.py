@@ -69,7 +69,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
-from flower_ext.training.trials.retained_state import refuse_state_between_trainings
+from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:

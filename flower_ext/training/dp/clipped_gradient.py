@@ -31,18 +31,16 @@ from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.isolation import isolated
-from flower_ext.training.model_calls import call_with
-from flower_ext.training.params import Params, clone, shaken, sizes
+from flower_ext.training.params import Params, clone, sizes
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.retained_state import refuse_state_between_examples
 from flower_ext.training.trials.single_examples import (
     Loss,
     gradient_alone,
     loss_alone,
     model_of_single_examples,
-    refuse_without_gradients,
+    require_single_examples,
 )
 
 log = getLogger("flwr")
@@ -78,7 +76,7 @@ class ClippedGradient:
         The loss compares examples, or the model has batch normalisation. On a call: the model or
         the loss keeps something between examples, features have another type than the model's
         numbers, or the model learns from no random example by itself (see
-        `refuse_without_gradients`).
+        `require_single_examples`).
     """
 
     def __init__(
@@ -235,25 +233,11 @@ class ClippedGradient:
             self.by_vmap = known.by_vmap
 
     def _check_model(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model that keeps something, or learns from no example by itself.
-
-        No record is read.
-        """
+        """Refuse a model that keeps something, or learns from no example by itself."""
         known = self._known_of(features, targets)
-        if known.learns_singly:
-            return
-        refuse_state_between_examples(self.task, self.names, self.model, features, targets)
-        chosen = {name: self.params[name] for name in self.names}
-        # Below a head that begins at zero all outputs would be equal.
-        random = shaken(chosen, torch.Generator().manual_seed(0))
-        refuse_without_gradients(
-            type(self.model).__name__,
-            lambda x: call_with(self.model, {**self.params, **self._buffers(), **random}, x),
-            lambda x, y: self._gradient_at(random, self.task.loss, x, y),
-            features,
-            targets,
-        )
-        known.learns_singly = True
+        if not known.learns_singly:
+            require_single_examples(self.task, self.names, features, targets)
+            known.learns_singly = True
 
     def _known_of(self, features: Tree, targets: Tree) -> _Known:
         """Return the facts about this model on examples of these shapes and types."""
@@ -263,10 +247,6 @@ class ClippedGradient:
             shape = self._widest, torch.get_num_threads()
             self._known = _known(*kind, sizes(self.params), tuple(self.names), *shape)
         return self._known
-
-    def _buffers(self) -> Params:
-        """Return copies of the model's buffers, so that the next example sees no change."""
-        return clone(dict(self.model.named_buffers()))
 
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""

@@ -8,11 +8,11 @@ Refused under DP-SGD (by `ClippedGradient`):
 
 * layers that mix examples: batch normalisation, and tables with ``max_norm``
   (`model_of_single_examples`; tests in ``dp/test_dp_sgd.py`` and ``dp/test_opacus.py``);
+* a model or a loss that changes while an example passes, except for buffers
+  (`require_single_examples`; ``trials/test_between_examples.py``);
 * a model or a loss that learns from no example by itself: each raises, as for labels that do not
   begin at 0, or has a gradient of zero, or one that is not finite, or all outputs are equal
-  (`refuse_without_gradients`; ``trials/test_single_examples.py``);
-* a model or a loss that changes while an example passes, except for buffers
-  (`refuse_state_between_examples`; ``trials/test_between_examples.py``).
+  (`require_single_examples`; ``trials/test_single_examples.py``).
 
 Refused wherever uploads are protected:
 

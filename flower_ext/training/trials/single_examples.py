@@ -1,4 +1,7 @@
-"""One example by itself: its model, its loss, its gradient, and a trial that it has one.
+"""One example by itself: its model, its loss, its gradient, and the trial of both by DP-SGD.
+
+Nothing but buffers may change while an example passes, because the next one would see it. Every
+example finds buffers as they were sent.
 
 An example whose loss raises, or whose gradient is not finite, counts as zero under DP-SGD. If a
 model does so for every example, DP-SGD would spend its budget on noise alone.
@@ -6,7 +9,9 @@ model does so for every example, DP-SGD would spend its budget on noise alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +20,29 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
+from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import UnlikeTypes, call_with
 from flower_ext.training.model_factory import channels_last_needs, in_training
-from flower_ext.training.params import Params, clone, is_finite
+from flower_ext.training.params import Params, clone, is_finite, shaken
+from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.deterministic import deterministic
-from flower_ext.training.trials.trial_examples import TRIED, random_examples, zeros
+from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
+from flower_ext.training.trials.trial_examples import (
+    TRIED,
+    random_examples,
+    unlike_examples,
+    zeros,
+)
 
 Loss = Callable[[Any, Tree], Tensor]
 
-_RAISES = "a random example raises"
+_KEEPS = (
+    "{place} changes while an example passes the model or its loss: expected no change, because "
+    "one record would move the gradients of those that follow, which no clipping bounds. Change it "
+    "only when `not self.training`, or compute it anew in each forward pass; for a weight of "
+    "torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
+)
 _REMEDY = (
     "expected a model that trains on one example at a time, as DP-SGD clips the gradient of each: "
     "normalise within an example (nn.LayerNorm, nn.GroupNorm with several channels in a group, or "
@@ -88,18 +106,118 @@ def gradient_alone(
     return dict(zip(leaves, gradient, strict=True))
 
 
+def require_single_examples(
+    task: Task, names: Sequence[str], features: Tree, targets: Tree
+) -> None:
+    """Refuse a model or a loss that keeps something of an example, or learns from none by itself.
+
+    Random and odd examples, whose shapes and types alone come from real ones, pass one by one, each
+    time through a fresh model: in one order, then in the other. So neither the largest example nor
+    the first one hides what the others leave. An accelerator is tried with zeros and ones as
+    integers, and a processor with others too (see `unlike_examples`).
+
+    Parameters
+    ----------
+    names : sequence of str
+        The trained parameters.
+
+    Raises
+    ------
+    InvalidValue
+        The message may travel; it names the place that changes, or the model or loss.
+    """
+    usual = _usual_examples(features, targets)
+    for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
+        on_device = replace(task, device=str(device))
+        model = _random_model(on_device, names)
+        unlike = unlike_examples(features, targets, model, integers=device.type == "cpu")
+        examples = [*usual, *trees.each(unlike)]
+        examples = [trees.to(example, device) for example in examples]
+        order = range(len(examples))
+        forwards = _passed(on_device, names, examples, order)
+        backwards = _passed(on_device, names, examples, reversed(order))
+        # What a first pass prepares, as a table of positions, must not depend on the example.
+        for place in changed_places(forwards.untouched, forwards.prepared):
+            if forwards.prepared.get(place) != backwards.prepared.get(place):
+                raise _refusal(_KEEPS.format(place=place))
+        for number in order:
+            pair = forwards.gradients[number], backwards.gradients[number]
+            if not same_params(*(None if isinstance(g, Exception) else g for g in pair)):
+                raise _refusal(_KEEPS.format(place="something outside its attributes"))
+        if device == task.torch_device():
+            gradients = [forwards.gradients[number] for number in range(len(usual))]
+            refuse_without_gradients(
+                type(model).__name__,
+                partial(_outputs_of, model),
+                examples[: len(usual)],
+                gradients,
+            )
+
+
+def _outputs_of(model: nn.Module, x: Tree) -> Tree:
+    """Return outputs of a model whose buffers stay as they are."""
+    buffers = clone(dict(model.named_buffers()))
+    return call_with(model, {**dict(model.named_parameters()), **buffers}, x)
+
+
+def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
+    """Return random examples, and one of zeros and one of ones, which suit models of counts."""
+    x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
+    examples = [*trees.each((x, zeros(targets, TRIED)))]
+    # Classes may be ignored, or weigh nothing, so another target is tried as well.
+    examples += [(row, trees.mapped(torch.ones_like, target)) for row, target in examples]
+    examples += [trees.mapped(fill, examples[0]) for fill in (torch.zeros_like, torch.ones_like)]
+    return examples
+
+
+def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
+    """Return a model with random weights; below a head of zeros all outputs would be equal."""
+    with seeded(0, devices=task.torch_device().type != "cpu"):
+        model = model_of_single_examples(task, names)
+    weights = {name: w for name, w in model.named_parameters() if name in names}
+    for name, weight in shaken(weights, torch.Generator().manual_seed(0)).items():
+        weights[name].copy_(weight)
+    return model
+
+
+@dataclass
+class _Passed:
+    """A model's state before all examples and after the first; each one's gradient, or error."""
+
+    untouched: Snapshot
+    prepared: Snapshot
+    gradients: dict[int, Params | Exception] = field(default_factory=dict)
+
+
+def _passed(
+    task: Task, names: Sequence[str], examples: Sequence[tuple[Tree, Tree]], order: Iterable[int]
+) -> _Passed:
+    """Pass examples through a fresh model; refuse one that changes after the first of them."""
+    model = _random_model(task, names)
+    before = snapshot(model=model, loss=task.loss)
+    passed, is_prepared = _Passed(before, before), False
+    for number in order:
+        point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
+        # Model and loss may write into the example.
+        x, y = trees.mapped(Tensor.clone, examples[number])
+        with seeded(0, devices=task.torch_device().type != "cpu"):
+            gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
+        passed.gradients[number] = gradient
+        after = snapshot(model=model, loss=task.loss)
+        if not is_prepared:  # an example that raises may do so before anything is prepared
+            passed.prepared, is_prepared = after, not isinstance(gradient, Exception)
+        elif places := changed_places(passed.prepared, after):
+            raise _refusal(_KEEPS.format(place=places[0]))
+    return passed
+
+
 def refuse_without_gradients(
     name: str,
     outputs_of: Callable[[Tree], Tree],
-    gradient_of: Callable[[Tree, Tree], Params],
-    features: Tree,
-    targets: Tree,
+    examples: Sequence[tuple[Tree, Tree]],
+    gradients: Sequence[Params | Exception],
 ) -> None:
     """Refuse a model that learns from no example by itself.
-
-    Only the shapes and types of the examples matter, which count as public. Random examples take
-    their place, and an example of zeros and one of ones, because some models need numbers that are
-    not negative.
 
     Parameters
     ----------
@@ -107,8 +225,9 @@ def refuse_without_gradients(
         Name of the model in messages.
     outputs_of : Callable[[Tree], Tree]
         Returns the model's outputs for a batch of features.
-    gradient_of : Callable[[Tree, Tree], Params]
-        Returns the gradient of one example, whose tensors lack the dimension of examples.
+    examples, gradients : sequence
+        Examples without the dimension of examples, of which the first `TRIED` are random; and the
+        gradient of each, or the error that it raises.
 
     Raises
     ------
@@ -117,25 +236,17 @@ def refuse_without_gradients(
         gradient other than zero, or all examples by themselves have equal outputs. The message may
         travel.
     """
-    x, y = random_examples(features, TRIED, torch.Generator().manual_seed(0)), zeros(targets, TRIED)
-    examples = [*trees.each((x, y))]
-    # Classes may be ignored, or weigh nothing, so another target is tried as well.
-    examples += [(row, trees.mapped(torch.ones_like, target)) for row, target in examples]
-    examples += [trees.mapped(fill, examples[0]) for fill in (torch.zeros_like, torch.ones_like)]
-    reasons = []
-    for example in examples:
-        if (reason := _why_no_gradient(gradient_of, *example)) is None:
-            break
-        reasons.append(reason)
-    else:
-        if "" in reasons:  # some examples have a gradient, of zero
-            reason = "each random example by itself has a gradient of zero"
-            raise _refusal(f"{reason}. loss, model={name}: {_OVER_PAIRS}")
-        is_of_labels = reasons[0].startswith(_RAISES) and not _has_floats(targets)
-        if is_of_labels and all(_takes(outputs_of, row) for row, _ in examples):
+    reasons = [*map(_why_no_gradient, gradients)]
+    if "" in reasons and None not in reasons:  # some examples have a gradient, of zero
+        reason = "each random example by itself has a gradient of zero"
+        raise _refusal(f"{reason}. loss, model={name}: {_OVER_PAIRS}")
+    if None not in reasons:
+        is_of_labels = isinstance(gradients[0], Exception) and not _has_floats(examples[0][1])
+        if is_of_labels and all(_takes(outputs_of, x) for x, _ in examples):
             raise _refusal(f"{reasons[0]}. loss, model={name}: {_OF_LABELS}")
         raise _refusal(f"{reasons[0]}. model={name}: {_REMEDY}")
-    if _is_constant(outputs_of, x):
+    random = [x for x, _ in examples[:TRIED]]
+    if _is_constant(outputs_of, trees.mapped(lambda *rows: torch.stack(rows), *random)):
         reason = "all random examples by themselves have equal outputs"
         raise _refusal(f"{reason}. model={name}: {_REMEDY}")
 
@@ -144,16 +255,13 @@ def _refusal(text: str) -> InvalidValue:
     return tellable(InvalidValue(text))
 
 
-def _why_no_gradient(gradient_of: Callable[[Tree, Tree], Params], x: Tree, y: Tree) -> str | None:
+def _why_no_gradient(gradient: Params | Exception) -> str | None:
     """Return why an example has no gradient, empty if it is zero; None if it has one."""
-    try:
-        with torch.random.fork_rng(devices=[]):  # a trial leaves the draws of training alone
-            gradient = gradient_of(x, y)
-    except UnlikeTypes as error:
-        raise tellable(error) from None
-    except Exception as error:  # a model or a loss may raise anything
-        text = str(error).partition("\n")[0].rstrip(". ")
-        return f"{_RAISES} {type(error).__name__}: {text}"
+    if isinstance(gradient, UnlikeTypes):
+        raise tellable(gradient)
+    if isinstance(gradient, Exception):
+        text = str(gradient).partition("\n")[0].rstrip(". ")
+        return f"a random example raises {type(gradient).__name__}: {text}"
     if not all(map(is_finite, gradient.values())):
         return "a random example has a gradient that is not finite"
     return None if any(part.any() for part in gradient.values()) else ""
