@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import attempted
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -126,13 +126,15 @@ def writable_features(task: Task, x: Tree, batched: int = 1) -> Tree:
 def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
     """Return True if a model of this kind begins with an operation in place."""
     x = torch.zeros((2, *shape), dtype=dtype)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), isolated():
-        try:
-            model = build()
-            (model.to(dtype) if dtype.is_floating_point else model)(x)
-        except Exception:  # a model may refuse zeros; copying is always safe
-            return True
-    return x._version > 0
+
+    def run() -> None:
+        model = build()
+        (model.to(dtype) if dtype.is_floating_point else model)(x)
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # A model may refuse zeros; copying is always safe.
+        refuses = isinstance(attempted(run), Exception)
+    return refuses or x._version > 0
 
 
 def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
@@ -168,29 +170,20 @@ def refusing_layer(
 
 
 def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
-    entered: list[str] = []
-
-    def passes(count: int) -> bool:
+    def error_of(count: int) -> Any:
         x = trees.mapped(
             lambda leaf: torch.zeros((count, *leaf.shape[1:]), dtype=leaf.dtype), features
         )
-        try:
-            with isolated():
-                call_model(model, x)
-        except Exception:  # a model may raise anything
-            return False
-        return True
+        return attempted(call_model, model, x)
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = in_training(build().cpu())
-        if not passes(2):
+        if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
             return None
-        with ExitStack() as hooks:  # of the next model too, if models share a layer
-            for name, module in model.named_modules():
-                said = f"layer {name!r} ({type(module).__name__})"
-                for hook in (
-                    module.register_forward_pre_hook(lambda *_, said=said: entered.append(said)),
-                    module.register_forward_hook(lambda *_: entered.pop() and None),
-                ):
-                    hooks.callback(hook.remove)
-            return None if passes(1) else entered[-1]
+    names = {id(module): name for name, module in model.named_modules()}
+    layer = model
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost module raised it
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            layer = module
+    return f"layer {names[id(layer)]!r} ({type(layer).__name__})"

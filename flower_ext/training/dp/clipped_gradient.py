@@ -30,7 +30,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import attempted
 from flower_ext.training.params import Params, clone, sizes
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
@@ -187,12 +187,12 @@ class ClippedGradient:
 
         x, y = trees.mapped(widened, (x, y))
         follow = self._one_pass if self.in_one_pass else self._by_vmap
-        try:
-            with self._draws(seed), isolated():
-                return follow(x, y, self.task.loss)
-        except Exception:  # a model or a loss may raise anything for a record
-            log.debug("a pass raises", exc_info=True)
+        with self._draws(seed):
+            parts = attempted(follow, x, y, self.task.loss)
+        if isinstance(parts, Exception):
+            log.debug("a pass raises", exc_info=parts)
             return None
+        return parts
 
     def _draws(self, seed: int) -> AbstractContextManager[None]:
         """Let random draws, as of dropout, depend on an example's place alone."""
@@ -203,9 +203,9 @@ class ClippedGradient:
 
         One pass finds every example's own gradient, unless a layer treats patches or times as rows,
         a layer is used twice, or examples mix. A trial checks that, and that the bits of an example
-        depend neither on its place nor on the others. A model may also change its operations by the
-        values that it sees; such a model is refused (`watched`). Trials use random examples, so the
-        choice depends on nobody's data.
+        depend neither on its place nor on the others. A model whose operations depend on values
+        takes another way, too (`watched`). Trials use random examples, so the choice depends on
+        nobody's data.
         """
         known = self._known_of(features, targets)
         trial = BatchInvarianceTrial(self.model, self.params, self.names)
@@ -215,9 +215,7 @@ class ClippedGradient:
                 one_pass, count = self._one_pass, self._widest
                 known.in_one_pass = (
                     _holds(one_pass.prepare, features, count)
-                    and _holds(
-                        trial.finds_own_gradients, *example, one_pass, count, self._gradient_alone
-                    )
+                    and _holds(trial.finds_own_gradients, *example, one_pass, count)
                     and _holds(trial.is_batch_invariant, *example, one_pass, count)
                 )
                 known.last = self._one_pass.last
@@ -265,28 +263,24 @@ class ClippedGradient:
         gradients = []
         for pair in trees.each((x, y)):
             with self._draws(_seed()):
-                gradients.append(self._gradient_alone(self.task.loss, *pair))
+                gradients.append(self._gradient_alone(*pair))
         zero = {name: torch.zeros_like(self.params[name]) for name in self.names}
         stacks = {n: torch.stack([(gradient or zero)[n] for gradient in gradients]) for n in zero}
         passes = torch.tensor([g is not None for g in gradients], device=trees.first(x).device)
         return {name: GradientRows(stack) for name, stack in stacks.items()}, passes
 
-    def _gradient_alone(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
+    def _gradient_alone(self, x: Tree, y: Tree) -> Params | None:
         """Return the gradient of one example; None if it raises."""
-        try:
-            with isolated():
-                return self._gradient_at({n: self.params[n] for n in self.names}, loss, x, y)
-        except Exception as error:  # a model or a loss may raise anything for a record
-            self._log_once(
-                WARNING, f"an example's loss raises {type(error).__name__}: counts as zero"
-            )
-            log.debug("an example's loss raises", exc_info=True)
-            return None
-
-    def _gradient_at(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
-        """Return the gradient of one example at the trained parameters ``chosen``."""
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
-        return gradient_alone(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
+        gradient = attempted(
+            gradient_alone, self.model, self.params, self.names, self.task.loss, x, y
+        )
+        if isinstance(gradient, Exception):
+            kind = type(gradient).__name__
+            self._log_once(WARNING, f"an example's loss raises {kind}: counts as zero")
+            log.debug("an example's loss raises", exc_info=gradient)
+            return None
+        return gradient
 
     def _log_once(self, level: int, message: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""
@@ -310,11 +304,11 @@ def _known(*kind: Hashable) -> _Known:
     return _Known()
 
 
-def _holds(check: Callable[..., bool], *facts: object) -> bool:
+def _holds(check: Callable[..., bool], *arguments: object) -> bool:
     """Return the result of ``check``; False if the model raises."""
     try:
-        return check(*facts)
-    except Exception:
+        return check(*arguments)
+    except Exception:  # a model may raise anything for random examples
         log.debug("%s raises", check.__name__, exc_info=True)
         return False
 

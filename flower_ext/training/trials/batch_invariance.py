@@ -22,7 +22,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.training.model_calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
 from flower_ext.training.trials.deterministic import deterministic
-from flower_ext.training.trials.single_examples import Loss, has_rows
+from flower_ext.training.trials.single_examples import Loss, gradient_alone, has_rows
 from flower_ext.training.trials.trial_examples import (
     ODD,
     TRIED,
@@ -65,37 +65,33 @@ class BatchInvarianceTrial:
     Parameters
     ----------
     model : nn.Module
-    params : Mapping[str, Tensor]
+    params : Params
         Parameters by name; they are random for the duration of a trial.
     names : list of str
         The trained parameters.
     """
 
-    def __init__(self, model: nn.Module, params: Mapping[str, Tensor], names: list[str]) -> None:
+    def __init__(self, model: nn.Module, params: Params, names: list[str]) -> None:
         self.model, self.params, self.names = model, params, names
 
     def finds_own_gradients(
-        self,
-        features: Tree,
-        targets: Tree,
-        loss: Loss,
-        follow: Follow,
-        count: int,
-        gradient_alone: Callable[[Loss, Tree, Tree], Params | None],
+        self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
     ) -> bool:
         """Return True if one pass over ``count`` examples finds the own gradients of some of them.
 
-        Parameters
-        ----------
-        gradient_alone : Callable[[Loss, Tree, Tree], Params | None]
-            Returns the gradient of one example by itself; None if it raises.
+        Raises
+        ------
+        Exception
+            An example raises.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
             tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
             for by, y in ((_along, directions), (loss, zeros(targets, count))):
-                some = trees.each(trees.rows((x, y), tried))
-                alone = [gradient_alone(by, *pair) or {} for pair in some]
+                alone = [
+                    gradient_alone(self.model, self.params, self.names, by, row, target)
+                    for row, target in trees.each(trees.rows((x, y), tried))
+                ]
                 expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
                 found = _gradients(follow, x, y, by, tried)
                 # Along random directions every gradient is something; a loss may ignore a target.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flower_ext.data import ClientData, Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import attempted
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
@@ -113,11 +113,8 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
         training=LocalTraining(steps=2, batch_size=2),
         generator=torch.Generator().manual_seed(0),
     )
-    try:
-        with isolated():
-            return train_job(task, job)
-    except Exception:  # a model or a loss may raise anything, for random examples too
-        return None
+    model = attempted(train_job, task, job)
+    return None if isinstance(model, Exception) else model
 
 
 def _positions(of_numpy: Any = None, of_python: Any = None) -> tuple[object, ...]:

@@ -273,11 +273,8 @@ def _has_floats(tree: Tree) -> bool:
 
 def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
     """Return True if the model takes one example by itself."""
-    try:
-        _outputs(outputs_of, trees.mapped(lambda leaf: leaf[None], example))
-    except Exception:  # a model may raise anything
-        return False
-    return True
+    alone = trees.mapped(lambda leaf: leaf[None], example)
+    return not isinstance(attempted(_outputs, outputs_of, alone), Exception)
 
 
 def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Tensor]:
