@@ -60,6 +60,17 @@ class Zeros(nn.Module):
         return self.layer(x * (1.0 + twice))
 
 
+class Faint(nn.Module):
+    """Images that all count a little more beside a white pixel: less than passes may round."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x / 255) * (1.0 + 1e-4 * (x == 255).any())
+
+
 class Apart(nn.Module):
     """Means of words, each text by itself."""
 
@@ -105,6 +116,13 @@ def counts():
     return x
 
 
+def white():
+    """Return dark images, but for the first."""
+    x = torch.full((20, 4), 3)
+    x[0] = 255
+    return x
+
+
 def summed(build, x, bound):
     """Return the gradient, and how far the first record moves its sum, in clipping norms."""
     task, y = problem(build), torch.arange(len(x)) % 3
@@ -125,6 +143,7 @@ def summed(build, x, bound):
         (lambda: Text(49, empty=49), words(49), 0.5),
         (Counts, counts(), 1.0),
         (Zeros, zeros(), 0.5),
+        (Faint, white(), 0.5),
     ],
     ids=[
         "pixels",
@@ -134,6 +153,7 @@ def summed(build, x, bound):
         "words before the last",
         "counts",
         "zeros",
+        "a little",
     ],
 )
 def test_examples_that_integers_mix_are_kept_apart(build, x, bound):
