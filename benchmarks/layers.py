@@ -27,7 +27,7 @@ from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Job, LocalTraining, Params, Task, train
 from flower_ext.training.batched.many import train_groups
 from flower_ext.training.dropout import own_dropout
-from flower_ext.training.local import own_draws
+from flower_ext.training.seeding import seeded_by
 
 WORDS, CLASSES, CLIENTS = 11, 3, 8
 ALIKE = 1e-4
@@ -303,7 +303,7 @@ def trained(kind: Kind) -> Cell:
 
 def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator) -> Params:
     """Train in a plain PyTorch loop, with this package's dropout masks."""
-    with own_draws(draw, torch.device("cpu")) as anew:
+    with seeded_by(draw, torch.device("cpu")) as anew:
         model = own_dropout(kind.build())
         model.load_state_dict(start, strict=False)  # tied parameters travel once
         model.train()

@@ -29,7 +29,7 @@ from benchmarks.speed.workload import CLASSES, convolutional, logistic_regressio
 from flower_ext.data import ClientData, trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.calls import called
+from flower_ext.training.model_calls import call_model
 from flower_ext.training.models import cifar10_cnn, mnist_cnn
 
 BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
@@ -125,7 +125,9 @@ def plain(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
     """The gradient of the mean loss."""
     model = build()
     parameters = trained(model)
-    return lambda: torch.autograd.grad(nn.functional.cross_entropy(called(model, x), y), parameters)
+    return lambda: torch.autograd.grad(
+        nn.functional.cross_entropy(call_model(model, x), y), parameters
+    )
 
 
 def ours(
@@ -152,7 +154,7 @@ def opacus(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[
     parameters: list[Any] = trained(model)
 
     def step() -> list[Tensor]:
-        torch.autograd.backward(nn.functional.cross_entropy(called(model, x), y))
+        torch.autograd.backward(nn.functional.cross_entropy(call_model(model, x), y))
         own = [p.grad_sample for p in parameters]
         norms = torch.stack([g.flatten(1).norm(2, dim=-1) for g in own], dim=1).norm(2, dim=1)
         factors = (CLIPPING_NORM / (norms + 1e-6)).clamp(max=1.0)
@@ -183,7 +185,7 @@ def ghost(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
 
     def step() -> None:
         steps.zero_grad()
-        loss(called(model, x), y).backward()
+        loss(call_model(model, x), y).backward()
 
     return step
 

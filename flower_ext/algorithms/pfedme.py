@@ -39,8 +39,9 @@ from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clon
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
 from flower_ext.training.batched.grouping import groups
-from flower_ext.training.local import gradient, job_batches, own_draws
+from flower_ext.training.local import gradient, job_batches
 from flower_ext.training.problem import local_problem
+from flower_ext.training.seeding import seeded_by
 
 ATTRACTION = "attraction"
 
@@ -121,7 +122,7 @@ def minimise_envelope(
 ) -> tuple[Params, Params]:
     """Return (w_i, θ_i) of one job; the model need not support training in batches of clients."""
     pull = job.training.learning_rate * job.attraction
-    with own_draws(job.generator, task.torch_device()) as anew:
+    with seeded_by(job.generator, task.torch_device()) as anew:
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
         anew()  # building the model may have drawn random numbers

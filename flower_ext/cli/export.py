@@ -254,7 +254,7 @@ def _completed(model: _Model) -> _Model:
         model,
         params=clone(state),
         personal=tuple(name for name, value in state.items() if value.data_ptr() in personal),
-        frozen=tuple(name for name in state if name in task.blueprint.frozen),
+        frozen=tuple(name for name in state if name in task.factory.frozen),
     )
 
 

@@ -356,7 +356,7 @@ def start(
     with recorded_run(recorded, "-".join(name) or "run", callbacks) as run:
         strategy = strategy_of(settings, run)
         base = base_of(strategy)
-        require_modules("personal", base.method.personal, task.shapes, task.blueprint.tied)
+        require_modules("personal", base.method.personal, task.shapes, task.factory.tied)
         check_shareable(task.model(), base.method.personal)
         base.run.frozen = base.run.frozen or task.fingerprint
         if run.resumed and strategy is base:  # a wrapper need not train in every round

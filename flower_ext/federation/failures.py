@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flower_ext.errors import is_tellable
-from flower_ext.training.side_by_side import attempted
+from flower_ext.training.isolation import attempted
 
 log = getLogger("flwr")
 

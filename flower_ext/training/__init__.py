@@ -30,7 +30,7 @@ from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
 from flower_ext.training.problem import LocalProblem, local_problem
 from flower_ext.training.rounding import products_are_reproducible
-from flower_ext.training.scoring import evaluate, evaluate_each, evaluate_many
+from flower_ext.training.scoring import evaluate, evaluate_each
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
@@ -59,7 +59,6 @@ __all__ = [
     "difference",
     "evaluate",
     "evaluate_each",
-    "evaluate_many",
     "gradient",
     "job_batches",
     "local_problem",

@@ -8,7 +8,6 @@ at a time, on one thread, so that no record can change even a bit of another's f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from logging import getLogger
@@ -22,9 +21,11 @@ from torch import Tensor, nn
 from flower_ext.data import ClientData, Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import digest, seeded
-from flower_ext.training.calls import call
-from flower_ext.training.kept import keep, recall
+from flower_ext.training.cached_files import read_cached, write_cached
+from flower_ext.training.isolation import isolated
+from flower_ext.training.model_calls import call_with
+from flower_ext.training.model_factory import digest
+from flower_ext.training.seeding import seeded
 
 log = getLogger("flwr")
 
@@ -62,7 +63,7 @@ class Features:
     ) -> None:
         self.front, self.data = front, data
         self.folder, self.device = folder, torch.device(device)
-        self._kept: dict[int, ClientData] = {}
+        self._partitions: dict[int, ClientData] = {}
 
     def __call__(self, partition: int) -> ClientData:
         """Return one partition's examples with features from the front.
@@ -72,20 +73,21 @@ class Features:
         ValueError
             The front does not return tensors (1, …) of one shape.
         """
-        if partition not in self._kept:
-            own = self.data(partition)
-            parts = (own.train, own.test)
-            with _one_thread():
-                made = [*self._passed(partition, parts)]
-            if len({(row.shape, row.dtype) for row in made}) > 1:
+        if partition not in self._partitions:
+            data = self.data(partition)
+            parts = (data.train, data.test)
+            with isolated():  # restores the number of threads
+                torch.set_num_threads(1)
+                outputs = [*self._outputs(partition, parts)]
+            if len({(row.shape, row.dtype) for row in outputs}) > 1:
                 raise InvalidValue("front: puts out tensors of several shapes: expected one")
-            rows = torch.cat(made) if made else torch.empty(0)
+            rows = torch.cat(outputs) if outputs else torch.empty(0)
             train, test = (
                 Examples(features, part.targets)
                 for features, part in zip(torch.split(rows, [*map(len, parts)]), parts, strict=True)
             )
-            self._kept[partition] = replace(own, train=train, test=test)
-        return self._kept[partition]
+            self._partitions[partition] = replace(data, train=train, test=test)
+        return self._partitions[partition]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,43 +100,33 @@ class Features:
         with seeded(0, devices=False):
             return self.front().eval().requires_grad_(False).to(self.device)
 
-    def _passed(self, partition: int, parts: tuple[Examples, ...]) -> Iterator[Tensor]:
-        told, count, total = monotonic(), 0, sum(map(len, parts))
+    def _outputs(self, partition: int, parts: tuple[Examples, ...]) -> Iterator[Tensor]:
+        logged, count, total = monotonic(), 0, sum(map(len, parts))
         for part in parts:
             for row in range(len(part)):
                 # A copy, so that the position among other examples does not affect rounding.
-                yield self._recalled(trees.rows(part.features, torch.tensor([row])))
+                yield self._output(trees.rows(part.features, torch.tensor([row])))
                 count += 1
-                if monotonic() > told + _SECONDS_BETWEEN_LINES:
-                    told = monotonic()
+                if monotonic() > logged + _SECONDS_BETWEEN_LINES:
+                    logged = monotonic()
                     log.info("partition %d: features of %d/%d examples", partition, count, total)
 
-    def _recalled(self, row: Tree) -> Tensor:
+    def _output(self, row: Tree) -> Tensor:
         if self.folder is None:
-            return self._pass(row)
+            return self._computed(row)
         name = digest(dict(trees.named("features", row)))
         path = self.folder / self.fingerprint / name[:2] / name[2:]
-        if (kept := recall(path)) is not None:
-            return load(kept)["features"]
-        made = self._pass(row)
-        keep(path, save({"features": made}))
-        return made
+        if (content := read_cached(path)) is not None:
+            return load(content)["features"]
+        output = self._computed(row)
+        write_cached(path, save({"features": output}))
+        return output
 
-    def _pass(self, row: Tree) -> Tensor:
+    def _computed(self, row: Tree) -> Tensor:
         # Seeded, so that one example's random draws do not move another's.
         with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
-            made = call(self._front, {}, trees.to(row, self.device))
-        if not isinstance(made, Tensor) or made.shape[:1] != (1,):
-            told = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            raise InvalidValue(f"front: puts out {told} of one example: expected a tensor (1, …)")
-        return made.cpu().contiguous()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+            output = call_with(self._front, {}, trees.to(row, self.device))
+        if not isinstance(output, Tensor) or output.shape[:1] != (1,):
+            form = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise InvalidValue(f"front: puts out {form} of one example: expected a tensor (1, …)")
+        return output.cpu().contiguous()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
+
+R = TypeVar("R")
 
 
 class ClientCrashed(RuntimeError):
@@ -59,3 +61,12 @@ class isolated:
                     restore(before)
         if error is not None and not isinstance(error, Exception | KeyboardInterrupt):
             raise ClientCrashed(f"the client's code raised {type(error).__name__}") from error
+
+
+def attempted(step: Callable[..., R], *arguments: Any) -> R | Exception:
+    """Return the result of one client's step, or its error, which affects no other client."""
+    try:
+        with isolated():
+            return step(*arguments)
+    except Exception as error:  # data, models and methods may raise anything
+        return error

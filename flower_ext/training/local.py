@@ -7,10 +7,9 @@ With radius q = 0 this is SGD, which costs one pass per step instead of two.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,22 +26,22 @@ from flower_ext.checks import (
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import seeded
-from flower_ext.training.calls import fewest_rows
+from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import local_problem
+from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 
 SGD = "SGD"
 _FETCHED = 2**20
 """Bytes of examples that are fetched at once, unless a mini-batch has more."""
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    name: found
-    for name, found in vars(torch.optim).items()
-    if isinstance(found, type)
-    and issubclass(found, torch.optim.Optimizer)
+    name: optimizer
+    for name, optimizer in vars(torch.optim).items()
+    if isinstance(optimizer, type)
+    and issubclass(optimizer, torch.optim.Optimizer)
     # These need more than a gradient for a step, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
@@ -119,8 +118,8 @@ class LocalTraining:
     def beyond_sgd(self) -> list[str]:
         """Names of the settings in use that plain SGD does not have."""
         extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
-        found = [name for name in extras if getattr(self, name)]
-        return found if self.optimizer == SGD else [*found, "optimizer"]
+        used = [name for name in extras if getattr(self, name)]
+        return used if self.optimizer == SGD else [*used, "optimizer"]
 
     def in_round(self, number: int) -> LocalTraining:
         """Return the same training with the learning rate of training round ``number`` (from 1)."""
@@ -198,8 +197,8 @@ def batches(
     for step in range(0, left, max(1, per_epoch)):
         order = torch.randperm(count, generator=generator)[: (left - step) * size].to(device)
         pieces = torch.split(order, together) if fewest == 1 else _evened(order, size, fewest)
-        for some in pieces:
-            xs, ys = trees.selected(features, some), trees.selected(targets, some)
+        for rows in pieces:
+            xs, ys = trees.selected(features, rows), trees.selected(targets, rows)
             for x, y in zip(trees.split(xs, size), trees.split(ys, size), strict=True):
                 # Detached, so that in-place operations of the model stay out of the next gradient.
                 yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
@@ -232,21 +231,19 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
     """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = _leaves(params)
-    return dict(zip(leaves, _slope(loss_at, leaves, *data), strict=True))
+    return dict(zip(leaves, _slopes(loss_at, leaves, *data), strict=True))
 
 
 def _leaves(params: Mapping[str, Tensor]) -> Params:
     return {name: p.detach().requires_grad_() for name, p in params.items()}
 
 
-def _slope(
+def _slopes(
     loss_at: Callable[..., Tensor], leaves: Mapping[str, Tensor], *data: Tree
 ) -> tuple[Tensor, ...]:
-    found = torch.autograd.grad(loss_at(leaves, *data), [*leaves.values()], allow_unused=True)
-    if any(part is None for part in found):
-        pairs = zip(found, leaves.values(), strict=True)
-        return tuple(torch.zeros_like(p) if part is None else part for part, p in pairs)
-    return found
+    return torch.autograd.grad(
+        loss_at(leaves, *data), [*leaves.values()], allow_unused=True, materialize_grads=True
+    )
 
 
 def minimise(
@@ -282,22 +279,22 @@ def minimise(
     steps = _other_optimizer(training, params)
     for x, y in batches(examples, training, generator, fewest=fewest):
         leaves = _leaves(params) if replaceable else leaves
-        slope = _slope(loss_at, leaves, x, y)
+        slopes = _slopes(loss_at, leaves, x, y)
         if training.sam_radius > 0:
-            ascent = perturbation(slope, training.sam_radius)
+            ascent = perturbation(slopes, training.sam_radius)
             climbed = zip(params.items(), ascent, strict=True)
             point = _leaves({name: w + p for (name, w), p in climbed})
             with still():
-                slope = _slope(loss_at, point, x, y)
+                slopes = _slopes(loss_at, point, x, y)
         if steps is not None:
-            for w, part in zip(weights, slope, strict=True):
-                w.grad = part
+            for w, slope in zip(weights, slopes, strict=True):
+                w.grad = slope
             steps.step()
             continue
         if velocity:
             torch._foreach_mul_(velocity, training.momentum)
-            torch._foreach_add_(velocity, slope)
-        step = velocity or slope
+            torch._foreach_add_(velocity, slopes)
+        step = velocity or slopes
         torch._foreach_add_(weights, step, alpha=-training.learning_rate)
     return params
 
@@ -351,7 +348,7 @@ def train_job(
         raise InvalidValue("cannot train on a client without examples: leave it out")
     training = job.training
     dtype = torch.float64 if training.tolerance else None
-    with own_draws(job.generator, task.torch_device()) as anew:
+    with seeded_by(job.generator, task.torch_device()) as anew:
         problem = local_problem(
             task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
         )
@@ -371,28 +368,3 @@ def train_job(
                 still=problem.still,
             )
     return problem.whole(moved, like=job.params)
-
-
-@contextmanager
-def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Let a model's own random draws, such as dropout, depend on ``generator`` alone.
-
-    Yields
-    ------
-    Callable[[], object]
-        Restarts the draws.
-    """
-    seed, devices = own_seed(generator), device.type != "cpu"
-    with seeded(seed, devices=devices):
-        yield lambda: (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
-
-
-def own_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator that draws what torch's own generator draws within `own_draws`."""
-    return torch.Generator().manual_seed(own_seed(generator))
-
-
-def own_seed(generator: torch.Generator) -> int:
-    """Return the seed of a model's own draws, given the generator of its batches."""
-    digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    return int.from_bytes(digest[:8]) >> 1

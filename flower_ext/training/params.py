@@ -45,13 +45,13 @@ class FlatParams(Params):
         """Return True if ``numbers`` holds all parameters by this layout: none was replaced."""
         if not (len(self) == len(self._parts) and all(map(is_, self.values(), self._parts))):
             return False
-        own = self.layout
-        return own is layout or (own == layout and [*own] == [*layout])
+        mine = self.layout
+        return mine is layout or (mine == layout and [*mine] == [*layout])
 
     def models(self) -> list[FlatParams]:
         """Return the parameters of each model."""
-        each = zip(*(part.unbind() for part in self._parts), strict=True)
-        rows = zip(self.numbers.unbind(), each, strict=True)
+        models = zip(*(part.unbind() for part in self._parts), strict=True)
+        rows = zip(self.numbers.unbind(), models, strict=True)
         return [FlatParams(numbers, self.layout, parts) for numbers, parts in rows]
 
 
@@ -178,10 +178,10 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
         A pattern matches no parameter, or nothing is left to share.
     """
     require_modules("personal", personal, params)
-    kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
-    shared = {name: tensor for name, tensor in params.items() if name not in kept}
+    own = {name: tensor for name, tensor in params.items() if matches(name, personal)}
+    shared = {name: tensor for name, tensor in params.items() if name not in own}
     if not shared:
         raise InvalidValue(
             f"personal={tuple(personal)} leaves no parameter to share: name fewer modules"
         )
-    return shared, kept
+    return shared, own

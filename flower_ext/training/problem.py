@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import in_training
-from flower_ext.training.calls import Replaced, spared
 from flower_ext.training.dropout import own_dropout
-from flower_ext.training.hulls import hull_of
+from flower_ext.training.model_calls import SettableModel, writable_features
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import Term
 from flower_ext.training.params import Params, to_device
 from flower_ext.training.task import Task
+from flower_ext.training.templates import template_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ def local_problem(
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
     layout = torch.contiguous_format
-    hull = hull_of(task.blueprint, device) if dtype is None else None
+    template = template_of(task.factory, device) if dtype is None else None
     known = False
-    if hull is not None and hull.takes(params):
-        known = hull.known
-        replaced, learnable = hull.copied(), hull.learnable
+    if template is not None and template.takes(params):
+        known = template.known
+        replaced, learnable = template.copied(), template.learnable
         chosen = [*filter(trained, learnable)]
-        if any_layout and known and device.type == "cpu" and hull.faster_channels_last(chosen):
+        if any_layout and known and device.type == "cpu" and template.faster_channels_last(chosen):
             layout = torch.channels_last
     else:
         model = own_dropout(in_training(task.model().to(device)))
-        if dtype is not None and task.blueprint.frozen:
+        if dtype is not None and task.factory.frozen:
             model = deepcopy(model).to(dtype)
-        replaced = Replaced(model)
+        replaced = SettableModel(model)
         learnable = frozenset(name for name, _ in model.named_parameters())
     start = {
         name: _laid(p, layout)
@@ -98,9 +98,9 @@ def local_problem(
     def loss_at(chosen: Params, x: Tree, y: Tree) -> Tensor:
         nonlocal placed
         if chosen is not placed:
-            replaced.by({**rest, **chosen})
+            replaced.set_params({**rest, **chosen})
             placed = chosen
-        value = task.loss(replaced(_laid(spared(task, x), layout)), y)
+        value = task.loss(replaced(_laid(writable_features(task, x), layout)), y)
         for term in terms:
             value = value + term(chosen)
         return value

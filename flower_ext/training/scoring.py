@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from logging import DEBUG, WARNING, getLogger
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,17 +16,16 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.calls import call, spared
-from flower_ext.training.isolation import isolated
-from flower_ext.training.params import shaken, to_device
+from flower_ext.training.isolation import attempted
+from flower_ext.training.model_calls import call_with, writable_features
+from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
+from flower_ext.training.trials.batch_invariance import evaluates_independently
 
 log = getLogger("flwr")
 
-R = TypeVar("R")
-
 _shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""By model's blueprint, the failing scores that the log has already."""
+"""By factory of models, the failing scores that the log has already."""
 
 
 def evaluate(
@@ -41,7 +39,9 @@ def evaluate(
         As `predict`.
     """
     outputs = predict(task, params, examples.features, batch_size=batch_size)
-    return score(task, outputs, trees.to(examples.targets, task.torch_device()))
+    targets = trees.to(examples.targets, task.torch_device())
+    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
+    return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
 def _evaluate_alone(
@@ -72,7 +72,7 @@ def predict(
     weights = to_device(params, device)
     parts = trees.split(features, batch_size)
     return _joined(
-        [call(model, weights, spared(task, trees.to(x, device))) for x in parts],
+        [call_with(model, weights, writable_features(task, trees.to(x, device))) for x in parts],
         [trees.length(x) for x in parts],
     )
 
@@ -87,9 +87,9 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         for name, leaf in trees.named("outputs", output):
             rows = leaf.shape[:1] if isinstance(leaf, Tensor) else None
             if leaf is not None and rows != (size,):
-                found = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
+                form = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
                 raise InvalidValue(
-                    f"{name} of {found} for a mini-batch of {size} examples: expected one row per "
+                    f"{name} of {form} for a mini-batch of {size} examples: expected one row per "
                     f"example, because the outputs of {len(sizes)} mini-batches with {sum(sizes)} "
                     "examples are joined: let the model return tensors such as logits, and let "
                     "loss and metrics read these"
@@ -101,59 +101,29 @@ def _cat(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.cat(leaves)
 
 
-def score(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and the task's metrics."""
-    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
-    return {"loss": float(task.loss(outputs, targets)), **scores}
-
-
 def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the scores of `score`, with NaN for each that raises an error.
+    """Return the mean loss and the task's metrics, with NaN for each that raises an error.
 
     Raises
     ------
     Exception
         The first error, if all of them raise one.
     """
-    scores: dict[str, float] = {}
-    errors: dict[str, Exception] = {}
+
+    def value(metric: Callable[..., Any]) -> float:
+        return float(metric(outputs, targets))
+
     metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
-    for name, metric in metrics.items():
-        try:
-            with isolated():
-                scores[name] = float(metric(outputs, targets))
-        except Exception as error:  # of this score alone, of any type
-            scores[name], errors[name] = math.nan, error
-    if len(errors) == len(scores):
+    values = {name: attempted(value, metric) for name, metric in metrics.items()}
+    errors = {name: v for name, v in values.items() if isinstance(v, Exception)}
+    if len(errors) == len(values):
         raise next(iter(errors.values()))
     for name, failure in errors.items():
-        shown = _shown.setdefault(task.blueprint, set())
+        shown = _shown.setdefault(task.factory, set())
         level = DEBUG if name in shown else WARNING  # once, and not for each client and round
         log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)
-    return scores
-
-
-def evaluate_many(
-    task: Task,
-    models: Sequence[Mapping[str, Tensor]],
-    examples: Sequence[Examples],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[dict[str, float]]:
-    """Return the scores of each model on its own examples; see `evaluate_each`.
-
-    Raises
-    ------
-    Exception
-        The first error that `evaluate_each` returns.
-    """
-    scores = []
-    for found in evaluate_each(task, models, examples, memory_limit=memory_limit):
-        if isinstance(found, Exception):
-            raise found
-        scores.append(found)
-    return scores
+    return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}
 
 
 def evaluate_each(
@@ -178,21 +148,22 @@ def evaluate_each(
     scores: dict[int, dict[str, float] | Exception] = {}
     for members in sharing.values():
         like = examples[members[0]].features
-        single = isinstance(like, Tensor)
-        if not (single and _looks_at_each_alone(task.model, like.shape[1:], like.dtype)):
-            scores |= {i: _or_error(_evaluate_alone, task, models[i], examples[i]) for i in members}
+        together = isinstance(like, Tensor) and evaluates_independently(
+            task.model, like.shape[1:], like.dtype
+        )
+        if not together:
+            scores |= {i: attempted(_evaluate_alone, task, models[i], examples[i]) for i in members}
             continue
-        for part in _portions(
-            members, [examples[i].features.nbytes for i in members], memory_limit
-        ):
-            own = [examples[index] for index in part]
-            outputs = _outputs(task, models[part[0]], [one.features for one in own])
-            for index, one, output in zip(part, own, outputs, strict=True):
+        sizes = [examples[index].features.nbytes for index in members]
+        for portion in _portions(members, sizes, memory_limit):
+            features = [examples[index].features for index in portion]
+            outputs = _outputs(task, models[portion[0]], features)
+            for index, output in zip(portion, outputs, strict=True):
                 if isinstance(output, Exception):
                     scores[index] = output
                 else:
-                    targets = trees.to(one.targets, output.device)
-                    scores[index] = _or_error(score_each_alone, task, output, targets)
+                    targets = trees.to(examples[index].targets, output.device)
+                    scores[index] = attempted(score_each_alone, task, output, targets)
     return [scores[index] for index in range(len(models))]
 
 
@@ -200,55 +171,24 @@ def _outputs(
     task: Task, model: Mapping[str, Tensor], features: Sequence[Tensor]
 ) -> Sequence[Tensor | Exception]:
     """Return the outputs for each client's features, which pass together, or their errors."""
-    sizes = [len(own) for own in features]
-    together = _or_error(predict, task, model, torch.cat([*features]))
+    sizes = [*map(len, features)]
+    together = attempted(predict, task, model, torch.cat([*features]))
     if not isinstance(together, Exception):
         return torch.split(together, sizes)
-    if len(features) == 1:
-        return [together]
-    errors = [_or_error(predict, task, model, own) for own in features]
+    alone = [attempted(predict, task, model, x) for x in features]
     # Zeros replace features that raise, so that all others round as they would beside values.
     sound = [
-        torch.zeros_like(own) if isinstance(error, Exception) else own
-        for own, error in zip(features, errors, strict=True)
+        torch.zeros_like(x) if isinstance(output, Exception) else x
+        for x, output in zip(features, alone, strict=True)
     ]
-    again = _or_error(predict, task, model, torch.cat(sound))
-    if isinstance(again, Exception):  # an error of the batch itself, such as too little memory
-        return errors
-    outputs = torch.split(again, sizes)
+    together = attempted(predict, task, model, torch.cat(sound))
+    if isinstance(together, Exception):  # an error of the batch itself, such as too little memory
+        return alone
+    outputs = torch.split(together, sizes)
     return [
         error if isinstance(error, Exception) else output
-        for error, output in zip(errors, outputs, strict=True)
+        for error, output in zip(alone, outputs, strict=True)
     ]
-
-
-def _or_error(function: Callable[..., R], *given: object) -> R | Exception:
-    try:
-        with isolated():
-            return function(*given)
-    except Exception as error:  # a model or a loss may raise anything for a client's examples
-        return error
-
-
-@lru_cache(maxsize=64)
-def _looks_at_each_alone(
-    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
-) -> bool:
-    """Return True if the model in evaluation returns one independent row per example."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randint(2, (3, *shape), generator=random).to(dtype)
-    if dtype.is_floating_point:
-        x.normal_(generator=random)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            model = build().eval()
-            model.load_state_dict(shaken(dict(model.named_parameters()), random), strict=False)
-            together, each = model(x.clone()), [model(x[i : i + 1].clone()) for i in range(3)]
-            if not isinstance(together, Tensor):
-                return False
-            return len(together) == 3 and torch.allclose(torch.cat(each), together, 1e-3, 1e-4)
-        except Exception:  # a model may raise anything for random examples
-            return False
 
 
 def _portions(members: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

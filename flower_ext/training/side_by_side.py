@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import train_each
 from flower_ext.training.dp.dp_sgd import ClippedJob, StepNoise, train_clipped_steps
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import attempted, isolated
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -139,11 +139,11 @@ def side_by_side(
     results: dict[int, R | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}
 
-    def go_on(index: int, steps: Steps[T], trained: Any) -> None:
+    def advance(index: int, steps: Steps[T], model: Any) -> None:
         try:
             with isolated():
-                failed = isinstance(trained, Exception)
-                training = steps.throw(trained) if failed else steps.send(trained)
+                failed = isinstance(model, Exception)
+                training = steps.throw(model) if failed else steps.send(model)
             waiting[index] = steps, training
         except StopIteration as end:
             results[index] = attempted(finish, index, end.value)
@@ -152,7 +152,7 @@ def side_by_side(
 
     for index, run in enumerate(runs):
         if isinstance(run, Generator):
-            go_on(index, run, None)
+            advance(index, run, None)
         elif isinstance(run, Exception):
             results[index] = run
         else:
@@ -162,20 +162,11 @@ def side_by_side(
         for index, (_, training) in waiting.items():
             alike[training.solve, training.names].append(index)
         for members in alike.values():
-            asked = [waiting.pop(index) for index in members]
-            solved = _solved([training for _, training in asked], memory_limit)
-            for index, (steps, _), trained in zip(members, asked, solved, strict=True):
-                go_on(index, steps, trained)
+            batch = [waiting.pop(index) for index in members]
+            models = _solved([training for _, training in batch], memory_limit)
+            for index, (steps, _), model in zip(members, batch, models, strict=True):
+                advance(index, steps, model)
     return [results[index] for index in sorted(results)]
-
-
-def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
-    """Return the result of one client's step, or its error, which affects no other client."""
-    try:
-        with isolated():
-            return step(*given)
-    except Exception as error:  # data and methods may raise anything
-        return error
 
 
 def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
@@ -198,7 +189,11 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
         if len(jobs) == 1:
             yield error
             return
+
+    def train_alone(job: Job) -> Any:
+        (model,) = solve([job])
+        return model
+
     for job, state in zip(jobs[done:], states[done:], strict=True):
         job.generator.set_state(state)
-        made = attempted(lambda job=job: [*solve([job])])
-        yield made if isinstance(made, Exception) else made[0]
+        yield attempted(train_alone, job)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import Blueprint, blueprint
+from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import Params
 
 
@@ -98,7 +98,7 @@ class Task:
         object.__setattr__(self, "loss", _hashable(self.loss))  # a key of caches
         trainable = None if self.trainable is None else tuple(self.trainable)
         object.__setattr__(self, "trainable", trainable)
-        object.__setattr__(self, "model", blueprint(self.model, trainable))
+        object.__setattr__(self, "model", factory_of(self.model, trainable))
 
     @property
     def compares_examples(self) -> bool:
@@ -111,12 +111,12 @@ class Task:
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the tensors that travel, parameters and buffers, by name."""
-        return {name: tuple(shape) for name, (shape, _) in self.blueprint.travelling.items()}
+        return {name: tuple(shape) for name, (shape, _) in self.factory.travelling.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Types of the tensors that travel, parameters and buffers, by name."""
-        return {name: dtype for name, (_, dtype) in self.blueprint.travelling.items()}
+        return {name: dtype for name, (_, dtype) in self.factory.travelling.items()}
 
     def torch_device(self) -> torch.device:
         """Return the device on which this process trains."""
@@ -129,7 +129,7 @@ class Task:
 
         Frozen tensors are left out. Raises ValueError if the whole model is frozen.
         """
-        return self.blueprint.initial(seed)
+        return self.factory.initial(seed)
 
     @property
     def fingerprint(self) -> str:
@@ -140,13 +140,13 @@ class Task:
         If ``data`` has a fingerprint, as `Features` has of its frozen front, it is appended to the
         model's.
         """
-        parts = (self.blueprint.fingerprint, getattr(self.data, "fingerprint", ""))
+        parts = (self.factory.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)
 
     @property
-    def blueprint(self) -> Blueprint:
+    def factory(self) -> ModelFactory:
         """The model's factory, with the facts known about its frozen parts."""
-        assert isinstance(self.model, Blueprint)
+        assert isinstance(self.model, ModelFactory)
         return self.model
 
 

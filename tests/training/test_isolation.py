@@ -113,6 +113,7 @@ def test_settings_that_a_client_leaves_move_the_sum_by_one_norm_at_most(name):
 def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
     monkeypatch.setattr(unmoved, "isolated", nullcontext)
     monkeypatch.setattr("flower_ext.training.side_by_side.isolated", nullcontext)
+    monkeypatch.setattr("flower_ext.training.isolation.isolated", nullcontext)
     try:
         assert moved(raising(CHANGES["gradients"]), Noisy) > 2
     finally:

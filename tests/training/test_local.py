@@ -19,8 +19,8 @@ from flower_ext.training import (
     train,
     train_many,
 )
-from flower_ext.training.calls import fewest_rows, spared
 from flower_ext.training.local import batches, perturbation
+from flower_ext.training.model_calls import fewest_rows, writable_features
 from flower_ext.training.objective import Linear
 
 
@@ -420,7 +420,7 @@ def test_evaluation_and_training_leave_the_examples_as_they_are(model):
 
 def test_a_model_that_leaves_its_features_alone_is_given_them_uncopied():
     x = examples().features
-    assert spared(task(), x) is x
+    assert writable_features(task(), x) is x
 
 
 def test_selecting_nothing_to_train_is_an_error():

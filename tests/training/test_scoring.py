@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Task, accuracy, evaluate, evaluate_each, evaluate_many
+from flower_ext.training import Task, accuracy, evaluate, evaluate_each
 from tests.support.jobs import SGD, UNEVEN, Dense, jobs_of, problem
 
 
@@ -50,7 +50,7 @@ def test_models_that_mix_examples_are_scored_one_by_one(model):
     params = {name: p + 0.1 * torch.randn_like(p) for name, p in task.initial_params(0).items()}
     examples = [job.examples for job in jobs_of(Dense, [SGD], UNEVEN)]
     for ours, own in zip(
-        evaluate_many(task, [params] * len(examples), examples), examples, strict=True
+        evaluate_each(task, [params] * len(examples), examples), examples, strict=True
     ):
         assert ours == pytest.approx(evaluate(task, params, own), abs=1e-6)
 
@@ -62,7 +62,7 @@ def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
     models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]
     examples = [job.examples for job in jobs]
     for ours, model, own in zip(
-        evaluate_many(problem(), models, examples, memory_limit=memory_limit),
+        evaluate_each(problem(), models, examples, memory_limit=memory_limit),
         models,
         examples,
         strict=True,

@@ -17,7 +17,6 @@ from flower_ext.training import (
     Proximal,
     accuracy,
     evaluate,
-    evaluate_many,
     train_groups,
     train_many,
     train_surely,
@@ -182,8 +181,8 @@ def test_a_tree_is_scored_as_a_packed_tensor(which):
     models = [PACKED.initial_params(seed) for seed in (1, 2, 3)]
     models[2] = models[0]
     data = [packed(size, size) for size in (7, 12, 5)]
-    theirs = evaluate_many(PACKED, models, data)
-    ours = evaluate_many(task, models, [form(own) for own in data])
+    theirs = evaluate_each(PACKED, models, data)
+    ours = evaluate_each(task, models, [form(own) for own in data])
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other)
         assert set(one) == {"loss", "accuracy"}

@@ -67,9 +67,9 @@ from flower_ext.training import (
     Task,
     difference,
 )
-from flower_ext.training.apart import require_apart
 from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
+from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -369,9 +369,9 @@ class ClientSide:
 
 
 def _kept_apart(task: Task, data: ClientData, *, hidden: bool) -> ClientData:
-    """Return the data, or no data where no trial can be made of them, after `require_apart`."""
+    """Return the data; no data where a trial of the model cannot be made of them."""
     try:
-        require_apart(task, data.train)
+        refuse_state_between_trainings(task, data.train)
     except Exception as error:
         if is_tellable(error) or not hidden:
             raise

@@ -23,15 +23,15 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
 from flower_ext.training.batched.form import MEMORY_LIMIT, OfferedForm
 from flower_ext.training.batched.unfused import faster_alone
-from flower_ext.training.blueprint import in_training
-from flower_ext.training.calls import refusing_layer
-from flower_ext.training.hulls import stays_as_it_is
 from flower_ext.training.local import SGD, Job, LocalTraining, train_job
+from flower_ext.training.model_calls import refusing_layer
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task
+from flower_ext.training.trials.snapshots import leaves_attributes_unchanged
 
 log = getLogger("flwr")
 
@@ -118,7 +118,7 @@ class _Trial(NamedTuple):
             features.normal_(generator=random)
         targets = torch.randint(2, (count, *self.shape), generator=random).to(self.dtype)
         return Job(
-            params=self.task.blueprint.like_initial(seed),
+            params=self.task.factory.like_initial(seed),
             examples=Examples(features, targets),
             training=training,
             generator=random,
@@ -161,7 +161,9 @@ def _trains_alike(trial: _Trial, form: OfferedForm) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("the form does not take the random jobs of a trial")
-        if not stays_as_it_is(in_training(trial.kind.build()), jobs[0].examples.features):
+        if not leaves_attributes_unchanged(
+            in_training(trial.kind.build()), jobs[0].examples.features
+        ):
             raise InvalidValue("a pass changes attributes of the model")
         return form.minimise(jobs, lambda name: True)
 

@@ -21,12 +21,13 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, ManyModels, Target
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
-from flower_ext.training.blueprint import in_training
-from flower_ext.training.calls import spared
 from flower_ext.training.dropout import Draws
-from flower_ext.training.local import Job, batch_rows, own_generator
+from flower_ext.training.local import Job, batch_rows
+from flower_ext.training.model_calls import writable_features
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
+from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -120,7 +121,7 @@ class Stack:
         self.rest = params
         self.batches = Batches(jobs, self.device, draws=self.models.draws, rows=rows)
         self.generators = [
-            own_generator(job.generator) if self.models.draws else None for job in jobs
+            draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
         self._shape: tuple[Sequence[int], bool] | None = None
         # Can the loss be computed for all examples at once, each with the same weight?
@@ -191,7 +192,7 @@ class Stack:
     ) -> None:
         """Send each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
-        x = spared(self.task, batch.x, batched=2)
+        x = writable_features(self.task, batch.x, batched=2)
         generators = self.generators[: len(batch.x)]
         if climbs is not None:
             generators = [g if climb else None for g, climb in zip(generators, climbs, strict=True)]

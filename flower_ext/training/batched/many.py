@@ -18,11 +18,11 @@ from flower_ext.training.batched.batchable import trains_alike, why_apart, why_u
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedForm
 from flower_ext.training.batched.grouping import InBatches, InInvariantBatches, alike
-from flower_ext.training.hulls import hull_of
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
+from flower_ext.training.templates import template_of
 
 _TYPICAL_ROWS = 32
 
@@ -187,8 +187,8 @@ def _offered(task: Task, job: Job) -> Iterator[OfferedForm]:
         if (form := form_for(task, job)) is None:
             continue
         # Known layers show all that they do, so the cost of a trial can be saved.
-        hull = hull_of(task.blueprint, task.torch_device())
-        if (hull is not None and hull.known) or trains_alike(task, job, form):
+        template = template_of(task.factory, task.torch_device())
+        if (template is not None and template.known) or trains_alike(task, job, form):
             yield form
 
 

@@ -27,8 +27,8 @@ from flower_ext.training.batched.layers import (
     by_model,
     usual,
 )
-from flower_ext.training.blueprint import seeded
 from flower_ext.training.dropout import Draws, own_dropout
+from flower_ext.training.seeding import seeded
 
 
 def hooked(model: nn.Module) -> bool:

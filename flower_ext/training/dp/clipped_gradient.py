@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
 
@@ -28,17 +28,20 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.blueprint import seeded
-from flower_ext.training.calls import call, spared
-from flower_ext.training.dp.alone import built, loss_alone, slopes_alone
-from flower_ext.training.dp.memory import refuse_memory
-from flower_ext.training.dp.one_pass import Loss, OnePass
-from flower_ext.training.dp.per_example import Parts, Rows, is_known
-from flower_ext.training.dp.single import check_single_examples
-from flower_ext.training.dp.trial import Trial, unlike_examples
-from flower_ext.training.isolation import isolated
-from flower_ext.training.params import Params, clone, shaken, sizes
+from flower_ext.training.dp.one_pass import OnePass
+from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
+from flower_ext.training.isolation import attempted
+from flower_ext.training.params import Params, clone, sizes
+from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
+from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.single_examples import (
+    Loss,
+    gradient_alone,
+    loss_alone,
+    model_of_single_examples,
+    require_single_examples,
+)
 
 log = getLogger("flwr")
 
@@ -73,7 +76,7 @@ class ClippedGradient:
         The loss compares examples, or the model has batch normalisation. On a call: the model or
         the loss keeps something between examples, features have another type than the model's
         numbers, or the model learns from no random example by itself (see
-        `check_single_examples`).
+        `require_single_examples`).
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model, self.followed = built(task, names), built(task, names)
+        self.model, self.followed = (model_of_single_examples(task, names) for _ in range(2))
         with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
             unfuse(self.followed)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
@@ -102,7 +105,7 @@ class ClippedGradient:
         """True if layers keep examples apart; None until there are examples (see `_choose`)."""
         self._one_pass = OnePass(self.model, names, self.layers)
         self._known: _Known | None = None
-        self._told: set[int] = set()
+        self._logged: set[int] = set()
         holders = [
             m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None
         ]
@@ -113,8 +116,8 @@ class ClippedGradient:
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
         """Return the sum at ``params`` (the whole model), on (examples, …); zero without any."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
-        for name, own in self.params.items():
-            own.copy_(params[name])
+        for name, parameter in self.params.items():
+            parameter.copy_(params[name])
         empty = trees.length(features) == 0
         # Only the first training of a process has trials: their draws must not move its own.
         with self._draws(0):
@@ -123,13 +126,13 @@ class ClippedGradient:
                 self._choose(features, targets)
         if empty:
             return summed
-        some = False
+        any_passes = False
         for x, y in trees.split((features, targets), self.width):
-            for parts, there in self._gradients(x, y):
-                self._add(summed, parts, there)
-                some = some or bool(there.any())
-        if not some:
-            self._tell(ERROR, "the loss raises for every example: check the task and the data")
+            for parts, passes in self._gradients(x, y):
+                self._add(summed, parts, passes)
+                any_passes = any_passes or bool(passes.any())
+        if not any_passes:
+            self._log_once(ERROR, "the loss raises for every example: check the task and the data")
         return summed
 
     @property
@@ -137,11 +140,11 @@ class ClippedGradient:
         """The number of examples of each pass, the same for every batch."""
         return self._widest if self.in_one_pass else self._narrow
 
-    def _add(self, summed: Params, parts: Parts, there: Tensor) -> None:
-        """Add the clipped gradients of the examples that are ``there`` and finite."""
+    def _add(self, summed: Params, parts: Parts, passes: Tensor) -> None:
+        """Add the clipped gradients of the examples that pass without an error and are finite."""
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
-        factors = factors.where(there, 0.0)
+        factors = factors.where(passes, 0.0)
         if not bool((sound := norms.isfinite()).all()):
             parts = {name: part.only(sound) for name, part in parts.items()}
             factors = factors.where(sound, 0.0)
@@ -154,23 +157,23 @@ class ClippedGradient:
         if not (self.in_one_pass or self.by_vmap):
             yield self._in_a_loop(x, y)
             return
-        seed, there = _seed(), torch.ones(count, dtype=torch.bool, device=device)
+        seed, passes = _seed(), torch.ones(count, dtype=torch.bool, device=device)
         parts = self._attempted(x, y, seed)
         if parts is None:
-            there = torch.tensor(self._pass_alone(x, y, seed), device=device)
+            passes = torch.tensor(self._pass_alone(x, y, seed), device=device)
             # A stand-in keeps the places, and with them the random draws, of all other examples.
             rows = torch.arange(count, device=device)
-            x, y = trees.rows((x, y), rows.where(there, there.int().argmax()))
+            x, y = trees.rows((x, y), rows.where(passes, passes.int().argmax()))
             parts = self._attempted(x, y, seed)
         if parts is not None:
-            yield parts, functional.pad(there, (0, self.width - count))
+            yield parts, functional.pad(passes, (0, self.width - count))
 
     def _pass_alone(self, x: Tree, y: Tree, seed: int) -> list[bool]:
         """Return for each example True if it passes without an error."""
         if self._attempted(x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
-            self._tell(WARNING, "an example's loss raises: counts as zero")
+            self._log_once(WARNING, "an example's loss raises: counts as zero")
             return [False]
         halves = trees.split((x, y), -(-trees.length(x) // 2))
         return [passes for x, y in halves for passes in self._pass_alone(x, y, seed)]
@@ -179,17 +182,17 @@ class ClippedGradient:
         """Return gradients of examples that pass together; None if the pass raises."""
         more = self.width - trees.length(x)
 
-        def widened(leaf: Tensor) -> Tensor:
+        def widened(leaf: Tensor) -> Tensor:  # a copy, into which the model may write
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         x, y = trees.mapped(widened, (x, y))
         follow = self._one_pass if self.in_one_pass else self._by_vmap
-        try:
-            with self._draws(seed), isolated():
-                return follow(spared(self.task, x), y, self.task.loss)
-        except Exception:  # a model or a loss may raise anything for a record
-            log.debug("a pass raises", exc_info=True)
+        with self._draws(seed):
+            parts = attempted(follow, x, y, self.task.loss)
+        if isinstance(parts, Exception):
+            log.debug("a pass raises", exc_info=parts)
             return None
+        return parts
 
     def _draws(self, seed: int) -> AbstractContextManager[None]:
         """Let random draws, as of dropout, depend on an example's place alone."""
@@ -200,19 +203,20 @@ class ClippedGradient:
 
         One pass finds every example's own gradient, unless a layer treats patches or times as rows,
         a layer is used twice, or examples mix. A trial checks that, and that the bits of an example
-        depend neither on its place nor on the others. A model may also change its operations by the
-        values that it sees; such a model is refused (`watched`). Trials use random examples, so the
-        choice depends on nobody's data.
+        depend neither on its place nor on the others. A model whose operations depend on values
+        takes another way, too (`watched`). Trials use random examples, so the choice depends on
+        nobody's data.
         """
         known = self._known_of(features, targets)
-        trial = Trial(self._one_pass, self.params, self._own)
-        examples, loss = (features, targets), self.task.loss
+        trial = BatchInvarianceTrial(self.model, self.params, self.names)
+        example = features, targets, self.task.loss
         if self.in_one_pass is not False:
             if known.in_one_pass is None:
+                one_pass, count = self._one_pass, self._widest
                 known.in_one_pass = (
-                    _holds(trial.tells_apart, *examples, loss)
-                    and _holds(trial.is_like, features, self._widest)
-                    and _holds(trial.is_steady, *examples, loss, self._one_pass, self._widest)
+                    _holds(one_pass.prepare, features, count)
+                    and _holds(trial.finds_own_gradients, *example, one_pass, count)
+                    and _holds(trial.is_batch_invariant, *example, one_pass, count)
                 )
                 known.last = self._one_pass.last
             self._one_pass.last = known.last
@@ -220,43 +224,18 @@ class ClippedGradient:
         if not self.in_one_pass and self.by_vmap is None:
             if known.by_vmap is None:
                 known.by_vmap = _holds(
-                    trial.is_steady, *examples, loss, self._by_vmap, self._narrow
+                    trial.is_batch_invariant, *example, self._by_vmap, self._narrow
                 )
                 how = "by vmap" if known.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
             self.by_vmap = known.by_vmap
 
     def _check_model(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model that keeps something, or learns from no example by itself.
-
-        No record is read.
-        """
+        """Refuse a model that keeps something, or learns from no example by itself."""
         known = self._known_of(features, targets)
-        if known.learns_singly:
-            return
-        self._refuse_memory(features, targets)
-        chosen = {name: self.params[name] for name in self.names}
-        # Below a head that begins at zero all outputs would be equal.
-        random = shaken(chosen, torch.Generator().manual_seed(0))
-        check_single_examples(
-            type(self.model).__name__,
-            lambda x: call(self.model, {**self.params, **self._buffers(), **random}, x),
-            lambda x, y: self._slopes(random, self.task.loss, x, y),
-            features,
-            targets,
-        )
-        known.learns_singly = True
-
-    def _refuse_memory(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model or a loss that keeps something of an example, which others would see.
-
-        An accelerator is tried with zeros and ones alone, and a processor with other integers too.
-        """
-        cpu = torch.device("cpu")
-        for device in dict.fromkeys((self.task.torch_device(), cpu)):
-            examples = unlike_examples(features, targets, self.model, integers=device == cpu)
-            task = replace(self.task, device=str(device))
-            refuse_memory(task, self.names, *trees.to(examples, device))
+        if not known.learns_singly:
+            require_single_examples(self.task, self.names, features, targets)
+            known.learns_singly = True
 
     def _known_of(self, features: Tree, targets: Tree) -> _Known:
         """Return the facts about this model on examples of these shapes and types."""
@@ -267,10 +246,6 @@ class ClippedGradient:
             self._known = _known(*kind, sizes(self.params), tuple(self.names), *shape)
         return self._known
 
-    def _buffers(self) -> Params:
-        """Return copies of the model's buffers, so that the next example sees no change."""
-        return clone(dict(self.model.named_buffers()))
-
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
@@ -280,40 +255,38 @@ class ClippedGradient:
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
             return loss_alone(self.followed, {**point, **chosen}, loss, x, y)
 
-        each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
-        return {name: Rows(gradient) for name, gradient in each.items()}
+        gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
+        return {name: GradientRows(gradient) for name, gradient in gradients.items()}
 
     def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Return every example's own gradient, for any model, and a mask of those that have one."""
-        every = []
+        gradients = []
         for pair in trees.each((x, y)):
             with self._draws(_seed()):
-                every.append(self._own(self.task.loss, *pair))
-        nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
-        found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
-        there = torch.tensor([own is not None for own in every], device=trees.first(x).device)
-        return {name: Rows(gradient) for name, gradient in found.items()}, there
+                gradients.append(self._gradient_alone(*pair))
+        zero = {name: torch.zeros_like(self.params[name]) for name in self.names}
+        stacks = {n: torch.stack([(gradient or zero)[n] for gradient in gradients]) for n in zero}
+        passes = torch.tensor([g is not None for g in gradients], device=trees.first(x).device)
+        return {name: GradientRows(stack) for name, stack in stacks.items()}, passes
 
-    def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
+    def _gradient_alone(self, x: Tree, y: Tree) -> Params | None:
         """Return the gradient of one example; None if it raises."""
-        try:
-            with isolated():
-                return self._slopes({n: self.params[n] for n in self.names}, loss, x, y)
-        except Exception as error:  # a model or a loss may raise anything for a record
-            self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
-            log.debug("an example's loss raises", exc_info=True)
-            return None
-
-    def _slopes(self, chosen: Mapping[str, Tensor], loss: Loss, x: Tree, y: Tree) -> Params:
-        """Return the gradient of one example at the trained parameters ``chosen``."""
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
-        return slopes_alone(self.model, {**self.params, **chosen}, [*chosen], loss, x, y)
+        gradient = attempted(
+            gradient_alone, self.model, self.params, self.names, self.task.loss, x, y
+        )
+        if isinstance(gradient, Exception):
+            kind = type(gradient).__name__
+            self._log_once(WARNING, f"an example's loss raises {kind}: counts as zero")
+            log.debug("an example's loss raises", exc_info=gradient)
+            return None
+        return gradient
 
-    def _tell(self, level: int, what: str) -> None:
+    def _log_once(self, level: int, message: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""
-        if level not in self._told:
-            self._told.add(level)
-            log.log(level, what)
+        if level not in self._logged:
+            self._logged.add(level)
+            log.log(level, message)
 
 
 @dataclass
@@ -331,11 +304,11 @@ def _known(*kind: Hashable) -> _Known:
     return _Known()
 
 
-def _holds(check: Callable[..., bool], *facts: object) -> bool:
+def _holds(check: Callable[..., bool], *arguments: object) -> bool:
     """Return the result of ``check``; False if the model raises."""
     try:
-        return check(*facts)
-    except Exception:
+        return check(*arguments)
+    except Exception:  # a model may raise anything for random examples
         log.debug("%s raises", check.__name__, exc_info=True)
         return False
 

@@ -6,7 +6,6 @@ Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public div
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,16 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import (
+    require_count,
+    require_not_negative,
+    require_positive,
+    require_rate,
+)
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.blueprint import seeded
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import SGD, Job, batches, gradient, own_seed
+from flower_ext.training.local import SGD, Job, batches, gradient
 from flower_ext.training.params import Params
 from flower_ext.training.problem import local_problem
+from flower_ext.training.seeding import draws_seed, seeded
 from flower_ext.training.task import Task
 
 
@@ -53,15 +57,11 @@ class DpSgdTraining:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        require("steps", self.steps >= 0, "an integer >= 0")
-        require("sampling_rate", 0 < self.sampling_rate <= 1, "a number in (0, 1]")
+        require_count("steps", self.steps)
+        require_rate("sampling_rate", self.sampling_rate)
         for name in ("batch_size", "learning_rate", "clipping_norm"):
             require_positive(name, getattr(self, name))
-        require("noise_multiplier", 0 <= self.noise_multiplier < math.inf, "a finite number >= 0")
+        require_not_negative("noise_multiplier", self.noise_multiplier)
 
 
 def train_dp_sgd(
@@ -109,8 +109,8 @@ def train_dp_sgd(
     draws = int(sampling.integers(2**62))
     with seeded(draws, devices=problem.device.type != "cpu"):
         for _ in range(training.steps):
-            drawn = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
-            rows = torch.from_numpy(drawn).to(problem.device)
+            sample = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
+            rows = torch.from_numpy(sample).to(problem.device)
             point = {**problem.rest, **weights}
             slope = clipped_gradient(point, *trees.rows((data.features, data.targets), rows))
             for name, noised in noise.add_gaussian(slope, stddev).items():
@@ -137,8 +137,7 @@ class StepNoise:
 
     def __post_init__(self) -> None:
         require_positive("clipping_norm", self.clipping_norm)
-        if not 0 <= self.stddev < math.inf:
-            raise InvalidValue(f"stddev={self.stddev!r}: expected a finite number >= 0")
+        require_not_negative("stddev", self.stddev)
 
 
 @dataclass(kw_only=True)
@@ -195,7 +194,7 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
         return torch.stack([term(point) for term in terms]).sum()
 
     data = job.examples.to(problem.device)
-    draws = own_seed(job.generator)
+    draws = draws_seed(job.generator)
     for number, (x, y) in enumerate(batches(data, training, job.generator)):
         with seeded(draws + number, devices=problem.device.type != "cpu"):
             step = clipped_gradient({**problem.rest, **weights}, x, y)

@@ -6,7 +6,7 @@ because other outputs might mix examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.nn import functional
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.calls import call, called
 from flower_ext.training.dp.per_example import Parts, gradients
-from flower_ext.training.dp.watched import watched
+from flower_ext.training.model_calls import call_model, call_with
 from flower_ext.training.params import clone
-
-Loss = Callable[[Any, Tree], Tensor]
+from flower_ext.training.trials.control_flow import watched
+from flower_ext.training.trials.deterministic import deterministic
+from flower_ext.training.trials.single_examples import Loss, has_rows
+from flower_ext.training.trials.trial_examples import random_examples
 
 
 class OnePass:
@@ -45,8 +46,8 @@ class OnePass:
 
     def __call__(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""
-        count, taken = trees.length(x), {}
-        went_out: dict[str, Tensor] = {}
+        count = trees.length(x)
+        inputs_of, outputs_of = dict[str, Tensor](), dict[str, Tensor]()
 
         def widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             rows = count + (self.last is not None)
@@ -55,10 +56,10 @@ class OnePass:
             return inputs
 
         def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            if name in taken:
+            if name in inputs_of:
                 raise RuntimeError(f"{name!r} is used twice")
-            taken[name] = inputs[0].detach()
-            went_out[name] = output if output.requires_grad else output.requires_grad_()
+            inputs_of[name] = inputs[0].detach()
+            outputs_of[name] = output if output.requires_grad else output.requires_grad_()
             return output
 
         hooks = [layer.register_forward_pre_hook(widen) for layer in self.layers.values()]
@@ -70,14 +71,31 @@ class OnePass:
             for hook in hooks:
                 hook.remove()
         slopes = torch.autograd.grad(
-            summed(loss, outputs, y, count), [*went_out.values()], allow_unused=True
+            summed(loss, outputs, y, count), [*outputs_of.values()], allow_unused=True
         )
         parts: dict[str, Any] = {}
-        for name, slope in zip(went_out, slopes, strict=True):
+        for name, slope in zip(outputs_of, slopes, strict=True):
             if slope is not None:
-                own = gradients(self.layers[name], taken[name][:count], slope[:count])
-                parts |= {f"{name}.{leaf}".removeprefix("."): part for leaf, part in own.items()}
+                of_layer = gradients(self.layers[name], inputs_of[name][:count], slope[:count])
+                for leaf, part in of_layer.items():
+                    parts[f"{name}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names if name in parts}
+
+    def prepare(self, features: Tree, count: int) -> bool:
+        """Choose the extra example, if the model needs one for passes over ``count`` examples.
+
+        Raises
+        ------
+        ReadsValues
+            The model's operations depend on values.
+        """
+        generator = torch.Generator().manual_seed(0)
+        pair = random_examples(features, 2, generator)
+        self.last = trees.mapped(lambda leaf: leaf[1:], pair)
+        with deterministic():
+            if not self.reads_last(random_examples(features, count, generator)):
+                self.last = None
+        return True
 
     def reads_last(self, x: Tree) -> bool:
         """Return True if the model's operations depend on its last example, the same in every pass.
@@ -87,9 +105,9 @@ class OnePass:
         ReadsValues
             The operations depend on other examples too.
         """
-        given = self._with_last(x)
-        with watched([leaf for _, leaf in trees.named("", given)], self.model) as watch:
-            called(self.model, given)
+        features = self._with_last(x)
+        with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:
+            call_model(self.model, features)
         return watch.needs_last
 
     def _with_last(self, x: Tree) -> Tree:
@@ -102,16 +120,13 @@ class OnePass:
         # The next pass must find the buffers as they were: the number of passes is private.
         buffers = clone(dict(self.model.named_buffers()))
         given = self._with_last(x)
-        outputs = call(self.model, buffers, given) if buffers else called(self.model, given)
+        outputs = (
+            call_with(self.model, buffers, given) if buffers else call_model(self.model, given)
+        )
         if self.last is None:
             return outputs
         rows = count + 1
         return trees.mapped(lambda leaf: leaf[:-1] if has_rows(leaf, rows) else leaf, outputs)
-
-
-def has_rows(leaf: Any, count: int) -> bool:
-    """Return True if an output may have one row for each of ``count`` examples."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
 def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
@@ -123,11 +138,13 @@ def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
     def alone(rows: Mapping[str, Tensor], target: Tree) -> Tensor:
         left = iter(rows.values())
 
-        def own(leaf: Any) -> Any:
+        def with_one_row(leaf: Any) -> Any:
             if has_rows(leaf, count):
                 return next(left).unsqueeze(0)
             return None if isinstance(leaf, Tensor) else leaf
 
-        return loss(trees.mapped(own, outputs), trees.mapped(lambda t: t.unsqueeze(0), target))
+        return loss(
+            trees.mapped(with_one_row, outputs), trees.mapped(lambda t: t.unsqueeze(0), target)
+        )
 
     return vmap(alone)(rows, y).sum()

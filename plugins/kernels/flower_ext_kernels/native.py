@@ -27,7 +27,7 @@ import numpy as np
 import flower_ext
 from flower_ext.errors import FlowerExtError
 from flower_ext.training import dropout
-from flower_ext.training.kept import keep, recall
+from flower_ext.training.cached_files import read_cached, write_cached
 
 _HERE = Path(__file__).parent
 _SOURCES = [
@@ -91,7 +91,7 @@ def _kept(folders: Sequence[Path]) -> bytes:
     """Return the object file from the first of ``folders`` that has it whole."""
     name = _file_name()
     for folder in folders:
-        if (code := recall(folder / name)) is not None:
+        if (code := read_cached(folder / name)) is not None:
             return code
     raise NotCompiled("run `python -m flower_ext_kernels` once per machine: it takes half a minute")
 
@@ -112,12 +112,12 @@ def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
     """
     folders, name = _folders() if folders is None else folders, _file_name()
     for folder in folders:
-        if recall(folder / name) is not None:
+        if read_cached(folder / name) is not None:
             return folder
     code = _compiled()
     for folder in folders:
         with suppress(OSError):
-            keep(folder / name, code)
+            write_cached(folder / name, code)
             return folder
     raise NotCompiled(f"none of the folders {[*map(str, folders)]} can be written")
 

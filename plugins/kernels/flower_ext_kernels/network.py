@@ -26,11 +26,12 @@ from torch.nn import functional
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.stacked import hooked
-from flower_ext.training.calls import refusing_layer
 from flower_ext.training.dropout import draw, words
-from flower_ext.training.local import Job, own_generator
+from flower_ext.training.local import Job
+from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, sizes
+from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 from flower_ext_kernels.chain import Layer, Part, chain
 from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
@@ -188,7 +189,7 @@ class CompiledNetwork:
     def _drawn(self, job: Job) -> Tensor:
         """Return all random numbers of dropout in a training, pass after pass."""
         count = self._draws(job)
-        return draw(count, own_generator(job.generator)) if count else _NO_TARGETS
+        return draw(count, draws_generator(job.generator)) if count else _NO_TARGETS
 
     def gains_alone(self, job: Job) -> bool:
         """Return True if one training, on one thread here, takes no longer than by PyTorch.

@@ -17,7 +17,7 @@ from flower_ext.training import (
     Task,
     cox_loss,
     evaluate,
-    evaluate_many,
+    evaluate_each,
     train,
     train_each,
 )
@@ -490,7 +490,7 @@ def test_clients_whose_examples_differ_in_shape_or_type_are_kept_apart(batched):
     same(models, one_by_one(task, [*jobs()]))
     assert sorted(batched) == [3, 3]
     examples = [job.examples for job in jobs()]
-    for ours, data in zip(evaluate_many(task, models[:1] * 8, examples), examples, strict=True):
+    for ours, data in zip(evaluate_each(task, models[:1] * 8, examples), examples, strict=True):
         assert ours == pytest.approx(evaluate(task, models[0], data), abs=1e-6)
 
 

@@ -150,9 +150,9 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, coun
 
 
 FORMS = {
-    "wide convolutional": (per_example.Rows, 1),
+    "wide convolutional": (per_example.GradientRows, 1),
     "deep convolutional": (per_example.Products, 1),
-    "sequences": (per_example.Rows, 1),
+    "sequences": (per_example.GradientRows, 1),
     "short sequences": (per_example.Products, 1),
     "dense": (per_example.Products, 2),
 }
@@ -170,7 +170,7 @@ def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatc
     kind, least = FORMS[which]
     weights = [p for n, p in parts.items() if n.endswith("weight")]
     assert sum(type(p) is kind for p in weights) >= least
-    assert all(type(p) is per_example.Rows for n, p in parts.items() if n.endswith("bias"))
+    assert all(type(p) is per_example.GradientRows for n, p in parts.items() if n.endswith("bias"))
 
 
 def test_patches_of_some_images_at_a_time_change_nothing(monkeypatch):

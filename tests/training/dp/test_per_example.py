@@ -56,7 +56,7 @@ def test_no_number_of_weights_makes_a_norm_too_small(kind):
     long = torch.full((1, 20_000_003), 0.7)
     exact = 0.7**2 * long.shape[1]
     if kind == "rows":
-        part = per_example.Rows(long)
+        part = per_example.GradientRows(long)
     else:
         part = per_example.Products(torch.full((1, 1, 1), 2.0), long.unsqueeze(1))
         exact *= 4
@@ -105,7 +105,7 @@ def test_squares_that_leave_the_range_of_single_precision_count(places, exponent
 
 @pytest.mark.parametrize("value", [1e-30, 1e-23, 1e-19, 1.0, 1e19, 1e30])
 def test_rows_of_any_size_have_the_right_norm(value):
-    part = per_example.Rows(torch.full((2, 1000), value) * torch.tensor([[1.0], [0.0]]))
+    part = per_example.GradientRows(torch.full((2, 1000), value) * torch.tensor([[1.0], [0.0]]))
     norms = part.squares().sqrt()
     assert float(norms[0]) == pytest.approx(value * 1000**0.5, rel=1e-4)
     assert float(norms[1]) == 0.0

@@ -92,6 +92,26 @@ def test_a_loss_that_keeps_something_is_refused():
         gradient(task.initial_params(0), *records())
 
 
+class FirstForHugeOnes(nn.Module):
+    """Keeps a number of its first example, which only a huge one would show in a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.first = nn.Linear(4, 3), None
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = float(x.detach().sum())
+        return self.layer(x) * (100.0 if self.first > 1e9 else 1.0)
+
+
+def test_what_a_first_example_leaves_is_refused_although_no_gradient_shows_it():
+    task = problem(FirstForHugeOnes)
+    gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
+    with pytest.raises(ValueError, match=r"model\.first changes"):
+        gradient(task.initial_params(0), *records())
+
+
 WORDS = torch.randint(2, 1000, (9, 5), generator=torch.Generator().manual_seed(4))
 BITS = torch.zeros(9, 4)
 BITS[0] = 1

@@ -20,14 +20,14 @@ from flower_ext.training import (
     Task,
     check_shareable,
     evaluate,
+    model_factory,
     train,
     train_dp_sgd,
     train_many,
 )
-from flower_ext.training import blueprint as blueprints
-from flower_ext.training.blueprint import Blueprint, blueprint
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import batches
+from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
 from tests.support.reference.clipped_gradient import by_loop
 
@@ -132,7 +132,7 @@ def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
 
 def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
     own = task(Backbone)
-    before = {name: value.clone() for name, value in own.blueprint.frozen.items()}
+    before = {name: value.clone() for name, value in own.factory.frozen.items()}
     assert set(before) == {
         *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
         *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
@@ -227,10 +227,10 @@ def test_a_fingerprint_tells_bases_apart_by_a_single_number_and_not_by_what_trai
 
 
 def test_equal_partials_are_one_factory():
-    assert blueprint(partial(nn.Linear, 2, out_features=3)) is blueprint(
+    assert factory_of(partial(nn.Linear, 2, out_features=3)) is factory_of(
         partial(nn.Linear, 2, out_features=3)
     )
-    assert blueprint(partial(nn.Linear, 2, out_features=3)) is not blueprint(
+    assert factory_of(partial(nn.Linear, 2, out_features=3)) is not factory_of(
         partial(nn.Linear, 2, out_features=4)
     )
 
@@ -247,8 +247,8 @@ class Settings:
 
 
 def test_a_method_of_equal_objects_is_one_factory():
-    assert blueprint(Settings(3).build) is blueprint(Settings(3).build)
-    assert blueprint(Settings(3).build) is not blueprint(Settings(4).build)
+    assert factory_of(Settings(3).build) is factory_of(Settings(3).build)
+    assert factory_of(Settings(3).build) is not factory_of(Settings(4).build)
 
 
 @pytest.mark.parametrize("factory", [Backbone, partial(Backbone, freeze=True), Settings(5).build])
@@ -256,9 +256,9 @@ def test_a_task_that_was_sent_builds_no_model_again(factory, monkeypatch):
     """On Ray each message carries the app, and with it a task."""
     own = task(factory)
     shapes = own.shapes
-    monkeypatch.setattr(Blueprint, "_built", None)  # building a model from here on fails
+    monkeypatch.setattr(ModelFactory, "_built", None)  # building a model from here on fails
     sent = pickle.loads(pickle.dumps(own))
-    assert sent.blueprint is own.blueprint
+    assert sent.factory is own.factory
     assert sent.shapes == shapes
 
 
@@ -266,10 +266,10 @@ def test_what_is_known_of_a_model_is_sent_to_where_it_is_not(monkeypatch):
     own = task(Backbone)
     frozen = own.fingerprint
     sent = pickle.dumps(own)
-    monkeypatch.setattr(blueprints, "_of_factory", lambda *given: Blueprint(*given))
-    monkeypatch.setattr(Blueprint, "_built", None)
+    monkeypatch.setattr(model_factory, "_factory_by", lambda key: ModelFactory(key.function))
+    monkeypatch.setattr(ModelFactory, "_built", None)
     elsewhere = pickle.loads(sent)
-    assert elsewhere.blueprint is not own.blueprint
+    assert elsewhere.factory is not own.factory
     assert elsewhere.fingerprint == frozen
 
 
@@ -322,8 +322,8 @@ def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
         return nn.Sequential(base, nn.Linear(4, 2))
 
     with pytest.raises(ValueError, match=r"'0.weight' has type .*: expected float32 or float64"):
-        blueprint(lambda: build(True)).initial(0)
-    assert list(blueprint(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]
+        factory_of(lambda: build(True)).initial(0)
+    assert list(factory_of(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]
 
 
 @pytest.mark.parametrize("names", [("b",), ("b.weight",)])
@@ -336,10 +336,10 @@ def test_an_option_that_names_a_tied_parameter_by_its_other_name_alone_says_so(n
 
     said = "names 'b.weight', which is tied to 'a.weight'"
     with pytest.raises(InvalidValue, match=f"trainable=.* {said}"):
-        blueprint(Twice, names).initial(0)
-    tied, travelling = blueprint(Twice).tied, blueprint(Twice).travelling
+        factory_of(Twice, names).initial(0)
+    tied, travelling = factory_of(Twice).tied, factory_of(Twice).travelling
     assert tied == {"b.weight": "a.weight"}
     for option in ("personal", "adaptive"):
         with pytest.raises(InvalidValue, match=f"{option}=.* {said}"):
             require_modules(option, names, travelling, tied)
-    assert {*blueprint(Twice, ("a.weight", "b")).initial(0)} == {"a.weight", "b.bias"}
+    assert {*factory_of(Twice, ("a.weight", "b")).initial(0)} == {"a.weight", "b.bias"}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
-from flower_ext.training.apart import require_apart
-from flower_ext.training.calls import refusing_layer
+from flower_ext.training.model_calls import refusing_layer
+from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 from tests.support.jobs import problem
 from tests.support.keeping import (
     HIDDEN,
@@ -87,14 +87,14 @@ def positions():
 )
 def test_a_model_that_shares_what_it_keeps_is_refused_by_the_name_of_the_place(build, place):
     with pytest.raises(ValueError, match=f"{place}.*other models see it"):
-        require_apart(problem(build), EXAMPLES)
+        refuse_state_between_trainings(problem(build), EXAMPLES)
 
 
 @pytest.mark.parametrize("build", [OfNumpy, OfPython])
 def test_a_model_that_draws_from_a_global_generator_is_refused_and_the_draws_are_put_back(build):
     before = positions()
     with pytest.raises(ValueError, match="global generator"):
-        require_apart(problem(build), EXAMPLES)
+        refuse_state_between_trainings(problem(build), EXAMPLES)
     assert positions() == before
 
 
@@ -102,9 +102,9 @@ def test_draws_are_noticed_under_any_of_numpys_generators():
     usual = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
-        require_apart(problem(lambda: nn.Linear(4, 3)), EXAMPLES)
+        refuse_state_between_trainings(problem(lambda: nn.Linear(4, 3)), EXAMPLES)
         with pytest.raises(ValueError, match="global generator"):
-            require_apart(problem(partial(OfNumpy)), EXAMPLES)
+            refuse_state_between_trainings(problem(partial(OfNumpy)), EXAMPLES)
     finally:
         np.random.set_bit_generator(usual)
 
@@ -113,17 +113,17 @@ def test_draws_are_noticed_under_any_of_numpys_generators():
 def test_a_model_that_keeps_something_out_of_sight_is_refused(build, monkeypatch):
     monkeypatch.setattr(HIDDEN, "kept", 0.0, raising=False)
     with pytest.raises(ValueError, match="a variable elsewhere changes"):
-        require_apart(problem(build), EXAMPLES)
+        refuse_state_between_trainings(problem(build), EXAMPLES)
 
 
 def test_each_odd_value_is_tried_by_itself():
     """A model that raises for one must not hide what it keeps of another."""
     with pytest.raises(ValueError, match=r"OfLargeNumbers\.kept"):
-        require_apart(problem(OfLargeNumbers), EXAMPLES)
+        refuse_state_between_trainings(problem(OfLargeNumbers), EXAMPLES)
 
 
 def test_a_model_that_random_examples_do_not_suit_is_left_to_its_training():
-    require_apart(problem(Unsuited), EXAMPLES)
+    refuse_state_between_trainings(problem(Unsuited), EXAMPLES)
 
 
 class RareWord(Tokens):
@@ -142,7 +142,7 @@ class RareWord(Tokens):
 def test_a_model_that_shares_a_rare_word_is_refused():
     words = Examples(torch.zeros(5, 3).long(), EXAMPLES.targets)
     with pytest.raises(ValueError, match=r"RareWord\.kept.*other models see it"):
-        require_apart(problem(RareWord), words)
+        refuse_state_between_trainings(problem(RareWord), words)
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(5, 1), EXAMPLES.targets], ids=["number", "class"])
@@ -150,12 +150,12 @@ def test_a_model_that_shares_a_rare_word_is_refused():
 def test_a_loss_that_keeps_something_of_targets_is_refused(keep, targets):
     task = problem(lambda: nn.Linear(4, 1), OfTargets(keep))
     with pytest.raises(ValueError, match=r"loss\.kept.*other models see it"):
-        require_apart(task, Examples(EXAMPLES.features, targets))
+        refuse_state_between_trainings(task, Examples(EXAMPLES.features, targets))
 
 
 @pytest.mark.parametrize("build", [Keeping, Hooked, lambda: nn.Linear(4, 3)])
 def test_what_a_model_keeps_for_itself_is_allowed(build):
-    require_apart(problem(build), EXAMPLES)
+    refuse_state_between_trainings(problem(build), EXAMPLES)
 
 
 class Unsettling(nn.Linear):

@@ -2,8 +2,8 @@
 
 A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
 in a variable that a function or a hook encloses, or in a global variable, also by way of functions
-and classes of the same project. `state_of` reads them all, and `changed` names those that differ. A
-trial that runs the model finds what hides elsewhere.
+and classes of the same project. `snapshot` reads them all, and `changed_places` names those that
+differ. A trial that runs the model finds what hides elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flower_ext.training.params import Params
 
-State = dict[str, Hashable]
+Snapshot = dict[str, Hashable]
 """A value, or its checksum, for each place."""
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
@@ -33,27 +33,42 @@ _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools"
 _DEEPEST = 40
 
 
-def state_of(**roots: Any) -> State:
-    """Return the state of all objects that can be reached from ``roots``, by their places."""
-    found: State = {}
+def snapshot(**roots: Any) -> Snapshot:
+    """Return the values of all objects that can be reached from ``roots``, by their places."""
+    values: Snapshot = {}
     seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
     for name, root in roots.items():
-        _read(name, root, found, seen, 0)
-    return found
+        _read(name, root, values, seen, 0)
+    return values
 
 
-def changed(before: State, after: State) -> list[str]:
-    """Return the places at which two states differ."""
+def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
+    """Return the places at which two snapshots differ."""
     return sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
     )
 
 
+def leaves_attributes_unchanged(model: nn.Module, features: Tensor) -> bool:
+    """Return True if a pass over ``features`` changes no attribute of a module or its class.
+
+    Parameters and buffers are not compared. What a class keeps in a global variable goes unnoticed.
+    """
+
+    def attributes() -> Snapshot:
+        tensors = ("_parameters", "_buffers", "_modules")
+        held = [{k: v for k, v in vars(m).items() if k not in tensors} for m in model.modules()]
+        return snapshot(modules=held, classes=[*map(type, model.modules())])
+
+    before = attributes()
+    model(features)
+    return attributes() == before
+
+
 def same_numbers(one: Tensor, other: Tensor) -> bool:
     """Return True if all bits agree; on an accelerator, whose sums may vary, up to rounding."""
-    if one.is_cpu:
-        return bool(((one == other) | (one.isnan() & other.isnan())).all())
-    return torch.allclose(one, other, equal_nan=True)
+    exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}
+    return torch.allclose(one, other, equal_nan=True, **exact)
 
 
 def same_params(one: Params | None, other: Params | None) -> bool:
@@ -63,18 +78,18 @@ def same_params(one: Params | None, other: Params | None) -> bool:
     return all(map(same_numbers, one.values(), other.values()))
 
 
-def _read(name: str, value: Any, found: State, seen: dict[int, Any], depth: int) -> None:
+def _read(name: str, value: Any, values: Snapshot, seen: dict[int, Any], depth: int) -> None:
     if isinstance(value, _ATOMS):
-        found[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
+        values[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
         return
     if isinstance(value, Tensor):  # noted at each of its places, which may come to differ
-        found[name] = _checksum(value)
+        values[name] = _checksum(value)
         return
     if isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST:
         return
     seen[id(value)] = value
-    for part, inner in _parts(name, value, found):
-        _read(part, inner, found, seen, depth + 1)
+    for part, inner in _parts(name, value, values):
+        _read(part, inner, values, seen, depth + 1)
 
 
 def _checksum(tensor: Tensor) -> Hashable:
@@ -86,18 +101,18 @@ def _checksum(tensor: Tensor) -> Hashable:
         return id(tensor)
 
 
-def _parts(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]:
+def _parts(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object with their places; note what the object is by itself."""
     if isinstance(value, Mapping):
-        found[name] = type(value), len(value)
+        values[name] = type(value), len(value)
         yield from ((_inner(name, key), inner) for key, inner in [*value.items()])
     elif isinstance(value, _CONTAINERS):
-        found[name] = type(value), len(value)
+        values[name] = type(value), len(value)
         yield from ((f"{name}[{n}]", inner) for n, inner in enumerate(value))
     elif isinstance(value, nn.Module):
         for key, inner in [*vars(value).items()]:
             if key in ("_parameters", "_buffers", "_modules"):
-                yield from ((_inner(name, leaf), own) for leaf, own in [*inner.items()])
+                yield from ((_inner(name, leaf), part) for leaf, part in [*inner.items()])
             else:
                 yield _inner(name, key), inner
         yield from _of_class(type(value))
@@ -115,7 +130,7 @@ def _parts(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, torch.Generator):
         yield name, value.get_state()
     else:
-        yield from _of_object(name, value, found)
+        yield from _of_object(name, value, values)
 
 
 def _inner(name: str, key: Any) -> str:
@@ -150,7 +165,7 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
             yield f"global {variable}", value
 
 
-def _of_object(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]:
+def _of_object(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         yield from ((_inner(name, key), inner) for key, inner in [*held.items()])
@@ -164,12 +179,13 @@ def _of_object(name: str, value: Any, found: State) -> Iterator[tuple[str, Any]]
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
     if pickles_itself or not isinstance(held, dict):
         try:  # what pickles an iterator, a queue or a generator of random numbers, shows its state
-            made = value.__reduce_ex__(4)
+            pickled = value.__reduce_ex__(4)
         except Exception:
-            found[name] = id(value)
+            values[name] = id(value)
             return
-        if isinstance(made, tuple):
-            yield f"{name} as pickled", [list(p) if isinstance(p, Iterator) else p for p in made]
+        if isinstance(pickled, tuple):
+            parts = [list(part) if isinstance(part, Iterator) else part for part in pickled]
+            yield f"{name} as pickled", parts
 
 
 def _is_near(value: Any, function: types.FunctionType) -> bool:

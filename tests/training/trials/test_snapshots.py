@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flower_ext.training.state import changed, same_numbers, same_params, state_of
+from flower_ext.training.trials.snapshots import changed_places, same_numbers, same_params, snapshot
 from tests.support.keeping import remember
 
 TOTAL = [0]
@@ -214,24 +214,28 @@ KEEPING = {
 @pytest.mark.parametrize("what", KEEPING)
 def test_what_changes_is_seen_and_nothing_else_differs(what):
     root, change = KEEPING[what]()
-    before = state_of(root=root)
-    assert changed(before, state_of(root=root)) == []
+    before = snapshot(root=root)
+    assert changed_places(before, snapshot(root=root)) == []
     change()
-    assert changed(before, state_of(root=root)) != []
+    assert changed_places(before, snapshot(root=root)) != []
 
 
 def test_places_are_named():
     layer = nn.Sequential(nn.Linear(1, 1))
     layer.kept = {"a": [0], 3: 0}
-    before = state_of(model=layer)
+    before = snapshot(model=layer)
     layer[0].bias.data += 1
     layer.kept["a"][0] = layer.kept[3] = 1
-    after = state_of(model=layer)
-    assert changed(before, after) == ["model.0.bias", "model.kept.a[0]", "model.kept[3]"]
+    after = snapshot(model=layer)
+    assert changed_places(before, after) == ["model.0.bias", "model.kept.a[0]", "model.kept[3]"]
 
 
 def test_what_appears_or_vanishes_is_a_change():
-    assert changed({"a": 1}, {"a": 1, "b": 2}) == changed({"a": 1, "b": 2}, {"a": 1}) == ["b"]
+    assert (
+        changed_places({"a": 1}, {"a": 1, "b": 2})
+        == changed_places({"a": 1, "b": 2}, {"a": 1})
+        == ["b"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,17 +244,17 @@ def test_what_appears_or_vanishes_is_a_change():
     ids=["a module", "a function of PyTorch", "one that is built in", "one of Python"],
 )
 def test_libraries_are_left_out(root):
-    assert state_of(root=root) == {}
+    assert snapshot(root=root) == {}
 
 
 def test_circles_and_chains_of_any_length_come_to_an_end():
     circle = []
     circle.append(circle)
-    assert state_of(root=circle) == {"root": (list, 1)}
+    assert snapshot(root=circle) == {"root": (list, 1)}
     chain = []
     for _ in range(10_000):
         chain = [chain]
-    assert 30 < len(state_of(root=chain)) < 100
+    assert 30 < len(snapshot(root=chain)) < 100
 
 
 def test_a_variable_that_is_not_assigned_yet_is_nothing():
@@ -258,11 +262,11 @@ def test_a_variable_that_is_not_assigned_yet_is_nothing():
         return later, box
 
     box = []
-    before = state_of(root=function)
+    before = snapshot(root=function)
     later = 1
     box.append(later)
-    after = state_of(root=function)
-    assert changed(before, after) == ["box of root", "box of root[0]", "later of root"]
+    after = snapshot(root=function)
+    assert changed_places(before, after) == ["box of root", "box of root[0]", "later of root"]
 
 
 class Elsewhere(torch.Tensor):

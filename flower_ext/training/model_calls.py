@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -14,20 +14,20 @@ from torch.func import functional_call
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.blueprint import in_training
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import attempted
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 
-def called(model: Callable[..., Any], x: Tree) -> Any:
+def call_model(model: Callable[..., Any], x: Tree) -> Any:
     """Return ``model(x)`` for a tensor, ``model(*x)`` for a tuple, ``model(**x)`` for a mapping."""
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
-def call(model: nn.Module, params: Params, x: Tree) -> Any:
+def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     """Call a model with ``params``; it keeps its own where they have none (see `called`).
 
     Raises
@@ -40,7 +40,7 @@ def call(model: nn.Module, params: Params, x: Tree) -> Any:
         return functional_call(model, params, given, named)
 
     try:
-        return called(replaced, x)
+        return call_model(replaced, x)
     except RuntimeError as error:
         _tell_types(error, params, x)
         raise
@@ -61,7 +61,7 @@ def all_places(model: nn.Module) -> list[Place]:
     ]
 
 
-class Replaced:
+class SettableModel:
     """A model whose parameters and buffers are replaced permanently, before any number of calls.
 
     `torch.func.functional_call` restores the former tensors after each call, which takes as long as
@@ -79,7 +79,7 @@ class Replaced:
         self._places = all_places(model) if places is None else places
         self._params: Params = {}
 
-    def by(self, params: Params) -> None:
+    def set_params(self, params: Params) -> None:
         """Put parameters in their places; names that ``params`` lacks keep their tensors."""
         self._params = params
         for tensors, leaf, name in self._places:
@@ -89,7 +89,7 @@ class Replaced:
     def __call__(self, x: Tree) -> Any:
         """Call the model with the last parameters, as `call` does."""
         try:
-            return called(self.model, x)
+            return call_model(self.model, x)
         except RuntimeError as error:
             _tell_types(error, self._params, x)
             raise
@@ -112,7 +112,7 @@ def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
             ) from error
 
 
-def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
+def writable_features(task: Task, x: Tree, batched: int = 1) -> Tree:
     """Return features that the model may write into: a copy of ``x`` if the model does so.
 
     The first ``batched`` dimensions do not belong to an example.
@@ -126,13 +126,15 @@ def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
 def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
     """Return True if a model of this kind begins with an operation in place."""
     x = torch.zeros((2, *shape), dtype=dtype)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), isolated():
-        try:
-            model = build()
-            (model.to(dtype) if dtype.is_floating_point else model)(x)
-        except Exception:  # a model may refuse zeros; copying is always safe
-            return True
-    return x._version > 0
+
+    def run() -> None:
+        model = build()
+        (model.to(dtype) if dtype.is_floating_point else model)(x)
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # A model may refuse zeros; copying is always safe.
+        refuses = isinstance(attempted(run), Exception)
+    return refuses or x._version > 0
 
 
 def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
@@ -168,29 +170,20 @@ def refusing_layer(
 
 
 def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
-    entered: list[str] = []
-
-    def passes(count: int) -> bool:
+    def error_of(count: int) -> Any:
         x = trees.mapped(
             lambda leaf: torch.zeros((count, *leaf.shape[1:]), dtype=leaf.dtype), features
         )
-        try:
-            with isolated():
-                called(model, x)
-        except Exception:  # a model may raise anything
-            return False
-        return True
+        return attempted(call_model, model, x)
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = in_training(build().cpu())
-        if not passes(2):
+        if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
             return None
-        with ExitStack() as hooks:  # of the next model too, if models share a layer
-            for name, module in model.named_modules():
-                said = f"layer {name!r} ({type(module).__name__})"
-                for hook in (
-                    module.register_forward_pre_hook(lambda *_, said=said: entered.append(said)),
-                    module.register_forward_hook(lambda *_: entered.pop() and None),
-                ):
-                    hooks.callback(hook.remove)
-            return None if passes(1) else entered[-1]
+    names = {id(module): name for name, module in model.named_modules()}
+    layer = model
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost module raised it
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            layer = module
+    return f"layer {names[id(layer)]!r} ({type(layer).__name__})"

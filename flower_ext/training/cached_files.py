@@ -10,16 +10,17 @@ from pathlib import Path
 _CHECKSUM = hashlib.sha256().digest_size
 
 
-def recall(path: Path) -> bytes | None:
-    """Return what `keep` wrote; None if it is missing, unreadable or damaged."""
+def read_cached(path: Path) -> bytes | None:
+    """Return what `write_cached` wrote; None if it is missing, unreadable or damaged."""
     with suppress(OSError):
-        kept = path.read_bytes()
-        if hashlib.sha256(kept[_CHECKSUM:]).digest() == kept[:_CHECKSUM]:
-            return kept[_CHECKSUM:]
+        stored = path.read_bytes()
+        checksum, content = stored[:_CHECKSUM], stored[_CHECKSUM:]
+        if hashlib.sha256(content).digest() == checksum:
+            return content
     return None
 
 
-def keep(path: Path, content: bytes) -> None:
+def write_cached(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, because several processes may do so at the same time.
 
     Raises
@@ -29,11 +30,11 @@ def keep(path: Path, content: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        made = Path(file.name)
+        draft = Path(file.name)
         try:
             file.write(hashlib.sha256(content).digest() + content)
             file.flush()
-            made.replace(path)
+            draft.replace(path)
         except OSError:
-            made.unlink()
+            draft.unlink()
             raise

@@ -10,10 +10,11 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, Task, train, train_many
 from flower_ext.training import local as local_module
-from flower_ext.training.blueprint import in_training, seeded
-from flower_ext.training.hulls import hull_of
 from flower_ext.training.local import batch_rows, batches
+from flower_ext.training.model_factory import in_training
 from flower_ext.training.models import HeadedModel
+from flower_ext.training.seeding import seeded
+from flower_ext.training.templates import template_of
 
 CPU = torch.device("cpu")
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
@@ -120,7 +121,7 @@ def plain_loop(given: Task, params, way: LocalTraining):
 @pytest.mark.parametrize("model", KNOWN)
 def test_a_copied_model_trains_as_one_built_anew_does_in_a_plain_loop(model, way):
     given = task(model)
-    assert hull_of(given.blueprint, CPU) is not None
+    assert template_of(given.factory, CPU) is not None
     params = given.initial_params(1)
     expected = plain_loop(given, params, WAYS[way])
     found = trained(given, params, way=WAYS[way])
@@ -142,12 +143,12 @@ def test_a_training_leaves_nothing_for_the_next(model):
 @pytest.mark.parametrize("model", KNOWN)
 def test_two_copies_share_no_tensor_but_frozen_weights_and_no_container(model):
     given = task(model)
-    hull = hull_of(given.blueprint, CPU)
+    template = template_of(given.factory, CPU)
     params = given.initial_params(0)
-    one, other = hull.copied(), hull.copied()
+    one, other = template.copied(), template.copied()
     for copy in (one, other):
-        copy.by({name: p.clone() for name, p in params.items()})
-    frozen = {id(p) for p in given.blueprint.frozen.values() if isinstance(p, nn.Parameter)}
+        copy.set_params({name: p.clone() for name, p in params.items()})
+    frozen = {id(p) for p in given.factory.frozen.values() if isinstance(p, nn.Parameter)}
     pairs = zip(one.model.modules(), other.model.modules(), strict=True)
     for mine, its in pairs:
         assert mine is not its
@@ -161,8 +162,8 @@ def test_two_copies_share_no_tensor_but_frozen_weights_and_no_container(model):
 
 
 def test_what_trains_is_not_held_between_trainings():
-    hull = hull_of(task(frozen_below).blueprint, CPU)
-    held = [t for layer in hull._layers for t in layer.shared.values() if t is not None]
+    template = template_of(task(frozen_below).factory, CPU)
+    held = [*template._model.parameters()]
     assert held
     assert not any(t.requires_grad for t in held)
 
@@ -236,7 +237,7 @@ class Slotted(nn.Module):
 
 @pytest.mark.parametrize("model", [Numbered, Drawing, Logging, Slotted])
 def test_a_class_whose_models_differ_or_share_something_is_built_anew(model):
-    assert hull_of(task(model).blueprint, CPU) is None
+    assert template_of(task(model).factory, CPU) is None
 
 
 def hooked():
@@ -296,7 +297,7 @@ def parametrized():
 def test_a_model_that_remembers_forgets_between_trainings(model):
     """Each of these would add one person's data to the upload of another's training."""
     given = task(model)
-    assert (hull_of(given.blueprint, CPU) is None) == (model is not Counting)
+    assert (template_of(given.factory, CPU) is None) == (model is not Counting)
     params = given.initial_params(1)
     first = trained(given, params, seed=3)
     trained(given, params, seed=4)
@@ -310,9 +311,9 @@ def test_buffers_that_do_not_travel_are_each_copys_own():
         model[1].register_buffer("calls", torch.zeros(()), persistent=False)
         return model
 
-    hull = hull_of(task(constant).blueprint, CPU)
-    hull.copied().model[1].calls.add_(1)
-    assert float(hull.copied().model[1].calls) == 0
+    template = template_of(task(constant).factory, CPU)
+    template.copied().model[1].calls.add_(1)
+    assert float(template.copied().model[1].calls) == 0
 
 
 def test_a_hull_is_no_model_for_numbers_of_other_shapes_or_for_some_of_them():
@@ -330,8 +331,8 @@ def test_a_hull_is_no_model_for_numbers_of_other_shapes_or_for_some_of_them():
         given = task(factory.build)
         found = trained(given, params)
         assert not torch.equal(found["1.weight"], params["1.weight"])
-    assert not hull_of(given.blueprint, CPU).takes(params)
-    assert not hull_of(task(dense).blueprint, CPU).takes({})
+    assert not template_of(given.factory, CPU).takes(params)
+    assert not template_of(task(dense).factory, CPU).takes({})
 
 
 def test_numbers_for_a_part_of_a_model_train_under_the_rest_of_one_built_anew():

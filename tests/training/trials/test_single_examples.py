@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.single import check_single_examples
+from flower_ext.training.trials.single_examples import _usual_examples, refuse_without_gradients
 
 
 class Network(nn.Module):
@@ -155,7 +155,8 @@ ROWS, COUNTS = torch.zeros(2, 6), torch.zeros(2, 6).long()
 def check(outputs_of, slopes=None, features=ROWS):
     """Check a model of these outputs whose only gradients are ``slopes``, none of them zero."""
     slopes = {"weight": torch.ones(2)} if slopes is None else slopes
-    check_single_examples("M", outputs_of, lambda x, y: slopes, features, torch.zeros(2).long())
+    examples = _usual_examples(features, torch.zeros(2).long())
+    refuse_without_gradients("M", outputs_of, examples, [slopes] * len(examples))
 
 
 def count_of(x):

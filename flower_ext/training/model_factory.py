@@ -1,16 +1,17 @@
-"""Blueprints: model factories whose frozen parts are built once and shared.
+"""Model factories whose frozen parts are built once and shared.
 
 Pretrained weights take longer to load than a small part of them takes to train. Frozen tensors are
 not among the parameters that train, travel and are stored (`Params`). Each node takes them from its
-own factory, and `Blueprint.fingerprint` shows whether two nodes have the same.
+own factory, and `ModelFactory.fingerprint` shows whether two nodes have the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
+from flower_ext.training.seeding import seeded
 
 _PARTS = "train real and imaginary parts as two parameters"
 _WIDER = "build the model in float32 (model.float())"
-_MENDS = {
+_REMEDIES = {
     torch.float16: _WIDER,
     torch.bfloat16: _WIDER,
     torch.complex64: _PARTS,
@@ -44,12 +46,12 @@ class _Facts(NamedTuple):
     template: nn.Module | None
 
 
-class Blueprint:
+class ModelFactory:
     """Factory of modules of one architecture, which share their frozen parts.
 
     Parameters
     ----------
-    factory : Callable[[], nn.Module]
+    function : Callable[[], nn.Module]
         Builds a model. Its random numbers must come from torch's own generator.
     trainable : Sequence[str], optional
         Names of the modules and parameters that train, in which ``*`` stands for any part; all
@@ -64,14 +66,14 @@ class Blueprint:
     """
 
     def __init__(
-        self, factory: Callable[[], nn.Module], trainable: Sequence[str] | None = None
+        self, function: Callable[[], nn.Module], trainable: Sequence[str] | None = None
     ) -> None:
-        self.factory, self.trainable = factory, trainable
+        self.function, self.trainable = function, trainable
         self._last: tuple[int, Params] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle to the receiving process's one blueprint of the factory; see `blueprint`."""
-        return _known_again, (self.factory, self.trainable, vars(self))
+        """Unpickle to the receiving process's one factory of the function; see `factory_of`."""
+        return _with_facts, (self.function, self.trainable, vars(self))
 
     def __call__(self) -> nn.Module:
         """Return an independent model; only frozen parameters are shared with other models."""
@@ -147,17 +149,17 @@ class Blueprint:
             if name not in frozen and name not in tied
         }
         for name, (_, dtype) in travelling.items():
-            if mend := _MENDS.get(dtype):
+            if remedy := _REMEDIES.get(dtype):
                 raise InvalidValue(
                     f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
-                    f"float32 or float64; {mend}. Frozen tensors may have any type"
+                    f"float32 or float64; {remedy}. Frozen tensors may have any type"
                 )
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         return _Facts(frozen, tied, travelling, model if constant else None)
 
     def _built(self) -> nn.Module:
-        model = self.factory()
+        model = self.function()
         if self.trainable is not None:
             names = [name for name, _ in model.named_parameters()]
             require_modules("trainable", self.trainable, names, _tied(model))
@@ -169,21 +171,21 @@ class Blueprint:
 def _tied(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     names = model.named_parameters(remove_duplicate=False)
-    known = {name: first.setdefault(id(parameter), name) for name, parameter in names}
-    return {name: other for name, other in known.items() if name != other}
+    firsts = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+    return {name: other for name, other in firsts.items() if name != other}
 
 
-def _known_again(
-    factory: Callable[[], nn.Module],
+def _with_facts(
+    function: Callable[[], nn.Module],
     trainable: tuple[str, ...] | None,
-    found_out: Mapping[str, Any],
-) -> Blueprint:
-    """Return the blueprint of this process, extended by the facts that came with a message."""
-    known = blueprint(factory, trainable)
-    for name, value in found_out.items():
-        if vars(known).get(name) is None:
-            vars(known)[name] = value
-    return known
+    facts: Mapping[str, Any],
+) -> ModelFactory:
+    """Return the factory of this process, with the facts that came with a message."""
+    factory = factory_of(function, trainable)
+    for name, value in facts.items():
+        if vars(factory).get(name) is None:
+            vars(factory)[name] = value
+    return factory
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -216,66 +218,47 @@ def is_frozen(module: nn.Module) -> bool:
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
-def blueprint(
-    factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
-) -> Blueprint:
-    """Return the one blueprint of a factory, under which facts about its models are stored.
+def factory_of(
+    function: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
+) -> ModelFactory:
+    """Return the one factory of a function, under which facts about its models are stored.
 
-    Equal `functools.partial` objects are one factory, and so is a method of equal objects: on Ray
+    Equal `functools.partial` objects have one factory, and so has a method of equal objects: on Ray
     each message brings its own copy of them.
     """
-    if isinstance(factory, Blueprint):
-        if trainable in (None, factory.trainable):
-            return factory
-        factory = factory.factory
-    if type(factory) is partial:
-        with suppress(TypeError):  # arguments without a hash
-            return _of_partial(
-                factory.func, factory.args, frozenset(factory.keywords.items()), trainable
-            )
-    if isinstance(factory, MethodType):
-        with suppress(TypeError):  # an object without a hash
-            return _of_method(factory.__func__, factory.__self__, trainable)
+    if isinstance(function, ModelFactory):
+        if trainable in (None, function.trainable):
+            return function
+        function = function.function
     try:
-        return _of_factory(factory, trainable)
+        return _factory_by(_Key(_identity(function), trainable, function))
     except TypeError:  # an object without a hash
-        return Blueprint(factory, trainable)
+        return ModelFactory(function, trainable)
 
 
-@lru_cache(maxsize=64)
-def _of_factory(factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None) -> Blueprint:
-    return Blueprint(factory, trainable)
+@dataclass(frozen=True)
+class _Key:
+    identity: Hashable
+    trainable: tuple[str, ...] | None
+    function: Callable[[], nn.Module] = field(compare=False)
 
 
-@lru_cache(maxsize=64)
-def _of_method(
-    function: Callable[..., nn.Module], owner: Hashable, trainable: tuple[str, ...] | None
-) -> Blueprint:
-    return Blueprint(MethodType(function, owner), trainable)
+def _identity(function: Callable[[], nn.Module]) -> Hashable:
+    """Return the parts of a function that make it equal to another, or the function itself."""
+    with suppress(TypeError):  # a part without a hash
+        if type(function) is partial:
+            parts = function.func, function.args, frozenset(function.keywords.items())
+            hash(parts)
+            return parts
+        if isinstance(function, MethodType):
+            hash(function.__self__)
+            return function.__func__, function.__self__
+    return function
 
 
-@lru_cache(maxsize=64)
-def _of_partial(
-    function: Callable[..., nn.Module],
-    arguments: tuple[Hashable, ...],
-    keywords: frozenset[tuple[str, Hashable]],
-    trainable: tuple[str, ...] | None,
-) -> Blueprint:
-    return Blueprint(partial(function, *arguments, **dict(keywords)), trainable)
-
-
-@contextmanager
-def seeded(seed: int, *, devices: bool) -> Iterator[None]:
-    """Make all of torch's own random draws, such as dropout, depend on ``seed`` alone.
-
-    Accelerators are seeded too if ``devices`` is true; absent ones take ten times as long.
-    """
-    former = torch.get_rng_state()
-    (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(former)
+@lru_cache(maxsize=128)
+def _factory_by(key: _Key) -> ModelFactory:
+    return ModelFactory(key.function, key.trainable)
 
 
 def channels_last_needs(model: nn.Module) -> str | None:

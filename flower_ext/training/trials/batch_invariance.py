@@ -1,0 +1,279 @@
+"""Trials of batch invariance: an example's gradient must not depend on the rest of its batch.
+
+A model that mixes examples, as batch normalisation does, lets one record change the gradients of
+others, which no clipping of each gradient bounds. The trials compare what a pass over many examples
+finds with each example's own gradient, and its bits with those of other batches. They use random
+and odd examples, whose shapes and types alone come from real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.model_calls import call_model
+from flower_ext.training.params import Params, clone, flat_rows, shaken
+from flower_ext.training.trials.deterministic import deterministic
+from flower_ext.training.trials.single_examples import Loss, gradient_alone, has_rows
+from flower_ext.training.trials.trial_examples import (
+    ODD,
+    TRIED,
+    integer_examples,
+    random_examples,
+    with_odd_rows,
+    zeros,
+)
+
+_ALIKE, _ROUNDED = 1e-3, 1e-6
+"""The tolerated relative rounding, and the rest of it where the terms of a sum cancel."""
+
+
+class ExampleGradients(Protocol):
+    """Gradients of one parameter, by example (see `training.dp.per_example`)."""
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """Tensors that determine the gradients, with one row per example."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Return the squared norm of every example's gradient."""
+        ...
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Return the sum of factor · gradient over all examples."""
+        ...
+
+
+Follow = Callable[[Tree, Tree, Loss], Mapping[str, ExampleGradients]]
+"""Returns every example's gradient from one pass over features and targets."""
+
+
+class BatchInvarianceTrial:
+    """Trials of one model, with random weights, on random examples.
+
+    Weights must be random because below a head that begins at zero all gradients are zero.
+
+    Parameters
+    ----------
+    model : nn.Module
+    params : Params
+        Parameters by name; they are random for the duration of a trial.
+    names : list of str
+        The trained parameters.
+    """
+
+    def __init__(self, model: nn.Module, params: Params, names: list[str]) -> None:
+        self.model, self.params, self.names = model, params, names
+
+    def finds_own_gradients(
+        self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
+    ) -> bool:
+        """Return True if one pass over ``count`` examples finds the own gradients of some of them.
+
+        Raises
+        ------
+        Exception
+            An example raises.
+        """
+        with self._random_weights() as generator:
+            x, directions = self._examples(features, count, generator)
+            tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
+            for by, y in ((_along, directions), (loss, zeros(targets, count))):
+                alone = [
+                    gradient_alone(self.model, self.params, self.names, by, row, target)
+                    for row, target in trees.each(trees.rows((x, y), tried))
+                ]
+                expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
+                found = _gradients(follow, x, y, by, tried)
+                # Along random directions every gradient is something; a loss may ignore a target.
+                if not _agree(found, expected, may_vanish=by is not _along):
+                    return False
+            few = trees.mapped(lambda leaf: leaf[:TRIED].clone(), x)
+            return self._keeps_integers_apart(few, follow, generator)
+
+    def is_batch_invariant(
+        self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
+    ) -> bool:
+        """Return True if no bit of a row of ``count`` depends on its place or on the other rows.
+
+        False is certain. True is evidence for this processor and this number of its threads.
+        """
+        with self._random_weights() as generator:
+            x, directions = self._examples(features, count, generator)
+            places = torch.arange(count, device=trees.first(x).device)
+            for by, y in ((_along, directions), (loss, zeros(targets, count))):
+                usual = _numbers(follow, x, y, by)
+                for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
+                    moved, along = trees.rows((x, y), order)
+                    if not _equal(_numbers(follow, moved, along, by), [p[order] for p in usual]):
+                        return False
+                for odd in ODD:
+                    beside = with_odd_rows(x, slice(1, None, 2), odd)
+                    if not _equal(_numbers(follow, beside, y, by), usual, slice(0, None, 2)):
+                        return False
+        return True
+
+    def _keeps_integers_apart(self, x: Tree, follow: Follow, generator: torch.Generator) -> bool:
+        """Return True if examples pass alike together and alone with any other integers.
+
+        Those for which the model raises do not count, because it may look them up in a table
+        without such a row.
+        """
+        every = torch.arange(TRIED, device=trees.first(x).device)
+        for examples, extremes in integer_examples(x, self.model, generator):
+            directions = self._directions(examples, generator)
+            if directions is None:
+                continue
+            alone = [
+                _gradients(follow, row, direction, _along, every[:1])
+                for row, direction in trees.split((examples, directions), 1)
+            ]
+            expected = {n: torch.cat([one[n] for one in alone]) for n in alone[0]}
+            found = _gradients(follow, examples, directions, _along, every)
+            if not _agree(found, expected, may_vanish=True):
+                return False
+            usual = _numbers(follow, examples, directions, _along)
+            for extreme in extremes:
+                moved = _numbers(follow, extreme, directions, _along)
+                if not _equal(moved, usual, slice(1, None)):
+                    return False
+        return True
+
+    def _directions(self, x: Tree, generator: torch.Generator) -> dict[str, Tensor] | None:
+        """Return random directions for the outputs; None if the model raises, or is not finite."""
+        model = self.model
+        try:
+            if not trees.first(x).is_cpu:  # there an error would be the end of the process
+                on_cpu = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
+                call_model(copy.deepcopy(model).cpu(), on_cpu)
+            for example in trees.split(x, 1):
+                outputs = call_model(model, trees.mapped(Tensor.clone, example))
+                if not all(_is_finite(leaf) for _, leaf in trees.named("", outputs)):
+                    return None
+            outputs = call_model(model, trees.mapped(Tensor.clone, x))
+        except Exception:  # a model may raise anything
+            return None
+        return _random_directions(outputs, TRIED, TRIED, generator)
+
+    def _examples(
+        self, features: Tree, count: int, generator: torch.Generator
+    ) -> tuple[Tree, dict[str, Tensor]]:
+        """Return random examples, and random directions along which to sum the model's outputs."""
+        x = random_examples(features, count, generator)
+        pair = trees.mapped(lambda leaf: leaf[:2].clone(), x)
+        with torch.no_grad():
+            outputs = call_model(self.model, pair)
+        return x, _random_directions(outputs, 2, count, generator)
+
+    @contextmanager
+    def _random_weights(self) -> Iterator[torch.Generator]:
+        generator = torch.Generator().manual_seed(0)
+        weights = {n: w for n, w in self.model.named_parameters() if n in self.params}
+        touched = weights | dict(
+            self.model.named_buffers()
+        )  # a trial's passes may write into buffers
+        before = clone(touched)
+        for name, weight in shaken(weights, generator).items():
+            weights[name].copy_(weight)
+        try:
+            with deterministic():
+                yield generator
+        finally:
+            for name, tensor in touched.items():
+                tensor.copy_(before[name])
+
+
+@lru_cache(maxsize=64)
+def evaluates_independently(
+    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
+) -> bool:
+    """Return True if the model in evaluation returns one independent row per example."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(2, (TRIED, *shape), generator=generator).to(dtype)
+    if dtype.is_floating_point:
+        x.normal_(generator=generator)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model = build().eval()
+            model.load_state_dict(shaken(dict(model.named_parameters()), generator), strict=False)
+            together, alone = model(x.clone()), [model(row.clone()) for row in torch.split(x, 1)]
+            if not isinstance(together, Tensor):
+                return False
+            return len(together) == TRIED and torch.allclose(torch.cat(alone), together, 1e-3, 1e-4)
+        except Exception:  # a model may raise anything for random examples
+            return False
+
+
+def _gradients(follow: Follow, x: Tree, y: Tree, by: Loss, rows: Tensor) -> Params:
+    """Return the gradients of some examples, from one pass over all of them."""
+    parts = follow(trees.mapped(Tensor.clone, x), y, by)
+    one_hot = torch.eye(trees.length(x), device=rows.device)[rows]
+    return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in parts.items()}
+
+
+def _random_directions(
+    outputs: Any, rows: int, count: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return ``count`` random directions for each of the outputs that has ``rows`` rows."""
+    return {
+        name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
+        for name, leaf in trees.named("", outputs)
+        if has_rows(leaf, rows) and leaf.is_floating_point()
+    }
+
+
+def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of outputs along directions: a loss that no output is indifferent to."""
+    leaves = dict(trees.named("", outputs))
+    return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
+
+
+def _is_finite(output: Any) -> bool:
+    return not isinstance(output, Tensor) or bool(output.isfinite().all())
+
+
+def _numbers(follow: Follow, x: Tree, y: Tree, by: Loss) -> list[Tensor]:
+    """Return everything of which each example has one row after a pass."""
+    gradients = follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
+    return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
+
+
+def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice(None)) -> bool:
+    """Return True if no bit of these rows differs."""
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(torch.equal(a[rows], b[rows]) for a, b in pairs)
+
+
+def _agree(found: Params, expected: Params, *, may_vanish: bool) -> bool:
+    """Return True if all rows agree, and each name has a row that is not zero.
+
+    With ``may_vanish`` rows may all be zero. A bias's gradient may be nothing but rounding, as
+    under softmax. It then counts as equal if the weight beside it agrees, which tests the same
+    layer.
+    """
+    if any(part.any() for name, part in expected.items() if name not in found):
+        return False
+    for name, part in found.items():
+        if not part.numel():
+            continue
+        own = flat_rows(part).double()
+        other = flat_rows(expected[name].to(part.device)).double()
+        largest = other.abs().amax(dim=1)
+        beside = f"{name.removesuffix('bias')}weight"
+        room = _ALIKE * largest
+        if name.endswith("bias") and beside in found:
+            room = room + _ROUNDED * flat_rows(found[beside]).double().abs().amax(dim=1)
+        if not (may_vanish or bool(largest.any())):
+            return False
+        if not bool(((own - other).abs().amax(dim=1) <= room).all()):
+            return False
+    return bool(found)

@@ -1,0 +1,129 @@
+"""A trial that one training leaves nothing behind for the next one in the same process.
+
+A model may keep what it likes in itself, because every training builds or copies its own model. But
+trainings share class attributes, global variables and what hooks enclose. Through these one user's
+records would change the updates of other users, or of other clients, which no clipping of each
+update bounds.
+
+The trial compares `snapshots`, which name the place. What no snapshot reaches, results show: they
+must not depend on the examples that passed before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_ext.data import ClientData, Examples, trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.training.isolation import attempted
+from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.model_factory import in_training
+from flower_ext.training.params import Params, shaken
+from flower_ext.training.seeding import seeded
+from flower_ext.training.task import Task
+from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
+from flower_ext.training.trials.trial_examples import random_examples, unlike_examples, zeros
+
+_KEEPS = (
+    "{place} changes while a model trains, and other models see it: expected no change, because "
+    "one user's records would move the updates of others, which no clipping bounds. Keep it in the "
+    "model itself, where each training has its own"
+)
+_GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
+
+
+def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
+    """Refuse a model or a loss by which one training changes another one in the same process.
+
+    The shapes and types of the examples alone matter. The process remembers the result.
+
+    Raises
+    ------
+    InvalidValue
+        The message names what two models share, and may travel.
+    Exception
+        Examples of this kind, such as quantised ones, cannot be made at random.
+    """
+    features, targets = zeros(examples.features, 1), zeros(examples.targets, 1)
+    form = trees.form(features), trees.form(targets)
+    for device in dict.fromkeys((str(task.torch_device()), "cpu")):
+        # The trial runs once in a process: its draws must not move those that follow.
+        with seeded(0, devices=device != "cpu"):
+            place = _shared_place(_Kind(task.model, task.loss, device, form, features, targets))
+        if place is not None:
+            raise tellable(InvalidValue(_KEEPS.format(place=place)))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The trainings that one trial speaks for; of their examples only the form matters."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    device: str
+    form: Hashable
+    features: Tree = field(compare=False)
+    targets: Tree = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _shared_place(kind: _Kind) -> str | None:
+    """Return the place that trainings share and change; None if a trial finds none."""
+    task = Task(model=kind.model, data=_no_data, loss=kind.loss, device=kind.device)
+    generator = torch.Generator().manual_seed(0)
+    start = shaken(task.factory.like_initial(0), generator)
+    # A model that no training has: what changes in it, all models share.
+    bystander = in_training(task.model().to(task.torch_device()))
+    usual, other = (
+        (random_examples(kind.features, 3, generator), zeros(kind.targets, 3)) for _ in range(2)
+    )
+    on_cpu = kind.device == "cpu"
+    unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
+    draws = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
+    try:
+        first = _trained(task, start, *usual)
+        if _positions() != _positions(*draws):
+            return _GENERATORS
+    finally:
+        np.random.set_state(draws[0])  # noqa: NPY002
+        random.setstate(draws[1])
+    before = snapshot(model=bystander, loss=task.loss)
+    for x, y in (other, *trees.split(unlike, 1)):
+        _trained(task, start, x, y)
+        if places := changed_places(before, snapshot(model=bystander, loss=task.loss)):
+            return places[0]
+    again = _trained(task, start, *usual)
+    return None if same_params(first, again) else "a variable elsewhere"
+
+
+def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params | None:
+    """Return the model after a short training; None if it raises."""
+    job = Job(
+        params=start,
+        examples=Examples(features, targets),
+        training=LocalTraining(steps=2, batch_size=2),
+        generator=torch.Generator().manual_seed(0),
+    )
+    model = attempted(train_job, task, job)
+    return None if isinstance(model, Exception) else model
+
+
+def _positions(of_numpy: Any = None, of_python: Any = None) -> tuple[object, ...]:
+    """Return what a draw changes in the global generators, or in earlier states of them."""
+    numpy_state = np.random.get_state(legacy=False) if of_numpy is None else of_numpy  # noqa: NPY002
+    state = numpy_state["state"]
+    drawn = state["pos"] if "pos" in state else repr(state), numpy_state["has_gauss"]
+    return (*drawn, random.getstate() if of_python is None else of_python)
+
+
+def _no_data(client: int) -> ClientData:
+    raise NotImplementedError

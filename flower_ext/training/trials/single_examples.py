@@ -1,0 +1,304 @@
+"""One example by itself: its model, its loss, its gradient, and the trial of both by DP-SGD.
+
+Nothing but buffers may change while an example passes, because the next one would see it. Every
+example finds buffers as they were sent.
+
+An example whose loss raises, or whose gradient is not finite, counts as zero under DP-SGD. If a
+model does so for every example, DP-SGD would spend its budget on noise alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.training.isolation import attempted
+from flower_ext.training.model_calls import UnlikeTypes, call_with
+from flower_ext.training.model_factory import channels_last_needs, in_training
+from flower_ext.training.params import Params, clone, is_finite, shaken
+from flower_ext.training.seeding import seeded
+from flower_ext.training.task import Task
+from flower_ext.training.trials.deterministic import deterministic
+from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
+from flower_ext.training.trials.trial_examples import (
+    TRIED,
+    random_examples,
+    unlike_examples,
+    zeros,
+)
+
+Loss = Callable[[Any, Tree], Tensor]
+
+_KEEPS = (
+    "{place} changes while an example passes the model or its loss: expected no change, because "
+    "one record would move the gradients of those that follow, which no clipping bounds. Change it "
+    "only when `not self.training`, or compute it anew in each forward pass; for a weight of "
+    "torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
+)
+_REMEDY = (
+    "expected a model that trains on one example at a time, as DP-SGD clips the gradient of each: "
+    "normalise within an example (nn.LayerNorm, nn.GroupNorm with several channels in a group, or "
+    "flower_ext.training.replace_batch_norm) instead of over the batch, and leave out activation "
+    "checkpointing"
+)
+_OF_LABELS = (
+    "the model takes such an example and the loss does not, for labels of 0 or of 1: expected a "
+    "loss that takes labels from 0 on. If yours begin at another number, as in cross_entropy("
+    "outputs, targets - 1990), subtract it in the data set, not in the loss"
+)
+_OVER_PAIRS = "expected a loss that a single example can lower, and not one over pairs of examples"
+
+
+def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
+    """Return a model of the task in which examples stay apart, or refuse one in which they mix."""
+    model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
+    must_train = channels_last_needs(model)
+    channels_last = must_train is None or must_train in trained  # faster on a CPU
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise InvalidValue(
+                f"{name!r} is batch normalisation, through which every example moves every "
+                "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
+            )
+        if getattr(module, "inplace", False):  # it would overwrite another layer's output
+            module.inplace = False
+        if getattr(module, "max_norm", None) is not None:
+            raise InvalidValue(
+                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, because an "
+                "example would rewrite rows that others look up"
+            )
+        if isinstance(module, nn.Conv2d) and channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def has_rows(leaf: Any, count: int) -> bool:
+    """Return True if an output may have one row for each of ``count`` examples."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+
+def loss_alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
+    """Return the loss of one example, which comes without the dimension of examples."""
+    x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
+    return loss(call_with(model, params, x), y)
+
+
+def gradient_alone(
+    model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
+) -> Params:
+    """Return the gradient of one example; the next one finds the model's buffers as they were."""
+    leaves = {name: params[name].detach().requires_grad_() for name in names}
+    point = {**params, **clone(dict(model.named_buffers())), **leaves}
+    gradient = torch.autograd.grad(
+        loss_alone(model, point, loss, x, y),
+        list(leaves.values()),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, gradient, strict=True))
+
+
+def require_single_examples(
+    task: Task, names: Sequence[str], features: Tree, targets: Tree
+) -> None:
+    """Refuse a model or a loss that keeps something of an example, or learns from none by itself.
+
+    Random and odd examples, whose shapes and types alone come from real ones, pass one by one, each
+    time through a fresh model: in one order, then in the other. So neither the largest example nor
+    the first one hides what the others leave. An accelerator is tried with zeros and ones as
+    integers, and a processor with others too (see `unlike_examples`).
+
+    Parameters
+    ----------
+    names : sequence of str
+        The trained parameters.
+
+    Raises
+    ------
+    InvalidValue
+        The message may travel; it names the place that changes, or the model or loss.
+    """
+    usual = _usual_examples(features, targets)
+    for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
+        on_device = replace(task, device=str(device))
+        model = _random_model(on_device, names)
+        unlike = unlike_examples(features, targets, model, integers=device.type == "cpu")
+        examples = [*usual, *trees.each(unlike)]
+        examples = [trees.to(example, device) for example in examples]
+        order = range(len(examples))
+        forwards = _passed(on_device, names, examples, order)
+        backwards = _passed(on_device, names, examples, reversed(order))
+        # What a first pass prepares, as a table of positions, must not depend on the example.
+        for place in changed_places(forwards.untouched, forwards.prepared):
+            if forwards.prepared.get(place) != backwards.prepared.get(place):
+                raise _refusal(_KEEPS.format(place=place))
+        for number in order:
+            pair = forwards.gradients[number], backwards.gradients[number]
+            if not same_params(*(None if isinstance(g, Exception) else g for g in pair)):
+                raise _refusal(_KEEPS.format(place="something outside its attributes"))
+        if device == task.torch_device():
+            gradients = [forwards.gradients[number] for number in range(len(usual))]
+            refuse_without_gradients(
+                type(model).__name__,
+                partial(_outputs_of, model),
+                examples[: len(usual)],
+                gradients,
+            )
+
+
+def _outputs_of(model: nn.Module, x: Tree) -> Tree:
+    """Return outputs of a model whose buffers stay as they are."""
+    buffers = clone(dict(model.named_buffers()))
+    return call_with(model, {**dict(model.named_parameters()), **buffers}, x)
+
+
+def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
+    """Return random examples, and one of zeros and one of ones, which suit models of counts."""
+    x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
+    examples = [*trees.each((x, zeros(targets, TRIED)))]
+    # Classes may be ignored, or weigh nothing, so another target is tried as well.
+    examples += [(row, trees.mapped(torch.ones_like, target)) for row, target in examples]
+    examples += [trees.mapped(fill, examples[0]) for fill in (torch.zeros_like, torch.ones_like)]
+    return examples
+
+
+def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
+    """Return a model with random weights; below a head of zeros all outputs would be equal."""
+    with seeded(0, devices=task.torch_device().type != "cpu"):
+        model = model_of_single_examples(task, names)
+    weights = {name: w for name, w in model.named_parameters() if name in names}
+    for name, weight in shaken(weights, torch.Generator().manual_seed(0)).items():
+        weights[name].copy_(weight)
+    return model
+
+
+@dataclass
+class _Passed:
+    """A model's state before all examples and after the first; each one's gradient, or error."""
+
+    untouched: Snapshot
+    prepared: Snapshot
+    gradients: dict[int, Params | Exception] = field(default_factory=dict)
+
+
+def _passed(
+    task: Task, names: Sequence[str], examples: Sequence[tuple[Tree, Tree]], order: Iterable[int]
+) -> _Passed:
+    """Pass examples through a fresh model; refuse one that changes after the first of them."""
+    model = _random_model(task, names)
+    before = snapshot(model=model, loss=task.loss)
+    passed, is_prepared = _Passed(before, before), False
+    for number in order:
+        point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
+        # Model and loss may write into the example.
+        x, y = trees.mapped(Tensor.clone, examples[number])
+        with seeded(0, devices=task.torch_device().type != "cpu"):
+            gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
+        passed.gradients[number] = gradient
+        after = snapshot(model=model, loss=task.loss)
+        if not is_prepared:  # an example that raises may do so before anything is prepared
+            passed.prepared, is_prepared = after, not isinstance(gradient, Exception)
+        elif places := changed_places(passed.prepared, after):
+            raise _refusal(_KEEPS.format(place=places[0]))
+    return passed
+
+
+def refuse_without_gradients(
+    name: str,
+    outputs_of: Callable[[Tree], Tree],
+    examples: Sequence[tuple[Tree, Tree]],
+    gradients: Sequence[Params | Exception],
+) -> None:
+    """Refuse a model that learns from no example by itself.
+
+    Parameters
+    ----------
+    name : str
+        Name of the model in messages.
+    outputs_of : Callable[[Tree], Tree]
+        Returns the model's outputs for a batch of features.
+    examples, gradients : sequence
+        Examples without the dimension of examples, of which the first `TRIED` are random; and the
+        gradient of each, or the error that it raises.
+
+    Raises
+    ------
+    InvalidValue
+        Each example's loss raises, as for labels that do not begin at 0; or no example has a finite
+        gradient other than zero, or all examples by themselves have equal outputs. The message may
+        travel.
+    """
+    reasons = [*map(_why_no_gradient, gradients)]
+    if "" in reasons and None not in reasons:  # some examples have a gradient, of zero
+        reason = "each random example by itself has a gradient of zero"
+        raise _refusal(f"{reason}. loss, model={name}: {_OVER_PAIRS}")
+    if None not in reasons:
+        is_of_labels = isinstance(gradients[0], Exception) and not _has_floats(examples[0][1])
+        if is_of_labels and all(_takes(outputs_of, x) for x, _ in examples):
+            raise _refusal(f"{reasons[0]}. loss, model={name}: {_OF_LABELS}")
+        raise _refusal(f"{reasons[0]}. model={name}: {_REMEDY}")
+    random = [x for x, _ in examples[:TRIED]]
+    if _is_constant(outputs_of, trees.mapped(lambda *rows: torch.stack(rows), *random)):
+        reason = "all random examples by themselves have equal outputs"
+        raise _refusal(f"{reason}. model={name}: {_REMEDY}")
+
+
+def _refusal(text: str) -> InvalidValue:
+    return tellable(InvalidValue(text))
+
+
+def _why_no_gradient(gradient: Params | Exception) -> str | None:
+    """Return why an example has no gradient, empty if it is zero; None if it has one."""
+    if isinstance(gradient, UnlikeTypes):
+        raise tellable(gradient)
+    if isinstance(gradient, Exception):
+        text = str(gradient).partition("\n")[0].rstrip(". ")
+        return f"a random example raises {type(gradient).__name__}: {text}"
+    if not all(map(is_finite, gradient.values())):
+        return "a random example has a gradient that is not finite"
+    return None if any(part.any() for part in gradient.values()) else ""
+
+
+def _has_floats(tree: Tree) -> bool:
+    return any(leaf.is_floating_point() for _, leaf in trees.named("", tree))
+
+
+def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
+    """Return True if the model takes one example by itself."""
+    alone = trees.mapped(lambda leaf: leaf[None], example)
+    return not isinstance(attempted(_outputs, outputs_of, alone), Exception)
+
+
+def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Tensor]:
+    """Yield the outputs in floating point that have one row per example, without dropout."""
+    with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
+        outputs = outputs_of(trees.mapped(Tensor.clone, examples))
+    leaves = (leaf for _, leaf in trees.named("", outputs))
+    count = trees.length(examples)
+    return (leaf for leaf in leaves if has_rows(leaf, count) and leaf.is_floating_point())
+
+
+def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
+    """Return True if outputs say nothing of an example by itself."""
+    try:
+        together = [*_outputs(outputs_of, x)]
+        each = [_outputs(outputs_of, row) for row in trees.split(x, 1)]
+        alone = [torch.cat(rows) for rows in zip(*each, strict=True)]
+    except Exception:  # the model may refuse a batch of this size
+        return False
+    pairs = [*zip(together, alone, strict=False)]
+    if not all(torch.allclose(rows, rows[:1].expand_as(rows)) for _, rows in pairs):
+        return False
+    # Random integers may be equal where the model looks, and an activation may end it with zeros.
+    is_real = all(leaf.is_floating_point() for _, leaf in trees.named("", x))
+    if is_real and any(rows.any() for rows in alone):
+        return True
+    return any(not torch.allclose(rows, others) for rows, others in pairs)

@@ -1,0 +1,167 @@
+"""Made-up examples for trials: random and odd ones, with the shapes and types of real examples.
+
+They depend on nobody's values, so a trial reveals nothing about any record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+
+TRIED = 3
+"""Number of random examples whose own gradients a trial computes."""
+ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
+"""Values of an example by which a model may change what it does to all others."""
+_HIGHEST = (2, 3, 255, 10_000)
+"""Largest integers of random features beside zeros and ones: a few, as for marks of padding; those
+of images; and large ones, as for counts."""
+_ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
+"""Integers of targets by which a loss may keep something; negative ones mark what is missing."""
+
+
+def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
+    """Return random examples with the shapes and types of ``features``.
+
+    Integers are ones and zeros. If an example has several, the first is a one, as in masks. The
+    first example consists of ones, and the last example ends with a zero.
+    """
+
+    def draw(leaf: Tensor) -> Tensor:
+        x = torch.randn(count, *leaf.shape[1:], generator=generator)
+        if not leaf.is_floating_point():
+            x = x > 0
+            if x[0].numel() > 1:
+                flat = x.view(count, -1)
+                flat[0], flat[:, 0], flat[-1, -1] = True, True, False
+        return x.to(leaf.device, leaf.dtype)
+
+    return trees.mapped(draw, features)
+
+
+def zeros(targets: Tree, count: int) -> Tree:
+    """Return ``count`` targets of zeros, with the shapes and types of ``targets``."""
+    return trees.mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), targets)
+
+
+def odd_examples(features: Tree) -> Tree:
+    """Return examples that consist of the values in `ODD`, one example for each."""
+    examples = zeros(features, len(ODD))
+    for row, odd in enumerate(ODD):
+        examples = with_odd_rows(examples, row, odd)
+    return examples
+
+
+def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
+    """Return a copy of examples in which some rows consist of one odd value."""
+
+    def fill(leaf: Tensor) -> Tensor:
+        leaf = leaf.clone()
+        leaf[rows] = odd if leaf.is_floating_point() else bool(odd)
+        return leaf
+
+    return trees.mapped(fill, examples)
+
+
+def unlike_examples(
+    features: Tree, targets: Tree, model: nn.Module, *, integers: bool
+) -> tuple[Tree, Tree]:
+    """Return examples that differ in as many ways as models and losses may keep something of them.
+
+    They have the shapes and types of ``features`` and ``targets``. The first is random, with a
+    target of zero, and the last is odd.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its tables name the largest integers that they have rows for.
+    integers : bool
+        Also try integers other than zeros and ones. Where tables have no such row, this is an
+        error, and on an accelerator it would be the end of the process.
+    """
+    x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
+    first, zero = trees.mapped(lambda leaf: leaf[:1], x), zeros(targets, 1)
+    unlike_targets, unlike_features = [zero, _odd_but_once(targets)], [x]
+    if integers:
+        last_rows = {table.num_embeddings - 1 for table in _tables(model)}
+        unlike_targets += _with_odd_integers(zero, _ODD_CLASSES)
+        unlike_features += _with_odd_integers(first, (-1, *last_rows, _HIGHEST[-1]))
+    unlike_features.append(_odd_but_once(features))
+    pairs = [(_repeated(first, y), y) for y in unlike_targets]
+    pairs += [(x, _repeated(zero, x)) for x in unlike_features]
+    joined: tuple[Tree, Tree] = trees.mapped(lambda *leaves: torch.cat(leaves), *pairs)
+    return joined
+
+
+def integer_examples(
+    x: Tree, model: nn.Module, generator: torch.Generator
+) -> Iterator[tuple[Tree, list[Tree]]]:
+    """Yield variants of examples in which one of the features consists of other integers.
+
+    Beside each variant stand two copies of it, whose first example is as small, or as large, as the
+    integers of that variant can be.
+    """
+    for _, leaf in trees.named("", x):
+        for low, high in _ranges(leaf.dtype, model):
+            # One end of the range fills the first example, and the other one is in the last:
+            # short examples would otherwise be alike in what a model counts, such as padding.
+            for ends in (None, (high, low), (low, high)):
+                drawn = torch.randint(low, high + 1, leaf.shape, generator=generator)
+                if ends is not None:
+                    flat = drawn.view(len(drawn), -1)
+                    flat[0], flat[:, 0], flat[-1, -1] = ends[0], ends[0], ends[1]
+                extremes = []
+                for value in (low, high):
+                    extreme = drawn.clone()
+                    extreme[0] = value
+                    extremes.append(_replaced(x, leaf, extreme.to(leaf)))
+                yield _replaced(x, leaf, drawn.to(leaf)), extremes
+
+
+def _ranges(dtype: torch.dtype, model: nn.Module) -> list[tuple[int, int]]:
+    """Return smallest and largest integers between which to draw random features."""
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        return []
+    ranges = {(0, high) for high in _HIGHEST}
+    for table in _tables(model):
+        last, padding = table.num_embeddings - 1, table.padding_idx
+        ranges |= {(0, last), (max(last - 1, 0), last)}
+        if padding is not None:
+            around = max(padding - 1, 0), min(padding + 1, last)
+            ranges |= {around, (around[0], padding), (padding, around[1])}
+    return sorted(pair for pair in ranges if pair[1] <= torch.iinfo(dtype).max)
+
+
+def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
+    return (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+
+
+def _odd_but_once(examples: Tree) -> Tree:
+    """Return `odd_examples`; of integers alone, only one of ones and one of zeros."""
+    odd = odd_examples(examples)
+    if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):
+        return odd
+    return trees.mapped(lambda leaf: leaf[-2:], odd)
+
+
+def _with_odd_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
+    """Yield copies of an example, in each of which one tensor consists of one odd integer."""
+    for _, leaf in trees.named("", example):
+        if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.is_complex():
+            continue
+        limits = torch.iinfo(leaf.dtype)
+        for value in sorted({min(max(value, limits.min), limits.max) for value in values}):
+            yield _replaced(example, leaf, torch.full_like(leaf, value))
+
+
+def _repeated(example: Tree, like: Tree) -> Tree:
+    return trees.mapped(lambda leaf: leaf.expand(trees.length(like), *leaf.shape[1:]), example)
+
+
+def _replaced(x: Tree, former: Tensor, leaf: Tensor) -> Tree:
+    return trees.mapped(lambda other: leaf if other is former else other, x)
