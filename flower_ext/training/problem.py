@@ -16,10 +16,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import own_dropout
 from flower_ext.training.model_calls import SettableModel, writable_features
 from flower_ext.training.model_factory import in_training
+from flower_ext.training.model_templates import template_of
 from flower_ext.training.objective import Term
 from flower_ext.training.params import Params, to_device
 from flower_ext.training.task import Task
-from flower_ext.training.templates import template_of
 
 
 @dataclass(frozen=True, kw_only=True)

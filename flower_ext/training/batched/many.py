@@ -20,9 +20,9 @@ from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedF
 from flower_ext.training.batched.grouping import InBatches, InInvariantBatches, alike
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.model_templates import template_of
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
-from flower_ext.training.templates import template_of
 
 _TYPICAL_ROWS = 32
 

@@ -12,9 +12,9 @@ from flower_ext.training import Job, LocalTraining, Task, train, train_many
 from flower_ext.training import local as local_module
 from flower_ext.training.local import batch_rows, batches
 from flower_ext.training.model_factory import in_training
+from flower_ext.training.model_templates import template_of
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.seeding import seeded
-from flower_ext.training.templates import template_of
 
 CPU = torch.device("cpu")
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
