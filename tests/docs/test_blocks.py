@@ -124,7 +124,7 @@ def test_every_extra_that_a_page_installs_is_one():
         for e in found.split(",")
     }
     assert named <= set(EXTRAS)
-    assert len(named) > 4
+    assert len(named) > 3
 
 
 # The source distribution has no benchmarks.
