@@ -191,7 +191,7 @@ def test_a_pilot_runs_file_stands_for_the_settings_of_losses_and_these_come_firs
             "give dimension, smoothness, or a pilot",
         ),
         ({"global_weight": 1, "pilot": "nowhere.json"}, "nowhere.json': expected"),
-        ({"global_weight": 1, "learning_rate": 1}, "learning_rate=1: expected"),
+        ({"global_weight": 1, "learning_rate": 1}, "learning_rate=1.0: expected"),
         ({"global_weight": 1, "personal_learning_rate": 0}, "personal-learning-rate=0"),
         (
             {"global_weight": 1, "gradient_clipping_norm": None, "local_steps": 2},
