@@ -19,7 +19,7 @@ from benchmarks.ditto.experiment import (
 )
 from benchmarks.runs import Config, over_seeds
 from flower_ext.planning import DittoProblem, Outcome, alternating_search, convergence_bound
-from flower_ext.privacy.theorems.dp_ditto import dp_ditto_noise_stddev
+from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_noise_stddev
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import Line, draw_comparison, draw_lines

@@ -13,8 +13,8 @@ from flwr.serverapp.strategy import Strategy
 from flower_ext.auditing.experiment import Arrays, Experiment, Observation, World
 from flower_ext.auditing.secure_rounds import SecureTranscript, is_secure
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
-from flower_ext.federation.cohort import asks_identity, partition_of
 from flower_ext.federation.engines.in_process import modules_uncollected
+from flower_ext.federation.roster import asks_identity, partition_of
 from flower_ext.federation.uploads import UploadReply
 
 

@@ -31,7 +31,7 @@ from flower_ext.privacy.accounting.calibration import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
-from flower_ext.privacy.theorems.dp2_fedsam import (
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )

@@ -15,7 +15,7 @@ from flower_ext.cli.launch import launch
 from flower_ext.cli.preparing import begun_with
 from flower_ext.cli.project import checked_settings
 from flower_ext.cli.reaper import reaped
-from flower_ext.cli.run import AppFolder, Resume, Runs
+from flower_ext.cli.run_command import AppFolder, Resume, Runs
 from flower_ext.cli.screen import Settings, console
 from flower_ext.runs.directory import new_run_path
 

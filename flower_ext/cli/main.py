@@ -26,14 +26,14 @@ from flower_ext.cli.screen import Command, console
 
 COMMANDS = {
     "new": "new",
-    "run": "run",
+    "run": "run_command",
     "deploy": "deploy",
     "report": "reporting",
     "calibrate": "calibrate",
     "ditto-schedule": "ditto_schedule",
     "search": "ditto_search",
     "audit": "audit",
-    "ledger": "population",
+    "ledger": "population_account",
     "export": "export",
     "settings": "settings_table",
 }
@@ -53,13 +53,13 @@ class Commands(TyperGroup):
         """Load the command that the user typed; for a misspelt one, suggest the nearest name."""
         self.suggest_commands = False  # Click suggests one already; Typer would add a second
         try:
-            name, found, rest = super().resolve_command(ctx, args)
+            name, command, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
             alike = get_close_matches(args[0], self.commands)
             if alike and "Did you mean" not in error.message:  # Click before 8.5
                 raise click.UsageError(f"{error.message} Did you mean {alike[0]!r}?", ctx) from None
             raise
-        return name, found if name is None else _loaded(name), rest
+        return name, command if name is None else _loaded(name), rest
 
 
 def _docstring(name: str) -> str | None:

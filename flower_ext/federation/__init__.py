@@ -10,7 +10,6 @@ from flower_ext.federation.client import (
 )
 from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.client_level_mod import client_level_dp_mod
-from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
@@ -27,6 +26,7 @@ from flower_ext.federation.recording import (
     settings_of,
 )
 from flower_ext.federation.records import RefusedReply, Update
+from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy

@@ -43,7 +43,9 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
-from flower_ext.federation.cohort import (
+from flower_ext.federation.failures import failed, hidden_errors
+from flower_ext.federation.protection import check_facts
+from flower_ext.federation.roster import (
     FOR_MODS,
     asks_identity,
     check_addressee,
@@ -51,8 +53,6 @@ from flower_ext.federation.cohort import (
     identity,
     is_rehearsal,
 )
-from flower_ext.federation.failures import failed, hidden_errors
-from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
@@ -164,10 +164,10 @@ def _update(reply: Message, received: records.Arrays) -> records.Arrays:
                 f"the ClientApp returned {records.names_in(returned)}, but no {name!r}: expected "
                 f"every received array{records.WRAPPED}"
             )
-        own = returned[name]
-        if own.shape != base.shape or own.dtype != base.dtype:
+        array = returned[name]
+        if array.shape != base.shape or array.dtype != base.dtype:
             raise InvalidValue(
-                f"the ClientApp returned {name!r} as {own.dtype}{own.shape}: expected "
+                f"the ClientApp returned {name!r} as {array.dtype}{array.shape}: expected "
                 f"{base.dtype}{base.shape}"
             )
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for NaN and inf

@@ -55,7 +55,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
-from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path

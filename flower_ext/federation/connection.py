@@ -8,8 +8,8 @@ from flwr.serverapp import Grid
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, record_of
-from flower_ext.federation.cohort import refuse_foreign
 from flower_ext.federation.method import Connected
+from flower_ext.federation.roster import refuse_foreign
 from flower_ext.federation.run import Run
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.training import matches

@@ -11,15 +11,15 @@ from flwr.serverapp import Grid
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, messages_like, replies
-from flower_ext.federation.cohort import (
+from flower_ext.federation.failures import said, unlogged
+from flower_ext.federation.progress import Progress
+from flower_ext.federation.roster import (
     FOR_MODS,
     REHEARSAL,
     FederationNotReady,
     Roster,
     addressed,
 )
-from flower_ext.federation.failures import said, unlogged
-from flower_ext.federation.progress import Progress
 
 _REHEARSALS = 3
 """Clients that may try to train before round 1, until one can."""
@@ -278,7 +278,7 @@ def _for_any_app(kind: str, content: Content) -> Content:
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
-        facts: dict[str, Any] = dict(content.get(records.ROUND, {}))
-        settings |= {f"{FOR_MODS}{name}": value for name, value in facts.items()}
+        round_facts: dict[str, Any] = dict(content.get(records.ROUND, {}))
+        settings |= {f"{FOR_MODS}{name}": value for name, value in round_facts.items()}
     model = {name: content[name] for name in (records.MODEL,) if name in content}
     return {**model, records.CONFIG: ConfigRecord(settings)}

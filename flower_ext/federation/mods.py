@@ -18,8 +18,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_ext.federation import records
-from flower_ext.federation.cohort import is_rehearsal
 from flower_ext.federation.failures import hidden_errors
+from flower_ext.federation.roster import is_rehearsal
 from flower_ext.privacy import NoiseSource, ObjectivePerturbation, OutputPerturbation, SecureNoise
 from flower_ext.training import Linear
 

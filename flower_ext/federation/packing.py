@@ -30,10 +30,10 @@ def packed(contents: Sequence[RecordDict], facts: Mapping[str, Any]) -> RecordDi
 
 def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
     """Undo `packed`; contents that held the same records are one object."""
-    facts: Mapping[str, Any] = content.config_records[TOGETHER]
+    envelope: Mapping[str, Any] = content.config_records[TOGETHER]
     known: dict[str, RecordDict] = {}
-    for names in facts["records"]:
+    for names in envelope["records"]:
         if names not in known:
             pairs = (line.partition(" ") for line in names.splitlines())
             known[names] = RecordDict({name: content[number] for number, _, name in pairs})
-    return [known[names] for names in facts["records"]], facts
+    return [known[names] for names in envelope["records"]], envelope

@@ -14,7 +14,7 @@ from flower_ext.metrics import summarize
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.scores import lower_is_better, reported_by_few, reported_by_most
+from flower_ext.runs.score_names import lower_is_better, reported_by_few, reported_by_most
 
 log = getLogger("flwr")
 

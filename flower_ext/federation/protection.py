@@ -74,8 +74,8 @@ def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, 
             f"_NUMBERS in {__name__}, as a set of names that no other protection has"
         )
     names = _NUMBERS[type(protection)]
-    facts = {name: getattr(protection, field) for name, field in names.items()}
-    given = {name: value for name, value in facts.items() if value is not None}
+    fields_by_name = {name: getattr(protection, field) for name, field in names.items()}
+    given = {name: value for name, value in fields_by_name.items() if value is not None}
     return {**given, SEEDED: seeded_noise}
 
 

@@ -241,18 +241,18 @@ def accept(
     early: dict[int, T] = {}
     due, refused = deque(asked), set[int]()
     for reply in replies:
-        asked_here = reply.question if isinstance(reply, UploadReply) else None
-        own = reply.metadata if asked_here is None else asked_here.metadata
-        node = own.src_node_id if asked_here is None else own.dst_node_id
+        question_here = reply.question if isinstance(reply, UploadReply) else None
+        metadata = reply.metadata if question_here is None else question_here.metadata
+        node = metadata.src_node_id if question_here is None else metadata.dst_node_id
         try:
             if node not in waiting:
                 if reply.has_error():  # from the SuperLink, for a node
                     raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
                 raise RefusedReply("not asked in this round, or answered already")
-            if own.group_id != number:
-                raise RefusedReply(f"answers round {own.group_id}")
+            if metadata.group_id != number:
+                raise RefusedReply(f"answers round {metadata.group_id}")
             question = questions.get(node) if questions else None
-            if asked_here is None or asked_here is not question:
+            if question_here is None or question_here is not question:
                 _check_answers(reply, question)
             early[waiting[node]] = read(reply)
             del waiting[node]

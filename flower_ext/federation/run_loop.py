@@ -16,8 +16,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.arrays import require_finite
-from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.connection import connect, shared_part
+from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
 from flower_ext.federation.score_round import noised_scores
 from flower_ext.federation.state.checkpoint import AskedUnits

@@ -131,9 +131,9 @@ class Guarantee:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form, in which an infinite ε is null."""
-        facts = asdict(self)
-        facts["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in facts.items()}
+        fields = asdict(self)
+        fields["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Guarantee:

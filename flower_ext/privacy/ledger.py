@@ -164,13 +164,13 @@ class Ledger:
             The ledger is closed or could not be written; nothing may be released.
         """
         self._check_usable()
-        facts = {"round": round, **({} if identity is None else {"identity": identity})}
+        entry = {"round": round, **({} if identity is None else {"identity": identity})}
         if (again := (round, identity, release)) in self._repeatable:
-            self._append("repeat", facts)
+            self._append("repeat", entry)
             self._repeatable.remove(again)
         else:
             self._check_budget(release, round)
-            self._append("reserve", {**facts, "release": release.to_dict()})
+            self._append("reserve", {**entry, "release": release.to_dict()})
             self._reserved.append(release)
         reservation = Reservation()
         try:

@@ -149,10 +149,10 @@ def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: s
     what : str
         Description in one line, such as "a pilot of 20 rounds without noise".
     """
-    facts = {"run": run, "method": method, "name": name, "what": what}
+    line = {"run": run, "method": method, "name": name, "what": what}
     with _locked(path) as (file, entries):
-        if not any(facts.items() <= entry.items() for entry in entries):
-            _append(file, entries, UNCOVERED, facts)
+        if not any(line.items() <= entry.items() for entry in entries):
+            _append(file, entries, UNCOVERED, line)
 
 
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
@@ -197,7 +197,7 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
 def _composed(charges: Sequence[dict[str, Any]], delta: float) -> float:
     exact, spends = _parts(charges)
     added = math.fsum(epsilon for epsilon, _ in spends)
-    left = delta - math.fsum(own for _, own in spends)
+    left = delta - math.fsum(spent for _, spent in spends)
     if not exact:
         return added if left >= -1e-12 * delta else math.inf
     return added + privacy_loss_of(exact, delta=left).epsilon if left > 0 else math.inf

@@ -320,7 +320,7 @@ class RunDirectory:
     def save_user_records(self, histogram: np.ndarray) -> None:
         """Write ``users.csv`` from numbers of records (silos, users), one row per user."""
         names = ["user", *(f"silo {silo}" for silo in range(len(histogram)))]
-        rows = [[user, *own] for user, own in enumerate(histogram.T.tolist())]
+        rows = [[user, *counts] for user, counts in enumerate(histogram.T.tolist())]
         write_rows(self.path / "users.csv", names, rows)
 
     def user_records(self) -> np.ndarray | None:

@@ -178,10 +178,10 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
         A pattern matches no parameter, or nothing is left to share.
     """
     require_modules("personal", personal, params)
-    own = {name: tensor for name, tensor in params.items() if matches(name, personal)}
-    shared = {name: tensor for name, tensor in params.items() if name not in own}
+    personal_part = {name: tensor for name, tensor in params.items() if matches(name, personal)}
+    shared = {name: tensor for name, tensor in params.items() if name not in personal_part}
     if not shared:
         raise InvalidValue(
             f"personal={tuple(personal)} leaves no parameter to share: name fewer modules"
         )
-    return shared, own
+    return shared, personal_part

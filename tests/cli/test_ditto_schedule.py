@@ -216,7 +216,10 @@ def _unbroken(text):
 
 
 def test_a_file_that_is_no_settings_file_is_refused_by_name(tmp_path):
-    for name, text, said in (("no.toml", None, "No such file"), ("bad.toml", "x", "not valid TOML")):
+    for name, text, said in (
+        ("no.toml", None, "No such file"),
+        ("bad.toml", "x", "not valid TOML"),
+    ):
         if text is not None:
             (tmp_path / name).write_text(text)
         done = CliRunner().invoke(app, ["ditto-schedule", str(tmp_path / name)])

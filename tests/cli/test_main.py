@@ -10,15 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 import flower_ext
-from flower_ext.cli import main
-from flower_ext.cli import run as run_command
+from flower_ext.cli import main, run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
 from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.main import COMMANDS, app
 from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit, epsilon_text
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
-from flower_ext.privacy.theorems.dp2_fedsam import (
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )

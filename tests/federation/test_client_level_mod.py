@@ -27,8 +27,8 @@ from flower_ext.federation import (
     client_level_dp_mod,
     records,
 )
-from flower_ext.federation.cohort import FOR_MODS
 from flower_ext.federation.protection import to_facts
+from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,

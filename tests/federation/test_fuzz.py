@@ -29,9 +29,9 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
-from flower_ext.federation.cohort import Roster
 from flower_ext.federation.failures import ClientFailed
 from flower_ext.federation.mods import output_perturbation_mod
+from flower_ext.federation.roster import Roster
 from flower_ext.privacy import FullParticipation, OutputPerturbation
 from flower_ext.training import DpSgdTraining
 from tests.faults.malformed import (

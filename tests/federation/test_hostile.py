@@ -19,8 +19,8 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
-from flower_ext.federation.cohort import Roster
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.roster import Roster
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,

@@ -22,7 +22,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.client_level_mod import client_level_dp_mod
-from flower_ext.federation.cohort import FOR_MODS
+from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
     AdversaryView,
     Budget,

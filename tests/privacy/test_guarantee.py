@@ -16,7 +16,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
-from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from tests.support.guarantees import by_view
 from tests.support.plans import plan
 from tests.support.run_facts import run_facts

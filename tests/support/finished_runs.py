@@ -3,7 +3,7 @@
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
-from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.runs import RunDirectory
 from tests.support.run_facts import run_facts
 

@@ -73,7 +73,7 @@ from flower_ext.privacy import Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.theorems.silos import SECURE_SUM, among_silos, batching_assumption
+from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, among_silos, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
     UserRun,
     Weighting,
@@ -244,7 +244,7 @@ class UldpAvg(OnePhase):
             # The adversary saw refused uploads too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        facts = UserRun(
+        user_run = UserRun(
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
             weighting=self.weights.weighting,
@@ -261,7 +261,7 @@ class UldpAvg(OnePhase):
             replace(claim, assumptions=(*claim.assumptions, *summation.assumptions(claim.view)))
             if claim.basis == "provable"
             else claim
-            for claim in uldp_avg_guarantees(mechanism, facts)
+            for claim in uldp_avg_guarantees(mechanism, user_run)
         ]
 
 

@@ -25,7 +25,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.privacy.theorems.silos import among_silos
+from flower_ext.privacy.theorems.silo_claims import among_silos
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 
 

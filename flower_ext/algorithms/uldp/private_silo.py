@@ -190,10 +190,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         adding = Adding(lambda: silo.open_sum(work.round, sent), silo.counted)
     started = time.monotonic()
     job = silo_job(work, users, {})
-    facts = {field.name: getattr(job, field.name) for field in fields(job)}
+    job_fields = {field.name: getattr(job, field.name) for field in fields(job)}
     yield Training(
         task=work.task,
-        job=HiddenJob(**facts, into=adding),
+        job=HiddenJob(**job_fields, into=adding),
         trained=lambda name: True,
         solve=add_clipped,
     )

@@ -1,7 +1,12 @@
 """The client side that all methods share: requests, local training, protection, replies."""
 
 from flower_ext.federation.client.app import client_app
-from flower_ext.federation.client.method import ClientMethod, ClientWork, LocalResult, Question
+from flower_ext.federation.client.client_method import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Question,
+)
 
 __all__ = [
     "ClientMethod",

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from flwr.app import Context, Message, RecordDict
 
+from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
-from flower_ext.federation.client.method import ClientMethod
 from flower_ext.federation.client.questions import answer_question
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.cohort import IDENTITY, identity
+from flower_ext.federation.roster import IDENTITY, identity
 from flower_ext.training import Task
 
 

@@ -17,9 +17,9 @@ from flwr.clientapp import ClientApp
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import CLIENT_APP_RAISED, STAYS_THERE, failed
 from flower_ext.federation.packing import TOGETHER, packed, unpacked
+from flower_ext.federation.roster import partition_of
 from flower_ext.federation.uploads import Upload, UploadReply
 from flower_ext.training import MEMORY_LIMIT
 from flower_ext.training.isolation import isolated

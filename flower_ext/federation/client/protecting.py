@@ -17,9 +17,9 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.federation.protection import SEEDED
+from flower_ext.federation.roster import partition_of
 from flower_ext.privacy import (
     NoiseSource,
     ObjectivePerturbation,

@@ -7,10 +7,10 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client.method import Question
+from flower_ext.federation.client.client_method import Question
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.client.unmoved import data_of
-from flower_ext.federation.cohort import check_addressee, partition_of
+from flower_ext.federation.roster import check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.training import trains_apart
@@ -54,11 +54,11 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     The client loads the memory to make sure that it is readable. With ``report-size``, the answer
     includes the number of training examples, as a reply to a training does.
     """
-    facts = message.content.config_records[records.ROUND]
-    before = int(facts["number"]) + 1  # type: ignore[arg-type]
-    memory = ClientMemory(context, side.method.name, str(facts["run"]))
+    round_facts = message.content.config_records[records.ROUND]
+    before = int(round_facts["number"]) + 1  # type: ignore[arg-type]
+    memory = ClientMemory(context, side.method.name, str(round_facts["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
-    if facts.get("report-size"):
+    if round_facts.get("report-size"):
         data = side.task_of(context).data(partition_of(context.node_config))
         numbers["num-examples"] = len(data.train)
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})

@@ -87,12 +87,12 @@ def reader(task: Task) -> Callable[[Message], Request]:
                 "as in ArrayRecord(task.initial_params(0))"
                 + (f"; {', '.join(known)}, and travels by that name" if known else "")
             )
-        facts = dict(configs[records.ROUND])
-        protection = check_facts(facts)
+        round_facts = dict(configs[records.ROUND])
+        protection = check_facts(round_facts)
         return Request(
             kind=message.metadata.message_type.partition(".")[0],
             protection=protection,
-            facts=facts,
+            facts=round_facts,
             model=received.pop(records.MODEL),
             state=_Told(received),
             training=_Told(records.read_trainings(content)),

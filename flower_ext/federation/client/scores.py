@@ -9,7 +9,7 @@ from flwr.app import RecordDict
 
 from flower_ext.data import Examples
 from flower_ext.federation import records
-from flower_ext.federation.client.method import ClientWork
+from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.failures import each
 from flower_ext.training import MEMORY_LIMIT, Params, Task, evaluate_each
 

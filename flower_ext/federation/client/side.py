@@ -24,12 +24,12 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
-from flower_ext.federation.client.method import (
+from flower_ext.federation.client.client_method import (
     ClientMethod,
     ClientWork,
     LocalResult,
 )
+from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     HiddenSum,
@@ -51,8 +51,8 @@ from flower_ext.federation.client.unmoved import (
     log_unmoved,
     unmoved_by_errors,
 )
-from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each, in_turn
+from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.uploads import Rows, Upload, content_of
@@ -279,12 +279,12 @@ class ClientSide:
             if rows is not None:
                 spare = result.memory is None and result.model is not work.received
                 minus = partial(rows.difference, spare=spare)
-            own = result.bounded(work.received, whole=whole, minus=minus)
+            contribution = result.bounded(work.received, whole=whole, minus=minus)
             noise = self.policy(context).noise(request.facts, OF_UPLOADS)
-            return own, protected(own, work.received, request.protection, noise)
+            return contribution, protected(contribution, work.received, request.protection, noise)
 
         try:
-            own, update = bounded(result)
+            contribution, update = bounded(result)
         except Exception as error:  # a difference of two finite models may overflow
             protection = request.protection
             if is_tellable(error) or protection is None:
@@ -292,7 +292,7 @@ class ClientSide:
             if not (protection.hides_failures and protection.takes_models):
                 raise
             log_unmoved(error)
-            own, update = bounded(LocalResult(model=work.received))
+            contribution, update = bounded(LocalResult(model=work.received))
         sent = None
         if isinstance(request.protection, ClipToCells):
             cells = {name: np.asarray(array) for name, array in update.items()}
@@ -304,12 +304,16 @@ class ClientSide:
         if request.facts.get("report-size"):
             metrics |= {"num-examples": _num_examples(request, work), **result.metrics}
         if request.facts.get("diagnostics"):
-            if isinstance(own, HiddenSum):
+            if isinstance(contribution, HiddenSum):
                 raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
-            if isinstance(own, BoundedSum | CellSum):
-                moved = own.value if isinstance(own, BoundedSum) else own.in_numbers()
+            if isinstance(contribution, BoundedSum | CellSum):
+                moved = (
+                    contribution.value
+                    if isinstance(contribution, BoundedSum)
+                    else contribution.in_numbers()
+                )
             else:
-                moved = difference(own, work.received) if whole else own
+                moved = difference(contribution, work.received) if whole else contribution
             metrics["update-norm"] = l2_norm(moved)
         reply: RecordDict | Upload | None = None
         if sent is not None:

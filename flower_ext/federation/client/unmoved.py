@@ -17,7 +17,7 @@ import torch
 
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import is_tellable, tellable
-from flower_ext.federation.client.method import ClientWork, LocalResult
+from flower_ext.federation.client.client_method import ClientWork, LocalResult
 from flower_ext.federation.failures import place
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import Protection

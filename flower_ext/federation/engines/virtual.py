@@ -182,14 +182,14 @@ class VirtualGrid(Grid):
 
     def _pack(self, node: int, messages: Sequence[Message]) -> Message:
         places = [self._place(message)[1] for message in messages]
-        facts = {
+        envelope = {
             "clients-per-node": self.clients_per_node,
             "place": places,
             "type": [message.metadata.message_type for message in messages],
         }
         kind = messages[0].metadata.message_type.partition(".")[0]
         return Message(
-            packed([message.content for message in messages], facts),
+            packed([message.content for message in messages], envelope),
             dst_node_id=node,
             message_type=f"{kind}.{TOGETHER}",
             group_id=messages[0].metadata.group_id,

@@ -200,13 +200,13 @@ class Checkpoints:
         if file.exists():  # the server asked nobody before a torn last line was durable
             write_whole(file, b"".join(line + b"\n" for line in lines))
         found: dict[int, AskedUnits] = {}
-        for facts in map(json.loads, lines):
-            if EVALUATION in facts:
+        for entry in map(json.loads, lines):
+            if EVALUATION in entry:
                 continue
-            if "asked" in facts:
-                found[facts["training"]] = AskedUnits(**facts)
+            if "asked" in entry:
+                found[entry["training"]] = AskedUnits(**entry)
             else:
-                found[facts["training"]].answered = facts["answered"]
+                found[entry["training"]].answered = entry["answered"]
         return [one for number, one in sorted(found.items()) if number > after]
 
     def evaluations(self) -> int:
@@ -218,7 +218,7 @@ class Checkpoints:
         if self.repeats:
             return 0
         noted = map(json.loads, whole_lines(self._folder() / ASKED))
-        return max((facts.get(EVALUATION, 0) for facts in noted), default=0)
+        return max((entry.get(EVALUATION, 0) for entry in noted), default=0)
 
     # Parts --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flower_ext.errors import ProtocolError
 from flower_ext.federation.arrays import to_arrays, to_params, to_record
-from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.roster import partition_of
 from flower_ext.federation.state.folder import SECRETS, StateFolder, safe_name
 from flower_ext.federation.state.sealed import Damaged, pack, unpack
 from flower_ext.training import Params

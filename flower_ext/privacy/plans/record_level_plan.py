@@ -20,7 +20,7 @@ from flower_ext.privacy.theorems.clipped_steps import (
     clipped_steps_noise_stddev,
     composed_noise_stddev,
 )
-from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
+from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ from flower_ext.privacy.theorems.assumptions import (
     WHOLE_UPLOADS,
     noise_assumption,
 )
-from flower_ext.privacy.theorems.silos import (
+from flower_ext.privacy.theorems.silo_claims import (
     OF_SILOS,
     OF_SILOS_IN_CELLS,
     SECURE_SUM,

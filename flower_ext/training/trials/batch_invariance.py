@@ -265,7 +265,7 @@ def _agree(found: Params, expected: Params, *, may_vanish: bool) -> bool:
     for name, part in found.items():
         if not part.numel():
             continue
-        own = flat_rows(part).double()
+        actual = flat_rows(part).double()
         other = flat_rows(expected[name].to(part.device)).double()
         largest = other.abs().amax(dim=1)
         beside = f"{name.removesuffix('bias')}weight"
@@ -274,6 +274,6 @@ def _agree(found: Params, expected: Params, *, may_vanish: bool) -> bool:
             room = room + _ROUNDED * flat_rows(found[beside]).double().abs().amax(dim=1)
         if not (may_vanish or bool(largest.any())):
             return False
-        if not bool(((own - other).abs().amax(dim=1) <= room).all()):
+        if not bool(((actual - other).abs().amax(dim=1) <= room).all()):
             return False
     return bool(found)

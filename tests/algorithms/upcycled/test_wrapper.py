@@ -40,8 +40,8 @@ from flower_ext.algorithms import (
 from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda
 from flower_ext.algorithms.upcycled.wrapper import Traffic, extrapolated
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
-from flower_ext.federation.cohort import FOR_MODS
 from flower_ext.federation.method import State
+from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,

@@ -10,7 +10,7 @@ import torch
 from flower_ext.data import ClientData
 from flower_ext.errors import tellable
 from flower_ext.federation.client import unmoved
-from flower_ext.federation.client.method import LocalResult
+from flower_ext.federation.client.client_method import LocalResult
 from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,

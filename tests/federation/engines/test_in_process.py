@@ -24,9 +24,9 @@ from flower_ext.federation import (
     run_in_process,
 )
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.failures import STAYS_THERE
+from flower_ext.federation.roster import FederationNotReady
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from flower_ext.training.batched import descent

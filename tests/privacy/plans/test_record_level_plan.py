@@ -15,7 +15,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
 from flower_ext.privacy.theorems.clipped_steps import clipped_steps_loss, composed_loss
-from flower_ext.privacy.theorems.dp_ditto import dp_ditto_epsilon
+from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_epsilon
 from tests.support.run_facts import run_facts
 
 TARGET = {

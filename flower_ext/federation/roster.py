@@ -191,7 +191,7 @@ class Roster:
             question = RecordDict({_CONFIG: settings})
             reported, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
             reported = {
-                node: own for node, own in reported.items() if own is not None
+                node: partition for node, partition in reported.items() if partition is not None
             }  # a mod's answers
         numbered = dict(enumerate(nodes))
         if not reported:

@@ -3,15 +3,15 @@
 import pytest
 from flwr.clientapp import ClientApp
 
-from flower_ext.federation import FederationNotReady, InProcessGrid, cohort
+from flower_ext.federation import FederationNotReady, InProcessGrid, roster
 
 
 def test_a_simulation_with_too_few_nodes_says_early_how_to_ask_for_more(monkeypatch, caplog):
-    monkeypatch.setattr(cohort, "_SAY_HOW_AFTER", 0.1)
-    monkeypatch.setattr(cohort.log, "propagate", True)
+    monkeypatch.setattr(roster, "_SAY_HOW_AFTER", 0.1)
+    monkeypatch.setattr(roster.log, "propagate", True)
     grid = InProcessGrid(ClientApp(), 2)
     with pytest.raises(FederationNotReady, match="2 of 5 nodes"):
-        cohort.wait_for_nodes(grid, 5, timeout=1.5)
+        roster.wait_for_nodes(grid, 5, timeout=1.5)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert '--federation-config "num-supernodes=5"' in said[0]

@@ -18,7 +18,7 @@ from flower_ext.privacy.theorems.clipped_steps import (
     clipped_steps_guarantee,
     clipped_steps_noise_stddev,
 )
-from flower_ext.privacy.theorems.dp_ditto import (
+from flower_ext.privacy.theorems.dp_ditto_theorem import (
     dp_ditto_epsilon,
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,

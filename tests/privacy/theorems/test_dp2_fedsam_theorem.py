@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flower_ext.privacy.theorems.dp2_fedsam import (
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
     theorem2_of_plan,
