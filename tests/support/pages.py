@@ -52,9 +52,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages that people read: README, CONTRIBUTING, those of the site and of the apps."""
+    """All pages that people read: README, CONTRIBUTING, those of site, apps and plug-ins."""
     top = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    return [*top, *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("apps/*/README.md"))]
+    others = [*ROOT.glob("apps/*/README.md"), *ROOT.glob("plugins/*/README.md")]
+    return [*top, *sorted(DOCS.rglob("*.md")), *sorted(others)]
 
 
 def blocks(page: Path) -> list[Block]:
