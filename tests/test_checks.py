@@ -30,7 +30,7 @@ plan = partial(
 sizes = partial(FixedSizeSampling, population=6, size=2)
 coin = partial(PoissonSampling, population=6, rate=0.5)
 budget = partial(Budget, epsilon=1.0, delta=1e-5)
-scores = partial(SecureScores, noise_multiplier=1.0, evaluations=2)
+scores = partial(SecureScores, noise_multiplier=1.0, times=2)
 
 COUNTS = [2.5, 2.0, True, "2", None, 0, -1, math.nan, math.inf]
 NUMBERS = ["0.5", True, None, 1j, math.nan, -1.0]

@@ -38,7 +38,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cor
 from flower_ext.data import describe_silos, load_silos
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.metrics import concordance_index
-from flower_ext.privacy import FullParticipation, PoissonSampling, PrivacyUnit, ReleasePlan
+from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
@@ -138,11 +138,9 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
         )
     rate = arguments.sampled
     plan = ReleasePlan(
-        unit=PrivacyUnit.USER,
         sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
         clipping_norm=0.1,
         noise_multiplier=5.0,
-        dropout_policy="discard",
         rounds=arguments.rounds,
         delta=1e-5,
     )

@@ -39,7 +39,9 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import LocalTraining, Task
 
 _EVERYONE, _SERVER = "everyone.", "server."
@@ -219,13 +221,12 @@ class Method:
             The message gives the reason.
         """
 
-    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
-        """Return the plan as it bounds and accounts for this method's sums.
+    def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
+        """Return the mechanism of this method's rounds, which the plan makes.
 
-        A method overrides this member if its units, or the numbers that it sends, differ from those
-        that the given plan covers.
+        A method overrides this member if its sums differ from those that its traits tell the plan.
         """
-        return plan
+        return plan.mechanism(self.traits)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the clients to ask and the units to count."""
@@ -326,7 +327,13 @@ class Method:
 
     @classmethod
     def client_app(
-        cls, task: Task | Callable[[Context], Task], *, allow_seeded_noise: bool = False
+        cls,
+        task: Task | Callable[[Context], Task],
+        *,
+        allow_seeded_noise: bool = False,
+        queries: Sequence[type[VectorQuery]] = (),
     ) -> ClientApp:
         """Return a ClientApp that answers this method's messages (see `federation.client_app`)."""
-        return client_app(cls.client, task=task, allow_seeded_noise=allow_seeded_noise)
+        return client_app(
+            cls.client, task=task, allow_seeded_noise=allow_seeded_noise, queries=queries
+        )

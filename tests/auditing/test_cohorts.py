@@ -88,7 +88,7 @@ def clients_by_round(sampling, rounds=ROUNDS, **options):
 
 def users_by_round(sampling, rounds=ROUNDS):
     """Return which users each round draws, by the messages to every silo."""
-    of_users = plan(sampling, unit=PrivacyUnit.USER)
+    of_users = plan(sampling)
     strategy = FederatedStrategy(
         UldpAvg(num_silos=SILOS, local=ONE_STEP), of_users, evaluate_every=0
     )
@@ -161,7 +161,7 @@ NOBODY = {
     "silos noise a masked sum": (
         {
             "unit": PrivacyUnit.USER,
-            "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.0),
+            "noise_placement": SecureSum(colluding=0.0, dropouts=0.0),
         },
         SILOS,
     ),

@@ -12,7 +12,7 @@ from scipy import stats
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, ReleasePlan
-from flower_ext.privacy.mechanisms.noised_sum import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import NOTHING, FaultyGrid
 from tests.faults.worlds import DATA, Net, initial
@@ -58,7 +58,7 @@ def _of_training(reply: Message) -> bool:
 
 
 def measure(
-    dropout: float, policy: DropoutPolicy, placement: NoisePlacement, *, rounds: int, seed: int
+    dropout: float, placement: NoisePlacement, *, rounds: int, seed: int
 ) -> Measured:
     """Run with updates of zero, so that only noise from secure sources moves the model."""
     plan = ReleasePlan(
@@ -68,7 +68,6 @@ def measure(
         rounds=rounds,
         delta=1e-3,
         noise_placement=placement,
-        dropout_policy=policy,
     )
     strategy = FederatedStrategy(DPFedAvg(local=LocalTraining(epochs=0)), plan, evaluate_every=0)
     task = Task(model=Net, data=lambda number: DATA[number % len(DATA)], device="cpu")

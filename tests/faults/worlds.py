@@ -35,7 +35,6 @@ from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
 )
@@ -122,9 +121,7 @@ def release_plan(**changes: Any) -> ReleasePlan:
 
 def user_plan(**changes: Any) -> ReleasePlan:
     """Return a plan of user-level privacy over silos."""
-    return release_plan(
-        **{"sampling": PoissonSampling(USERS, 0.6), "unit": PrivacyUnit.USER, **changes}
-    )
+    return release_plan(**{"sampling": PoissonSampling(USERS, 0.6), **changes})
 
 
 def record_plan() -> RecordLevelPlan:
@@ -167,7 +164,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="DP²-FedSAM, clients noise, discard",
         build=lambda **o: strategy_of(
-            DP2FedSAM, plan=release_plan(dropout_policy="discard"), head=FAST, extractor=FAST, **o
+            DP2FedSAM, plan=release_plan(), head=FAST, extractor=FAST, **o
         ),
         rates=_SPARSE,
         mutations=TRAIN,
@@ -233,7 +230,7 @@ PRIVATE = Case(
     name="ULDP-AVG-w, encrypted",
     build=lambda **o: private_strategy_of(
         UldpAvg,
-        plan=user_plan(dropout_policy="discard"),
+        plan=user_plan(),
         num_silos=SILOS,
         local=FAST,
         protocol=PrivateWeighting(
@@ -273,7 +270,7 @@ def _plug_in(name: str) -> Case:
         name=f"ULDP-AVG-w, protocol {name}",
         build=lambda **o: private_strategy_of(
             UldpAvg,
-            plan=user_plan(dropout_policy="discard"),
+            plan=user_plan(),
             num_silos=SILOS,
             local=FAST,
             protocol=load_protocol(name)(max_records_per_user=60),

@@ -131,10 +131,8 @@ def test_noise_that_is_set_comes_before_epsilon_and_one_of_both_is_needed():
 
 def test_fields_of_a_plan_that_an_app_decides_come_before_its_settings():
     users = FullParticipation(population=7)
-    placed = release(noise_multiplier=1.0, noise_placement="server", dropout_policy="top-up")
-    plan = configured.release_plan(
-        placed, users, unit=PrivacyUnit.USER, dropout_policy="discard", rounds=2
-    )
+    placed = release(noise_multiplier=1.0, noise_placement="server")
+    plan = configured.release_plan(placed, users, rounds=2)
     assert (plan.sampling, plan.unit, plan.rounds) == (users, PrivacyUnit.USER, 2)
     assert (plan.noise_placement, plan.dropout_policy) == ("server", "discard")
 
@@ -143,7 +141,7 @@ def test_a_delta_of_zero_is_one_over_the_clients_and_of_no_other_unit():
     settings = release(noise_multiplier=1.0, delta=0.0)
     assert plan_of(settings).delta == 1 / 20
     with pytest.raises(UnfitSetting, match=r"run-config delta=0\.0"):
-        plan_of(settings, unit=PrivacyUnit.USER)
+        plan_of(settings)
 
 
 def test_options_are_those_of_the_settings(tmp_path):

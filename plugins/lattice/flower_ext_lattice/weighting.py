@@ -37,7 +37,8 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining
-from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy import AdversaryView
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext_lattice.messages import LatticeKey, LatticeSum, LatticeWeights, TransferAnswer
 from flower_ext_lattice.server import LatticeServer
@@ -141,7 +142,7 @@ class LatticeWeighting(WeightingProtocol):
         name = "private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed)"
         return f"{name}: {most}{drawn}"
 
-    def server(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> LatticeServerEnd:
+    def server(self, plan: NoisedSum, *, silos: int, coordinates: int) -> LatticeServerEnd:
         """Return the server's end of a new run.
 
         Raises

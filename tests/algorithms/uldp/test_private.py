@@ -789,9 +789,7 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
             "sum: expected none with weighting='equal', as private weights are by records",
         ),
         (
-            lambda: private_strategy_of(
-                UldpSgd, plan=plan(dropout_policy="discard"), local=LOCAL, **COMMON
-            ),
+            lambda: private_strategy_of(UldpSgd, plan=plan(), local=LOCAL, **COMMON),
             "ULDP-SGD has no local training",
         ),
     ],

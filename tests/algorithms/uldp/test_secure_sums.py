@@ -47,7 +47,7 @@ SAMPLED = PoissonSampling(USERS, 0.4)
 
 
 def secure(sampling=None, sums=ALL, **changes):
-    return plan(sampling, secure_aggregation=sums, **changes)
+    return plan(sampling, noise_placement=sums, **changes)
 
 
 def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
@@ -321,7 +321,7 @@ def test_private_weighting_has_a_secure_sum_of_its_own():
     with pytest.raises(ValueError, match="secure_aggregation of the plan: expected None"):
         FederatedStrategy(
             UldpAvg(num_silos=3, weighting="by-records"),
-            secure(dropout_policy="discard"),
+            secure(),
             sum=weighted_sum(),
         )
 

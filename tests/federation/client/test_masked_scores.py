@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from flower_ext.federation.client.masked_scores import bounds_of, masked_scores
 from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.client.masked_scores import bounds_of, masked_scores
 from flower_ext.federation.client.protecting import NodePolicy
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 
@@ -14,7 +14,7 @@ SHARE = ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16)
 
 
 def request(**scores):
-    return SimpleNamespace(scores=scores, protection=SHARE, state={}, facts={})
+    return SimpleNamespace(queries=(scores,), protection=SHARE, state={}, facts={})
 
 
 @pytest.mark.parametrize(

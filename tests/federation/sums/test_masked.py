@@ -468,7 +468,7 @@ def sums_only(strategy):
 
 
 def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
-    plain, secure = strategy_of(plan=plan(secure_aggregation=None)), strategy_of()
+    plain, secure = strategy_of(plan=plan(noise_placement="client")), strategy_of()
     for strategy in (plain, secure):
         run(strategy, rounds=3)
     before, after = sums_only(plain), sums_only(secure)
@@ -483,7 +483,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
 def test_the_noise_of_those_who_may_collude_is_not_counted():
     sums = SecureSum(colluding=0.25, dropouts=0.25)
     assert sums.for_cohort(CLIENTS).honest_answers == 4  # of 6 answers
-    colluding = strategy_of(plan=plan(secure_aggregation=sums))
+    colluding = strategy_of(plan=plan(noise_placement=sums))
     run(colluding, rounds=2)
     assert colluding.participations.in_sums == pytest.approx(2 * 6 / 4)
     assert sums_only(colluding).epsilon > 0
@@ -529,7 +529,7 @@ def test_a_client_that_names_another_member_is_lost():
 def test_clients_of_a_fixed_size_are_drawn_and_summed():
     sampling = FixedSizeSampling(population=CLIENTS, size=5)
     sums = SecureSum(colluding=0.0, dropouts=0.2)
-    strategy = strategy_of(plan=plan(sampling=sampling, secure_aggregation=sums))
+    strategy = strategy_of(plan=plan(sampling=sampling, noise_placement=sums))
     grid, _ = run(strategy, rounds=3)
     assert sum(stage_of(message) == "train" for message in grid.sent) == 15
     assert strategy.refusals == []

@@ -19,10 +19,10 @@ def plan(sampling=POISSON, **changes) -> ReleasePlan:
 def test_a_masked_sum_of_clients_refuses_cohorts_whose_size_is_secret():
     sums = SecureSum(colluding=0.0, dropouts=0.2)
     with pytest.raises(InvalidValue, match="expected cohorts of a fixed size"):
-        plan(secure_aggregation=sums)
-    assert plan(FixedSizeSampling(50, 10), secure_aggregation=sums).cohort_size == 10
+        plan(noise_placement=sums)
+    assert plan(FixedSizeSampling(50, 10), noise_placement=sums).cohort_size == 10
     with pytest.raises(InvalidValue, match="a cohort of 2: expected at least 3"):
-        plan(FixedSizeSampling(50, 2), secure_aggregation=sums)
+        plan(FixedSizeSampling(50, 2), noise_placement=sums)
 
 
 def test_a_release_counts_noise_and_residue_in_the_units_of_its_sum():

@@ -22,7 +22,7 @@ from flower_ext.privacy.mechanisms.secure_scores import scores_vector
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 
 BOUNDS = (("accuracy", 0.0, 1.0), ("loss", 0.5, 4.5))
-SCORES = SecureScores(noise_multiplier=3.0, evaluations=4, bounds=BOUNDS)
+SCORES = SecureScores(noise_multiplier=3.0, times=4, bounds=BOUNDS)
 
 
 def plan(**changes):
@@ -32,7 +32,7 @@ def plan(**changes):
         "noise_multiplier": 1.0,
         "rounds": 3,
         "delta": 0.001,
-        "secure_aggregation": SecureSum(colluding=0.1, dropouts=0.1),
+        "noise_placement": SecureSum(colluding=0.1, dropouts=0.1),
         "scores": SCORES,
     }
     return ReleasePlan(**{**facts, **changes})
@@ -89,11 +89,11 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
         with pytest.raises(ValueError, match=said):
             SecureScores(**{"noise_multiplier": 1.0, "evaluations": 1, **wrong})
     with pytest.raises(ValueError, match="scores: expected None without secure_aggregation"):
-        plan(secure_aggregation=None)
+        plan(noise_placement="client")
     with pytest.raises(ValueError, match="test examples have no owners"):
         plan(unit=PrivacyUnit.USER)
     with pytest.raises(ValueError, match="a noise multiplier of"):
-        plan(scores=SecureScores(noise_multiplier=1e6, evaluations=1))
+        plan(scores=SecureScores(noise_multiplier=1e6, times=1))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
 )
 def test_rounds_and_evaluations_together_keep_to_the_target(sampling):
     facts = {"epsilon": 2.0, "delta": 1e-3, "sampling": sampling, "rounds": 20}
-    options = {"clipping_norm": 1.0, "secure_aggregation": SecureSum()}
-    scores = SecureScores(noise_multiplier=30.0, evaluations=4)
-    found = ReleasePlan.for_target(**facts, **options, scores=scores)
+    options = {"clipping_norm": 1.0, "noise_placement": SecureSum()}
+    scores = SecureScores(noise_multiplier=30.0, times=4)
+    found = ReleasePlan.for_target(**facts, **options, queries=(scores,))
     alone = ReleasePlan.for_target(**facts, **options)
     assert found.noise_multiplier > alone.noise_multiplier
     done = Participations()
@@ -122,7 +122,7 @@ def replace_noise(own, factor):
 
 
 def test_evaluations_that_leave_no_room_for_a_round_are_refused():
-    scores = SecureScores(noise_multiplier=0.5, evaluations=4)
+    scores = SecureScores(noise_multiplier=0.5, times=4)
     with pytest.raises(ValueError, match="such as its evaluations, alone spend"):
         ReleasePlan.for_target(
             epsilon=1.0,
@@ -130,8 +130,8 @@ def test_evaluations_that_leave_no_room_for_a_round_are_refused():
             sampling=FullParticipation(300),
             rounds=5,
             clipping_norm=1.0,
-            secure_aggregation=SecureSum(),
-            scores=scores,
+            noise_placement=SecureSum(),
+            queries=(scores,),
         )
 
 

@@ -374,7 +374,7 @@ def plan(**changes):
         "noise_multiplier": 1.0,
         "rounds": 3,
         "delta": 0.01,
-        "secure_aggregation": SecureSum(),
+        "noise_placement": SecureSum(),
     }
     return ReleasePlan(**{**facts, **changes})
 
@@ -383,7 +383,7 @@ def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_n
     sampling = FixedSizeSampling(population=1_000, size=100)
     for resist in (True, False):
         sums = SecureSum(resist_equivocation=resist)
-        drawn = plan(sampling=sampling, rounds=60, secure_aggregation=sums)
+        drawn = plan(sampling=sampling, rounds=60, noise_placement=sums)
         text = "; ".join(of_secure_sum(drawn, sums))
         assert "at most 100 of 1000 clients collude" in text
         assert "at most 36 of each cohort of 100 collude, all but surely" in text
@@ -444,7 +444,7 @@ def test_the_server_adds_the_shares_of_those_who_did_not_answer():
 @pytest.mark.parametrize("dropouts", [0.0, 0.5, 0.75])
 def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dropouts):
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
-    own = plan(noise_multiplier=stddevs, secure_aggregation=sums)
+    own = plan(noise_multiplier=stddevs, noise_placement=sums)
     update = {"a": np.ones(3)}
     cells = own.cells_protection.released(update, SecureNoise())
     least = own.sum_parameters.least_answers
@@ -454,7 +454,7 @@ def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dro
 
 def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs():
     with pytest.raises(ValueError, match="least_answers=10: expected 25 to 100"):
-        plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.9))
+        plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.9))
     for multiplier in (1e-6, 1e6):
         with pytest.raises(ValueError, match="a noise multiplier of"):
             plan(noise_multiplier=multiplier)
@@ -471,7 +471,7 @@ def test_cohorts_of_a_secret_size_have_no_secure_sum():
 
 def test_silos_are_members_whatever_users_are_drawn():
     """The number of silos alone decides who is asked and how much noise there is."""
-    users = {"unit": PrivacyUnit.USER, "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.2)}
+    users = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.2)}
     sampled = PoissonSampling(population=1_000, rate=0.1)
     plans = [
         plan(sampling=sampling, silos=5, **users)
@@ -490,7 +490,7 @@ def test_silos_are_members_whatever_users_are_drawn():
 @pytest.mark.parametrize("users", [10, 1_000, 100_000])
 def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(users):
     own, everyone = (
-        plan(sampling=sampling, silos=5, unit=PrivacyUnit.USER)
+        plan(sampling=sampling, silos=5)
         for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
     )
     assert own.sum_bits == everyone.sum_bits == (64 if users == 100_000 else 32)

@@ -63,7 +63,7 @@ def test_an_empty_poisson_cohort_releases_pure_noise():
 
 
 def test_discarding_releases_nothing_when_a_reply_is_missing_and_all_when_none_is():
-    the_plan = plan(dropout_policy="discard")
+    the_plan = plan()
     uploads = [upload(the_plan, 3, seed) for seed in range(3)]
     with pytest.raises(RoundDiscarded, match="2 of 3"):
         the_plan.aggregate(uploads[:2], cohort_size=3, noise=SecureNoise(), like=LIKE)

@@ -37,7 +37,8 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining
-from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy import AdversaryView
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import WeightingServer, WeightingSettings, estimate_round
 from flower_ext.secure.weighting.paillier_messages import MaskedSum, PaillierKey
@@ -153,7 +154,7 @@ class PrivateWeighting(WeightingProtocol):
             + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
         )
 
-    def server(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> PaillierServerEnd:
+    def server(self, plan: NoisedSum, *, silos: int, coordinates: int) -> PaillierServerEnd:
         """Return the server's end of a new run.
 
         Raises

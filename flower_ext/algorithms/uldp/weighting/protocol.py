@@ -32,7 +32,8 @@ from flower_ext.federation import (
     Question,
     records,
 )
-from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
+from flower_ext.privacy import AdversaryView, PoissonSampling
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 
 log = getLogger("flwr")
 
@@ -128,7 +129,7 @@ class ServerEnd(ABC):
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance of a sum from the exact one in clipping norms, as in `ReleasePlan`."""
+        """Largest distance of a sum from the exact one in clipping norms, as in `NoisedSum`."""
         return 0.0
 
     @property
@@ -245,7 +246,7 @@ class WeightingProtocol(ABC):
         """Return one line for the log."""
 
     @abstractmethod
-    def server(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> ServerEnd:
+    def server(self, plan: NoisedSum, *, silos: int, coordinates: int) -> ServerEnd:
         """Return the server's end of a new run, with fresh keys.
 
         Raises
@@ -361,7 +362,7 @@ def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
 
 
-def winning_choices(plan: ReleasePlan, choices: int | None) -> int:
+def winning_choices(plan: NoisedSum, choices: int | None) -> int:
     """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
 
     Parameters
