@@ -32,6 +32,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
 from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.client import ClientMethod, client_app
 from flower_ext.federation.exchange import Clients
@@ -58,19 +59,36 @@ class State:
         `Upcycled` extrapolates them together with the model.
     server : Mapping[str, Mapping[str, ndarray]]
         Groups that never leave the server.
+
+    Raises
+    ------
+    InvalidValue
+        A group has the name of a record of messages, or occurs in both parts, or holds anything but
+        NumPy arrays of real numbers.
     """
 
     everyone: Mapping[str, Arrays] = field(default_factory=dict)
     server: Mapping[str, Arrays] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in self.everyone:
+            if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
+                raise InvalidValue(
+                    f"State with a group {name!r} for everyone: expected another name, because "
+                    "messages or the server's part have this one"
+                )
+        for name, group in self.groups().items():
+            for key, array in group.items():
+                if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+                    raise InvalidValue(
+                        f"State with {key!r} in {name!r} of type {type(array).__name__}: expected "
+                        "a NumPy array of real numbers"
+                    )
+
     def groups(self) -> dict[str, Arrays]:
         """Return all groups, for a checkpoint."""
         sent = {_EVERYONE + name: group for name, group in self.everyone.items()}
         return sent | {_SERVER + name: group for name, group in self.server.items()}
-
-    def named(self) -> dict[str, Arrays]:
-        """Return all groups by their names alone, for messages."""
-        return {**self.everyone, **self.server}
 
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:

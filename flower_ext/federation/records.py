@@ -60,6 +60,8 @@ CONFIG = "config"
 """Record of the values that the user passes to ``start``, for their own ClientApps."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
+RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, QUERY})
+"""Names of records beside which a method may send groups of its own."""
 
 
 _FEWEST_RANDOM = 8

@@ -18,7 +18,7 @@ from flower_ext.federation.method import Method, State
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
-from flower_ext.federation.state.checkpoint import Checkpoints, RunState
+from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints, RunState
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
@@ -286,6 +286,12 @@ class Run:
             method=self.method.name,
             name="" if directory is None else directory.path.name,
             query=query,
+        )
+
+    def count_abandoned(self, units: AskedUnits) -> None:
+        """Count a round that the server began and never finished: somebody may know its uploads."""
+        self.population.count_abandoned(
+            units.participants, units.may_have_answered, asked=units.asked
         )
 
     # Files --------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
-from flower_ext.federation.state.checkpoint import AskedUnits
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import matches
@@ -155,7 +154,7 @@ class RunLoop:
         step = self.run.method.server_step
         remedy = f"change the settings of {step}, or take a smaller learning rate"
         groups = {"in the model": records.to_arrays(model)}
-        for name, group in self.run.method_state.named().items():
+        for name, group in self.run.method_state.groups().items():
             groups[f"in the server's state {name!r}"] = group
         for place, arrays in groups.items():
             require_finite(arrays, f"{place} after {step} in round {server_round}", remedy)
@@ -202,7 +201,7 @@ class RunLoop:
                 with self.run.spending.closing() as release:  # a reserved release stays spent
                     release.discard(f"{type(error).__name__}: {error}")
                 if (abandoned := self.run.checkpoints.open) is not None:
-                    self._count_abandoned(abandoned)
+                    self.run.count_abandoned(abandoned)
                 self.run.save_guarantees()
             except Exception:  # it must not hide the error that ended the run
                 log.exception("no guarantee could be written")
@@ -241,7 +240,7 @@ class RunLoop:
             run.population.resume()
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for units in abandoned:
-            self._count_abandoned(units)
+            run.count_abandoned(units)
         for query in run.queries:
             assert isinstance(run.mechanism, ReleaseMechanism)
             counted = run.participations.answers[query.name]
@@ -261,11 +260,6 @@ class RunLoop:
             len(abandoned),
         )
         return arrays, done
-
-    def _count_abandoned(self, units: AskedUnits) -> None:
-        self.run.population.count_abandoned(
-            units.participants, units.may_have_answered, asked=units.asked
-        )
 
     def _check_memory(self) -> None:
         """Ask all clients if they still have the memory that they had at the checkpoint.

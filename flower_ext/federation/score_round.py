@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
@@ -62,8 +62,3 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
             "'training_loss' with its bounds in SecureScores"
         )
     return QueryRound(run, server_round, scores)
-
-
-def evaluation_metrics(scores: dict[str, float]) -> MetricRecord | None:
-    """Return the scores of an evaluation as Flower's record; None without any."""
-    return records.metrics_record(scores) if scores else None

@@ -22,7 +22,7 @@ from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
-from flower_ext.federation.score_round import ReportedScores, evaluation, evaluation_metrics
+from flower_ext.federation.score_round import ReportedScores, evaluation
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.plain import PlainSum
@@ -171,7 +171,8 @@ class FederatedStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Refuse malformed replies, sum the others as they arrive, and take the server's step."""
-        assert self.training_round is not None
+        if self.training_round is None:
+            raise InvalidValue("aggregate_train: expected configure_train first, in every round")
         model = self.training_round.close(replies)
         metrics = records.metrics_record(self.run.progress.row)
         return None if model is None else records.to_record(model), metrics
@@ -181,9 +182,10 @@ class FederatedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask every client for scores, in rounds that evaluate and in the last round."""
         run, every = self.run, self.run.evaluate_every
+        self._evaluation = None
         if every == 0 or (server_round % every and server_round != run.last_round):
             return []
-        if not run.model:  # an evaluation before any training
+        if run.exchange.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
         model = records.shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
@@ -197,8 +199,10 @@ class FederatedStrategy(Strategy):
         If scores are summed under noise, return their means only, each with the standard error due
         to noise.
         """
-        assert self._evaluation is not None
-        return evaluation_metrics(dict(self._evaluation.close(replies)))
+        if self._evaluation is None:  # nobody was asked, but Flower's own loop calls nevertheless
+            return None
+        scores = dict(self._evaluation.close(replies))
+        return records.metrics_record(scores) if scores else None
 
     def summary(self) -> None:
         """Log the method, its plan and its sums."""

@@ -64,7 +64,7 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
     changes = {"rounds": -(-settings.rounds // 2)} if settings.upcycled else {}
     if settings.method == USERS:
         users = PoissonSampling(population=settings.num_users, rate=settings.sampling_rate)
-        return configured.release_plan(settings, users, **changes)
+        return configured.release_plan(settings, users, of_users=True, **changes)
     return configured.release_plan(settings, configured.sampling(settings), **changes)
 
 

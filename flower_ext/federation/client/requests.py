@@ -67,8 +67,9 @@ def reader(task: Task) -> Callable[[Message], Request]:
 
     def params(record: ArrayRecord) -> Params:
         if id(record) not in arrays:
-            arrays[id(record)] = records.to_params(record)
-            _check_received(arrays[id(record)], task)
+            received = records.to_params(record)
+            _check_received(received, task)  # before the next client may find it
+            arrays[id(record)] = received
         return arrays[id(record)]
 
     def request(message: Message) -> Request:

@@ -132,6 +132,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 f"queries of {self.queries[0].name} among silos: expected none, as a user's part "
                 "in a silo's vector is not bounded; set evaluate_every=0 to turn evaluations off"
             )
+        for query in self.queries:
+            self.of_query(query)  # refuses noise that no sum of the query's vectors can carry
         _ = self.release  # refuses a relation that does not fit the sampling
 
     @property
