@@ -22,7 +22,6 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     Ledger,
     PoissonSampling,
-    PrivacyUnit,
     ReleasePlan,
     SecureSum,
 )
@@ -155,12 +154,10 @@ def test_a_cohort_of_a_fixed_size_is_drawn_anew_in_every_round():
 EMPTY = PoissonSampling(UNITS, 1e-9)
 NOBODY = {
     "clients noise": ({}, 0),
-    "clients noise, rounds with gaps discarded": ({"dropout_policy": "discard"}, 0),
     "the server noises": ({"noise_placement": "server"}, 0),
-    "silos noise": ({"unit": PrivacyUnit.USER}, SILOS),
+    "silos noise": ({}, SILOS),
     "silos noise a masked sum": (
         {
-            "unit": PrivacyUnit.USER,
             "noise_placement": SecureSum(colluding=0.0, dropouts=0.0),
         },
         SILOS,

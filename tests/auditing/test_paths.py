@@ -47,7 +47,7 @@ from flower_ext.federation import (
     output_perturbation_mod,
     records,
 )
-from flower_ext.federation.client import cohort_app, masked_scores, protecting
+from flower_ext.federation.client import cohort_app, protecting
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Rows, Upload
@@ -489,7 +489,7 @@ PATHS = {
     ),
     "masked scores": Path(
         run=scores,
-        through=((masked_scores, "scores_vector"), (ClipToCells, "released")),
+        through=((SecureScores, "vector"), (ClipToCells, "released")),
         direction={"score": np.asarray(1.0)},
     ),
     # Sums over users or records in a silo.
@@ -519,7 +519,6 @@ PATHS = {
             method=UldpAvg,
             silos=SILOS,
             protocol=PAILLIER,
-            plan={"dropout_policy": "discard"},
         ),
         through=(
             (private_silo, "clip_each_row"),

@@ -156,13 +156,13 @@ _NO_HUGE = Rates(huge=0.0)
 
 CASES: tuple[Case, ...] = (
     Case(
-        name="DP-FedAvg, clients noise, top-up",
+        name="DP-FedAvg, clients noise",
         build=lambda **o: strategy_of(DPFedAvg, plan=release_plan(), local=FAST, **o),
         mutations=TRAIN,
         huge=times(1e4),
     ),
     Case(
-        name="DP²-FedSAM, clients noise, discard",
+        name="DP²-FedSAM, clients noise",
         build=lambda **o: strategy_of(
             DP2FedSAM, plan=release_plan(), head=FAST, extractor=FAST, **o
         ),
@@ -179,7 +179,7 @@ CASES: tuple[Case, ...] = (
         mutations=TRAIN,
     ),
     Case(
-        name="ULDP-AVG, silos noise, top-up",
+        name="ULDP-AVG, silos noise",
         build=lambda **o: strategy_of(
             UldpAvg, plan=user_plan(), num_silos=SILOS, local=FAST, server_learning_rate=3.0, **o
         ),

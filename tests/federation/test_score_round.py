@@ -11,7 +11,7 @@ from flwr.app import MetricRecord
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.data import Examples
 from flower_ext.federation import records
-from flower_ext.federation.client import side as client_side
+from flower_ext.federation.client import vector_answers
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from tests.support.losing import Losing
@@ -74,11 +74,11 @@ def test_scores_are_not_on_the_list_of_what_no_guarantee_covers():
     assert not any("scores" in text for text in one.run.not_covered())
     assert any("scores and test-set sizes" in text for text in other.run.not_covered())
     bases = {
-        guarantee.basis: any("training rounds alone" in text for text in guarantee.not_covered)
+        guarantee.basis: any("training rounds only" in text for text in guarantee.not_covered)
         for guarantee in one.guarantees()
     }
     assert bases == {"published": True, "provable": False}
-    with pytest.raises(ValueError, match="training_loss=True with scores"):
+    with pytest.raises(ValueError, match="training_loss=True with SecureScores"):
         scored(training_loss=True)
 
 
@@ -86,8 +86,8 @@ def test_the_epsilon_is_that_of_rounds_and_evaluations_and_is_on_the_ledger(tmp_
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = scored(ledger=ledger, seeded_noise=False)
     run(strategy, rounds=3)
-    own = strategy.run.plan
-    releases = {own.release: 3, own.of_scores.release: 3}
+    own = strategy.run.mechanism
+    releases = {own.release: 3, own.of_query(FINE).release: 3}
     expected = privacy_loss_of(releases, delta=own.delta).epsilon
     assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
     assert ledger.releases == 6
@@ -122,7 +122,7 @@ def test_an_evaluation_is_on_the_ledger_before_anybody_is_asked(tmp_path):
 
 def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
     own = plan(queries=(FINE,))
-    rounds_alone = privacy_loss_of({own.release: 3}, delta=own.delta).epsilon
+    rounds_alone = privacy_loss_of({own.mechanism().release: 3}, delta=own.delta).epsilon
     for how in ("ledger", "budget"):
         limit = Budget(epsilon=rounds_alone * 1.01, delta=own.delta)
         given = (
@@ -135,7 +135,7 @@ def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
         assert evaluated(grid) == []
         assert strategy.participations.rounds == 3
         assert strategy.participations.answers["scores"] == 0
-        assert "no evaluation after round 1" in logged.text
+        assert "no scores after round 1" in logged.text
         logged.clear()
 
 
@@ -255,7 +255,7 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     def broken(works, models, **how):
         return [ZeroDivisionError("of a record")] * len(works)
 
-    monkeypatch.setattr(client_side, "plain_scores", broken)
+    monkeypatch.setattr(vector_answers, "plain_scores", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []
@@ -267,9 +267,9 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
 
 def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
     alone = []
-    real = client_side.plain_scores
+    real = vector_answers.plain_scores
     monkeypatch.setattr(
-        client_side,
+        vector_answers,
         "plain_scores",
         lambda works, models, **how: alone.append(len(works)) or real(works, models, **how),
     )
@@ -309,7 +309,7 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
     )  # the second of two rounds is done again
     assert second.run.spending.ledger.releases >= second.participations.rounds + 4
     expected = privacy_loss_of(
-        second.run.plan.releases(second.participations), delta=second.run.plan.delta
+        second.run.mechanism.releases(second.participations), delta=second.run.plan.delta
     ).epsilon
     assert second.spent()["epsilon_provable"] == pytest.approx(expected)
 

@@ -485,7 +485,6 @@ def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
         ),
         (lambda: lattice_of(plan={"noise_multiplier": 1e-6}), "noise_multiplier=1e-06 of the plan"),
         (lambda: lattice_of(num_silos=1), "silos=1"),
-        (lambda: lattice_of(plan={"dropout_policy": "top-up"}), "expected 'discard'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, said):

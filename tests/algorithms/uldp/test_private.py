@@ -38,6 +38,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
+from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
     METHOD,
@@ -682,7 +683,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     start(strategy := make(protocol=coarse, ledger=ledger))
     bound = strategy.run.summation._connected.settings.contribution_bound(0.3) / 0.3
     assert strategy.run.mechanism.sensitivity == bound > 1.05
-    assert strategy.run.plan.sensitivity == 1.0  # the given plan is unchanged
+    assert strategy.run.plan.mechanism().sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
@@ -727,7 +728,7 @@ def test_a_run_ends_after_three_sums_if_a_user_has_more_records_than_all_silos_m
 def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, silos):
     """Larger steps would round the noise of every silo to zero, and leave the sum without noise."""
     sampling, local = FullParticipation(users), {"num_silos": silos}
-    stddev = plan(sampling).client_noise_stddev(silos)
+    stddev = mechanism_of(plan(sampling), silos=silos).client_noise_stddev(silos)
     coarsest = stddev / 4 * (users + 2 * silos) / 2
     make(protocol=replace(SMALL, precision=0.999 * coarsest), sampling=sampling, **local)
     with pytest.raises(ValueError, match=f"expected at most about {coarsest:.3g}"):
@@ -782,7 +783,6 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
             lambda: make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.5)),
             "draw_choices=5: users are drawn at a rate of 0.5, expected a multiple of 1/5 below 1",
         ),
-        (lambda: make(plan={"dropout_policy": "top-up"}), "expected 'discard'"),
         (lambda: make(diagnostics=True), "diagnostics=True"),
         (
             lambda: make(weighting="equal"),

@@ -123,7 +123,7 @@ def test_the_noise_of_a_client_that_fails_is_the_noise_of_all_others(kind):
         np.concatenate([a.ravel() for a in records.to_arrays(m.content[records.UPDATE]).values()])
         for m in mine
     ]
-    share = plan.client_noise_stddev(CLIENTS)
+    share = plan.mechanism().client_noise_stddev(CLIENTS)
     assert len(numbers) == 12
     assert np.std(numbers) == pytest.approx(share, rel=0.2)  # of 1,104 numbers
     assert len(others) == 12 * (CLIENTS - 1)

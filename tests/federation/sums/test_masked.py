@@ -56,7 +56,7 @@ def raw_updates():
 
 def expected_model(answered):
     """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
-    private = plan()
+    private = plan().mechanism()
     protection = private.cells_protection
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
@@ -499,16 +499,12 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
         _, found = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
-    expected = plan().noise_stddev * np.sqrt(CLIENTS / plan().sum_parameters.least_answers)
+    sums = plan().mechanism()
+    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.sum_parameters.least_answers)
     assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
 
 
 # What is refused ----------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_seen_is_refused_by_name():
-    with pytest.raises(ValueError, match="secure_aggregation with noise_placement='server'"):
-        plan(noise_placement="server")
 
 
 def test_a_client_that_names_another_member_is_lost():
