@@ -1,20 +1,20 @@
 """A federated method as a value: what its clients train, and the step of its server.
 
-A `Method` is frozen and knows nothing of rounds, messages or files. A run calls its members in this
-order:
+A `Method` is frozen and knows nothing of rounds, messages or files. Its main members, in the order
+in which a run first needs them:
 
 =======================================  =========================================================
 member                                   purpose
 =======================================  =========================================================
 `check`, `mechanism`, `population`       fit the method and the user's plan together
-`training`, `evaluation_training`,       describe the clients' work
-`settings`, `configure`
-`init`                                   returns the server's state before the first round
+`check_model`, `init`                    return the server's state before the first round
 `connect`                                asks clients what the run must know, once a process
-`begin_round`                            prepares a training round
+`configure`, `begin_round`               prepare a training round
+`training`, `evaluation_training`,       describe the clients' work
+`settings`, `added_proximal_weight`
 `check_update`                           refuses an upload that the server's step cannot use
 `step`                                   returns the next model and the next state
-`claims`                                 returns the guarantees
+`facts`, `disclosures`, `claims`         return the guarantees
 =======================================  =========================================================
 
 What changes between rounds is the `State`, which goes into `step` and comes out of it. Checkpoints,

@@ -1,4 +1,4 @@
-"""One round of any query: spend, open the sum, ask, read the answers, and release their mean.
+"""One round of any query: open the sum, ask, read the answers, and release their mean.
 
 A training and an evaluation under noise are both such rounds. They differ in the query, in the
 mechanism and in what is done with the mean.
@@ -31,7 +31,7 @@ _ROUNDING = 1.0001
 
 
 class Round:
-    """One round. Call `reserve`, `open`, `ask` and `close`, in this order.
+    """One round. Call `open`, `ask` and `close`, in this order; call `reserve` before `ask`.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def training_contents(
     trainings : Mapping[str, LocalTraining]
         Phases of training in this round.
     slow : Mapping[int, float]
-        By partition, the share of its epochs that a straggler completes.
+        By partition, the fraction of its epochs that a straggler completes.
     request : Callable[[int], Mapping[str, ArrayRecord]]
         Returns the records for one partition only.
     """

@@ -41,7 +41,7 @@ from flower_ext.runs import RunDirectory
 
 _WRAPPER = "wrapper."
 """Prefix of the groups of a wrapper in a checkpoint."""
-_ROUNDS_ALONE = "what is published speaks of training rounds alone"
+_ROUNDS_ALONE = "the published claim covers training rounds only"
 
 
 class Run:
@@ -227,7 +227,7 @@ class Run:
 
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
-        exposed = ["that a client answered or not, and when"]
+        exposed = ["whether and when each client answered"]
         noised = any(query.asked == "in evaluations" for query in self.queries)
         if self.evaluate_every and not noised:
             exposed.append(

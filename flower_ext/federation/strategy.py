@@ -78,7 +78,7 @@ class FederatedStrategy(Strategy):
         If True, clients report the norm of their update before clipping, without noise. No
         guarantee covers these norms.
     stragglers : Stragglers, optional
-        Simulated devices that complete only some of their local epochs.
+        Simulates clients that complete only some of their local epochs.
     timeout : float
         Seconds to wait for nodes to connect, and for replies.
     population : Population, optional

@@ -92,7 +92,7 @@ class TrainingRound:
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
         # The spend, then the units that may be exposed, are on disk before any data are used.
-        run.spending.reserve(run.mechanism.release, server_round, same if run.repeats else None)
+        self._round.reserve(run.mechanism.release, same if run.repeats else None)
         run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.asked)
         if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:

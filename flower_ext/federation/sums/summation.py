@@ -143,8 +143,8 @@ class Summation(ABC):
         return ()
 
     def state(self) -> Mapping[str, Arrays]:
-        """Return what a resumed run must know of this one's sums; nothing by default."""
+        """Return the state that a checkpoint keeps; nothing by default."""
         return {}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
-        """Take over the `state` of the process before, after `connect`."""
+        """Restore the `state` of a checkpoint; after `connect` if the run continues."""

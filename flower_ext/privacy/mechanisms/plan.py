@@ -1,4 +1,4 @@
-"""What a user decides, and what runs: the base classes of plans and of their mechanisms."""
+"""Base classes of plans, which a user writes, and of mechanisms, which run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Aggregate:
 
 
 class PrivacyPlan(ABC):
-    """What a user decides about the privacy of a run; it makes the mechanism that runs.
+    """A user's decisions about the privacy of a run, from which its mechanism is made.
 
     A plan is frozen. It knows about a run only what `RunFacts` say.
 
@@ -74,7 +74,7 @@ class PrivacyPlan(ABC):
 
 
 class RoundMechanism(ABC):
-    """What runs in each round: the protection of uploads, their sum, and the accounting.
+    """The mechanism of each round: protection of uploads, their sum, and its accounting.
 
     A mechanism is frozen. The defaults of this class accept any training, and protect nobody.
 

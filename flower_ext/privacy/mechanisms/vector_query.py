@@ -19,7 +19,7 @@ from flower_ext.checks import require_at_least_one, require_positive
 
 
 class LocalView(Protocol):
-    """What a query may read on one client."""
+    """The part of a client that a query may read."""
 
     @property
     def data(self) -> Any:
