@@ -25,6 +25,7 @@ from flower_ext.secure import ProtocolError
 from flower_ext_lattice import LatticeWeighting, columns, silo_end, weighting
 from flower_ext_lattice.messages import LatticeSum
 from tests.support import grids
+from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     METHOD,
     SMALL,
@@ -130,7 +131,7 @@ def test_the_model_is_that_of_plain_weights_and_of_paillier():
 def test_by_name_a_protocol_has_its_default_settings():
     protocol = make(protocol="lattice").run.summation.protocol
     assert protocol == LatticeWeighting()
-    settings = protocol.server(plan(EVERYONE), silos=3, coordinates=5)
+    settings = protocol.server(mechanism_of(plan(EVERYONE), silos=3), silos=3, coordinates=5)
     assert settings.settings.silo_record_limits == (2000, 2000, 2000)
     assert make(protocol="paillier").run.summation.protocol.name == "paillier"
 
@@ -494,7 +495,7 @@ def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, sa
 
 def test_noise_too_small_for_the_model_is_refused_with_what_to_change():
     strategy = lattice_of(plan={"noise_multiplier": 0.4})
-    huge = replace(strategy.run.plan, noise_multiplier=2e-3, rounds=100_000)
+    huge = replace(strategy.run.mechanism, noise_multiplier=2e-3, rounds=100_000)
     with pytest.raises(ValueError, match=r"noise_multiplier=0.002 of the plan.*more noise"):
         LATTICE.server(huge, silos=3, coordinates=10**6)
 
