@@ -40,7 +40,6 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     PrivacyPlan,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     SecureScores,
@@ -57,7 +56,7 @@ _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 """A silo of two users whose records do not pull."""
 
 _release_plan = partial(ReleasePlan, clipping_norm=1.0, delta=DELTA)
-_user_plan = partial(_release_plan, unit=PrivacyUnit.USER, sampling=FullParticipation(3))
+_user_plan = partial(_release_plan, sampling=FullParticipation(3))
 _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examples=2, delta=DELTA)
 
 

@@ -278,7 +278,7 @@ def models_of(name, folder=None, *, rounds=ROUNDS, **options):
     """Return the model after each round of a run, in standard deviations of a round's noise."""
     facts = {"clipping_norm": 0.5, "noise_multiplier": 2.0, "rounds": 9, "delta": 1e-5}
     plan = ReleasePlan(sampling=FullParticipation(CLIENTS), **{**facts, **SUMS[name]})
-    stddev = plan.noise_stddev / CLIENTS * (SURPLUS if "masked" in name else 1.0)
+    stddev = plan.mechanism().noise_stddev / CLIENTS * (SURPLUS if "masked" in name else 1.0)
     models = {}
 
     def note(number, arrays):
@@ -344,7 +344,7 @@ def test_masked_scores_have_their_noise_on_each_number(monkeypatch):
     shown = SecureScores(noise_multiplier=1.0, times=ROUNDS, bounds=names)
     totals = []
     monkeypatch.setattr(
-        SecureScores, "means", lambda self, total, stddev: totals.append(total) or {}
+        SecureScores, "answer", lambda self, total, stddev: totals.append(total) or {}
     )
     plan = ReleasePlan(
         sampling=FullParticipation(3),

@@ -65,6 +65,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms import bounds, noised_sum, protections, quantization
 from flower_ext.privacy.mechanisms import plan as plans
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
@@ -485,7 +486,7 @@ PATHS = {
     ),
     "masked sum without one member": Path(
         run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
-        through=((protections, "in_cells"), (ReleasePlan, "aggregate_sum")),
+        through=((protections, "in_cells"), (NoisedSum, "aggregate_sum")),
     ),
     "masked scores": Path(
         run=scores,
