@@ -57,7 +57,6 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     OutputPerturbation,
     PerturbationPlan,
-    PrivacyPlan,
     RecordLevelPlan,
     ReleasePlan,
     SecureScores,
@@ -66,6 +65,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms import bounds, noised_sum, protections, quantization
 from flower_ext.privacy.mechanisms import plan as plans
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
@@ -77,6 +77,7 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 from flower_ext.privacy.mechanisms.updates import Row, Summed
 from flower_ext.privacy.plans.group_plan import GroupPlan
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
@@ -486,7 +487,11 @@ PATHS = {
     ),
     "masked sum without one member": Path(
         run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
-        through=((protections, "in_cells"), (NoisedSum, "aggregate_sum")),
+        through=(
+            (protections, "in_cells"),
+            (ReleaseMechanism, "protection"),
+            (NoisedSum, "aggregate_sum"),
+        ),
     ),
     "masked scores": Path(
         run=scores,
@@ -614,11 +619,11 @@ NOT_HERE = {
 
 
 def classes():
-    """Return the public classes of the package that hold, bound, carry or plan parts of sums."""
+    """Return the public classes of the package that hold, bound, carry or add parts of sums."""
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
         if module.name.split(".")[1] in ("privacy", "federation"):
             import_module(module.name)
-    found, waiting = set(), [Protection, PrivacyPlan, Row, Summed, Grid, Summation]
+    found, waiting = set(), [Protection, RoundMechanism, Row, Summed, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
