@@ -62,10 +62,7 @@ def main(
     if not quick:
         parts |= {
             "kill": lambda: killed_processes(points, seed=seed),
-            **{
-                f"processes-{plan.policy}": partial(real_processes, plan)
-                for plan in processes.PLANS
-            },
+            **{f"processes-{plan.name}": partial(real_processes, plan) for plan in processes.PLANS},
         }
     for name in only or ():
         if name not in parts:
@@ -196,11 +193,11 @@ def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
         for placement in placements
         for dropout in DROPOUTS
     ]
-    header = ("dropout", "policy", "rounds released", "measured / accounted", "P(as little)")
+    header = ("dropout", "noise by", "rounds released", "measured / accounted", "P(as little)")
     rows = [
         (
             f"{m.dropout:.0%}",
-            m.policy,
+            m.placement,
             f"{m.released} of {m.rounds}",
             f"{m.ratio:.4f}" if m.released else "–",
             f"{m.too_little:.3f}" if m.released else "–",
@@ -243,7 +240,7 @@ def real_processes(plan: processes.Plan) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         rows, outcome = processes.run(Path(folder), plan)
         # Still inside the folder, because an outcome reads its run directory on access.
-        text = f"## Real processes, {plan.policy}\n\n{processes.report(rows, outcome)}"
+        text = f"## Real processes, {plan.name}\n\n{processes.report(rows, outcome)}"
         return text, outcome.kept
 
 

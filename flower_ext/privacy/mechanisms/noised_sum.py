@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from flower_ext.checks import (
+    is_number,
     require_at_least_one,
     require_delta,
     require_not_negative,
@@ -110,7 +111,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.sensitivity < math.inf:
+        if not (is_number(self.sensitivity) and 1 <= self.sensitivity < math.inf):
             raise InvalidValue(
                 f"sensitivity={self.sensitivity!r}: expected 1 or more, because one unit can move "
                 "a sum by a whole clipping norm"
