@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import LinearFairness, LinearFederation
+from flower_ext.planning import LinearFairness
 from tests.support.grids import grid
+from tests.support.linear_federation import LinearFederation
 
 BASES = ("published", "provable")
 WORLD = {
