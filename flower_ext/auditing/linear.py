@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from flower_ext.auditing.experiment import Experiment, Score, World, projected
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederatedStrategy
+from flower_ext.federation import FederatedStrategy, client_level_dp_mod
 from flower_ext.privacy import AdversaryView
 from flower_ext.training import LocalTraining, Task
 
@@ -145,3 +145,22 @@ def silo_data(owners: Sequence[int], features: Sequence[float]) -> SiloData:
     """Return a silo's data, with one record per number and its owner (see `pulls`)."""
     records = pulls(*features)
     return SiloData(train=records, test=records, owners=torch.tensor(owners))
+
+
+def plain_app(task: Task) -> ClientApp:
+    """Return a ClientApp from elsewhere behind this package's mod: one step of plain torch."""
+    app = ClientApp(mods=[client_level_dp_mod()])
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        records = task.data(int(context.node_config["partition-id"])).train
+        assert isinstance(records.features, Tensor)
+        received = message.content.array_records["arrays"]["weight"].numpy()
+        weight = torch.from_numpy(received).requires_grad_()
+        loss = task.loss(records.features @ weight.T, records.targets)
+        (gradient,) = torch.autograd.grad(loss, [weight])
+        content = RecordDict({"metrics": MetricRecord({"num-examples": len(records)})})
+        content["arrays"] = ArrayRecord({"weight": Array(received - gradient.numpy())})
+        return Message(content, reply_to=message)
+
+    return app
