@@ -131,6 +131,7 @@ def _read(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    # NumPy refuses pickled objects unless asked, so a file cannot run code.
     with np.load(path) as arrays:
         parts = [""] if "x" in arrays else ["_train", "_test"]
         images, labels = (

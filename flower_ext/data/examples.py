@@ -145,6 +145,7 @@ class SiloData(ClientData):
 
         The examples are views of one sorted copy.
         """
+        # A stable sort keeps the order of each user's examples.
         order = torch.argsort(self.owners, stable=True)
         users, counts = torch.unique_consecutive(self.owners[order], return_counts=True)
         parts = (

@@ -62,6 +62,7 @@ def limit_contributions(
     )
     kept = choose(owner, np.full(users, group_size), rng)
     limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
+    # Unlike ``+= 1``, this counts a pair of silo and user as often as it occurs.
     np.add.at(limits, (silo[kept], owner[kept]), 1)
     return limits
 
@@ -74,6 +75,8 @@ def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> 
     order = np.argsort(owners, kind="stable")
     grouped = owners[order]
     rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
+    # A record's lot depends on its user and its rank alone. Lots drawn from ``rng`` would move with
+    # the number of other users' records.
     key = rng.integers(2**64, dtype=np.uint64)
     lots = _scrambled(_scrambled(grouped.astype(np.uint64) ^ key) + rank.astype(np.uint64))
     chosen = np.zeros(len(owners), dtype=bool)
@@ -147,6 +150,7 @@ def allocate(
         sizes = np.bincount(owners, minlength=num_users)
         owners = _few_labels(targets, sizes, labels_per_user, rng)
     rank = rng.choice(num_silos, size=records, p=_weights(distribution, num_silos, SILO_EXPONENT))
+    # One row per user: the silos in that user's order.
     silo_of_rank = rng.permuted(np.tile(np.arange(num_silos), (num_users, 1)), axis=1)
     silos = silo_of_rank[owners, rank]
     rows = [np.flatnonzero(silos == silo) for silo in range(num_silos)]
@@ -178,6 +182,7 @@ def _few_labels(
     owners = np.empty(len(targets), dtype=np.int64)
     for number, label in enumerate(labels):
         records = rng.permutation(np.flatnonzero(targets == label))
+        # Rounded cumulative shares hand out every record exactly once.
         shares = np.cumsum(quota[:, number]) / quota[:, number].sum()
         ends = np.round(shares * len(records)).astype(int)
         owners[records] = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))

@@ -44,6 +44,7 @@ class PrivacyBudget:
                 num_examples=self.num_examples,
                 clipping_norm=self.clipping_norm,
             )
+        # Both bounds hold at once, so the smaller noise keeps the budget.
         by_model = self._stddev_by_model(rounds)
         return by_model if self.steps is None else min(by_model, self._stddev_by_steps(rounds))
 

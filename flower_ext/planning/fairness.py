@@ -176,6 +176,7 @@ class LinearFairness:
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
         """Return λ* of Theorem 3: the fairest of the cubic's real roots and both ends."""
         roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
+        # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
         shares = np.concatenate([[0.0, 1.0], real[(real > 0) & (real < 1)]])
         values = self._quartic(upload_variance, basis)(shares)

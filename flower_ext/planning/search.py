@@ -86,6 +86,7 @@ def joint_search(
         )
         return Schedule(rounds=rounds, global_weight=weight, bound=bound)
 
+    # No limit T′ as in Section IV: it holds for one λ, and here each T has a λ of its own.
     best = min(map(schedule_of, range(1, max_rounds + 1)), key=lambda schedule: schedule.value)
     return best if best.value < problem.initial_distance else replace(best, rounds=0)
 
@@ -161,6 +162,7 @@ def alternating_search(
         weight = min(
             global_weights, key=lambda candidate: _or_infinite(outcome(T, candidate).unfairness)
         )
+        # Each search depends on the other's result alone, so a pair that returns begins a cycle.
         if (T, weight) in visited:
             cycle = visited[visited.index((T, weight)) :]
             best_T, best_weight = min(cycle, key=loss)
