@@ -37,7 +37,7 @@ class DatasetInfo:
     num_classes: int = 10
     input_shape: tuple[int, ...] = (1, 28, 28)
     files: tuple[tuple[str, ...], ...] = ()
-    advice: str = "save images x and labels y as NAME.npz; flwr-datasets fetches them"
+    advice: str = "flwr-datasets fetches it; save images as x and labels as y."
 
 
 def _idx_files(*folders: str) -> tuple[tuple[str, ...], ...]:
@@ -52,17 +52,17 @@ _DATASETS = {
     "digits": DatasetInfo(input_shape=(1, 8, 8)),
     "mnist": DatasetInfo(
         files=_idx_files("mnist", "MNIST/raw"),
-        advice="torchvision.datasets.MNIST(FOLDER, download=True) writes them",
+        advice="torchvision.datasets.MNIST(FOLDER, download=True) writes these files.",
     ),
     "fashion-mnist": DatasetInfo(
         files=_idx_files("fashion_mnist", "FashionMNIST/raw"),
-        advice="torchvision.datasets.FashionMNIST(FOLDER, download=True) writes them",
+        advice="torchvision.datasets.FashionMNIST(FOLDER, download=True) writes these files.",
     ),
     "cifar10": DatasetInfo(
         input_shape=(3, 32, 32),
         files=(("cifar10/cifar10.npz",),),
-        advice="save data and targets of torchvision.datasets.CIFAR10 as x_train, y_train, x_test "
-        "and y_test",
+        advice="torchvision.datasets.CIFAR10 fetches it; save data and targets of both parts as "
+        "x_train, y_train, x_test and y_test.",
     ),
     "femnist": DatasetInfo(files=(("femnist_digits_12clients/femnist_digits_12clients.npz",),)),
     "letters": DatasetInfo(files=(("nist_vowels10/nist_vowels10_28x28.npz",),)),

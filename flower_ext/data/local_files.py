@@ -38,11 +38,9 @@ def find_files(
     DataNotFound
         No alternative is complete; the message names all of them.
     """
-    given = folder or os.environ.get(FOLDER_VARIABLE)
-    root = Path(given).expanduser() if given else None
-    if root is None:
-        place = "needs a folder, and none is given"
-    else:
+    root = folder or os.environ.get(FOLDER_VARIABLE)
+    if root:
+        root = Path(root).expanduser()
         below = [[root / path for path in paths] for paths in files]
         # The folder itself comes second: MNIST and Fashion-MNIST have files of the same names.
         directly = [[root / Path(path).name for path in paths] for paths in files]
@@ -50,13 +48,11 @@ def find_files(
             existing = [path for plain in paths for path in _plain_or_gzipped(plain)]
             if len(existing) == len(paths):
                 return existing
-        missing = "is not in the folder {}" if root.is_dir() else "is expected in {}, no folder"
-        place = missing.format(root)
-    alternatives = "\n  or ".join(", ".join(paths) for paths in files)
+    alternatives = "".join(f"\n  - {', '.join(paths)}" for paths in files)
     raise DataNotFound(
-        f"the data set {name!r} {place}: give a folder with {alternatives}\nin data-folder or in "
-        f"the environment variable {FOLDER_VARIABLE} (gzipped files end in .gz)"
-        + (f"; {advice}" if advice else "")
+        f"data-folder={str(root or '')!r}: expected a folder with the data set {name!r}, as one of"
+        f"{alternatives}\nAny file may be gzipped, with a name that ends in .gz. The environment "
+        f"variable {FOLDER_VARIABLE} may name the folder. {advice}".rstrip()
     )
 
 

@@ -143,7 +143,7 @@ def test_missing_files_are_named_with_the_folder_and_what_is_always_there(name, 
         read(tmp_path)
     for word in (name, str(tmp_path), files[0][0], "FLOWER_EXT_DATA", "digits"):
         assert word in str(caught.value)
-    with pytest.raises(DataNotFound, match="none is given"):
+    with pytest.raises(DataNotFound, match="data-folder='': expected"):
         read(None)
 
 

@@ -113,7 +113,7 @@ def test_a_report_calls_the_letters_a_stand_in():
 
 
 def test_letters_that_are_nowhere_to_be_found_say_so(tmp_path):
-    with pytest.raises(DataNotFound, match=f"letters.* is not in the folder {tmp_path}"):
+    with pytest.raises(DataNotFound, match=f"data-folder='{tmp_path}': expected .* 'letters'"):
         load_devices("letters", tmp_path)
 
 

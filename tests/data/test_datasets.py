@@ -105,7 +105,7 @@ def test_an_empty_variable_names_no_folder(tmp_path, offline, monkeypatch):
     small_mnist(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOWER_EXT_DATA", "")
-    with pytest.raises(DataNotFound, match="none is given"):
+    with pytest.raises(DataNotFound, match="data-folder='': expected"):
         load("mnist")
 
 

@@ -167,7 +167,9 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
 
 
 def _find(name: str, files: tuple[tuple[str, ...], ...], folder: Path | None) -> list[Path]:
-    return find_files(name, files, folder, advice="'breast-cancer' and 'digits' need no files")
+    return find_files(
+        name, files, folder, advice="The data sets 'breast-cancer' and 'digits' need no files."
+    )
 
 
 @dataclass(frozen=True)
