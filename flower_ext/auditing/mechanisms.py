@@ -42,7 +42,6 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     PrivacyPlan,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
@@ -163,7 +162,7 @@ _SECURE_SCORES = LinearMechanism(
 
 _ULDP_AVG = LinearMechanism(
     name="ULDP-AVG",
-    plan=_release_plans(FullParticipation(3), unit=PrivacyUnit.USER),
+    plan=_release_plans(FullParticipation(3)),
     strategy=lambda plan: _run(UldpAvg(num_silos=2, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 2,
     present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
@@ -175,9 +174,7 @@ _ULDP_SGD = replace(
 )
 _ULDP_SECURE_SUM = LinearMechanism(
     name="ULDP-AVG, secure sums",
-    plan=_release_plans(
-        FullParticipation(3), unit=PrivacyUnit.USER, noise_placement=_HONEST_SUM
-    ),
+    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
     strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 3,
     present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
@@ -194,7 +191,7 @@ _ULDP_BY_RECORDS = replace(
 )
 _ULDP_NAIVE = LinearMechanism(
     name="ULDP-NAIVE",
-    plan=_release_plans(FullParticipation(2), noise_multiplier=1.0, unit=PrivacyUnit.USER),
+    plan=_release_plans(FullParticipation(2), noise_multiplier=1.0),
     strategy=lambda plan: _run(UldpNaive(num_silos=2, local=ONE_STEP), plan),
     # With the canary, both silos' updates point the other way.
     without=[silo_data([1], [-HUGE])] * 2,
