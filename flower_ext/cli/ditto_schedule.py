@@ -122,7 +122,7 @@ class ScheduleSettings(Settings):
         """The Bayesian linear model whose fairest λ is chosen; None if λ is given."""
         if self.global_weight is not None:
             return None
-        return LinearFairness.expected(
+        return LinearFairness(
             num_clients=self.clients,
             num_examples=self.examples,
             dimension=self.dimension,

@@ -26,7 +26,7 @@ PROBLEM = DittoProblem(
     gradient_bound=1.0,
     model_spread=0.5,
 )
-FAIRNESS = LinearFairness.expected(
+FAIRNESS = LinearFairness(
     num_clients=20,
     num_examples=100,
     dimension=10,
