@@ -36,6 +36,12 @@ def logged(
     return caplog
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide all data folders except those that a test names."""
+    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
+
+
 def pytest_collection_finish() -> None:
     """Exclude all loaded modules from the garbage collections at the start of each run."""
     gc.collect()

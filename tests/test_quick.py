@@ -31,7 +31,7 @@ def test_a_module_that_no_test_names_is_tested_by_its_room():
     ("changed", "audits"),
     [
         ("flower_ext/algorithms/uldp/averaging.py", "uldp"),
-        ("flower_ext/algorithms/ditto/planned.py", "ditto"),
+        ("flower_ext/algorithms/dp_ditto.py", "ditto"),
         ("flower_ext/privacy/mechanisms/noise.py", "client-noise or uldp-avg or ditto"),
         ("flower_ext/runs/figures.py", ""),
         ("tests/privacy/mechanisms/test_noise.py", ""),

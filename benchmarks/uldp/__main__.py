@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from benchmarks.runs import Experiment, parser_of
-from benchmarks.uldp.experiment import APP, DEFAULT, FULL, Scale, base_config
+from benchmarks.uldp.app import APP
+from benchmarks.uldp.experiment import DEFAULT, FULL, Scale, base_config
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
 from benchmarks.uldp.utility import PROBLEMS, utility

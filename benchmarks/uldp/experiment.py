@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.runs import Config, Experiment, last, settings
+from benchmarks.uldp.app import APP
 from flower_ext.algorithms.uldp import theory_learning_rate
 
-APP = Path(__file__).parents[2] / "apps" / "uldp-fl"
 METHODS: dict[str, Config] = {
     "DEFAULT": {"method": "default"},
     "ULDP-NAIVE": {"method": "uldp-naive"},

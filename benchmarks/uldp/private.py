@@ -24,6 +24,7 @@ import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from torch.nn.functional import cross_entropy
 
+from benchmarks.uldp.app import describe_silos, load_silos
 from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
@@ -35,7 +36,6 @@ from flower_ext.algorithms.uldp.weighted import WeightedSum
 from flower_ext.algorithms.uldp.weighting.paillier_end import pool_pays
 from flower_ext.algorithms.uldp.weighting.paillier_weighting import PaillierServerEnd
 from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
-from flower_ext.data import describe_silos, load_silos
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.metrics import concordance_index
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan

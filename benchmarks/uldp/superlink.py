@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from benchmarks.uldp.app import APP, describe_silos
 from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.launch import launch
-from flower_ext.data import describe_silos
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
-APP = Path(__file__).parents[2] / "apps" / "uldp-fl"
 _SILO = re.compile(r"silo (\d+), round (\d+): ([\d.]+) s of training, ([\d.]+) s of encryption")
 
 

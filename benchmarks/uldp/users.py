@@ -25,8 +25,9 @@ import psutil
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.uldp.app import load_silos
 from flower_ext.algorithms.uldp.silo_training import SiloJob, sums_over_users
-from flower_ext.data import SiloData, load_silos
+from flower_ext.data import SiloData
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.runs import Config, Experiment, last, over_seeds
+from benchmarks.uldp.app import describe_silos, load_silos
 from benchmarks.uldp.experiment import (
     METHODS,
     NOISE_MULTIPLIER,
@@ -24,7 +25,7 @@ from benchmarks.uldp.experiment import (
     search_text,
     settings_text,
 )
-from flower_ext.data import Examples, describe_silos, load_silos
+from flower_ext.data import Examples
 from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
@@ -80,7 +81,7 @@ TCGA_BRCA = replace(
     learning_rates=(0.001, 0.003),
 )
 TCGA_BRCA_SCALED = replace(TCGA_BRCA, dataset="tcga-brca-scaled", learning_rates=(0.05, 0.2))
-"""Age in decades: see `tabular.tcga_brca`."""
+"""Age in decades: see ``tcga_brca`` in the app's ``tables.py``."""
 RARE_CLASS = ("balanced accuracy", "ROC-AUC", "average precision")
 """Metrics if nearly all records are of one class. A constant score gives 0.5, 0.5 and its share."""
 PROBLEMS = {4: (CREDITCARD,), 5: (MNIST,), 6: (HEART_DISEASE,), 7: (TCGA_BRCA, TCGA_BRCA_SCALED)}

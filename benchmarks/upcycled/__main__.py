@@ -16,11 +16,10 @@ import platform
 from dataclasses import replace
 
 from benchmarks.runs import Experiment, parser_of
-from benchmarks.upcycled.experiment import APP, DEFAULT, FULL, base_config
+from benchmarks.upcycled.experiment import APP, DEFAULT, DEVICES, FULL, base_config
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
 from benchmarks.upcycled.table5 import times, warm_up
-from flower_ext.data import device_names
 
 PARTS = ("time", "accuracy", "figures")
 
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(
-        "--datasets", nargs="+", choices=device_names(), help="data sets of the accuracy tables"
+        "--datasets", nargs="+", choices=list(DEVICES), help="data sets of the accuracy tables"
     )
     parser.add_argument("--training-rounds", type=int, help="of the accuracy tables")
     parser.add_argument("--search-rounds", type=int, help="training rounds while searching")

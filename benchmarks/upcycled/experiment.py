@@ -70,6 +70,8 @@ class Scale:
 
 
 SYNTHETIC = ("synthetic-iid", "synthetic-0-0", "synthetic-0.5-0.5", "synthetic-1-1")
+DEVICES = {**dict.fromkeys(SYNTHETIC, 30), "letters": 50}
+"""The number of devices of each data set."""
 DEFAULT = Scale(
     datasets=SYNTHETIC,
     straggler_ratios=(0.9,),

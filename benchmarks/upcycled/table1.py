@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.runs import Config, Experiment
 from benchmarks.upcycled.experiment import (
+    DEVICES,
     METHODS,
     SYNTHETIC,
     Scale,
@@ -21,7 +22,6 @@ from benchmarks.upcycled.experiment import (
     method_config,
     search,
 )
-from flower_ext.data import describe_devices
 from flower_ext.runs import RunDirectory, write_comparison
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
@@ -76,7 +76,7 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
             "dataset": dataset,
             **method_config(method),
             "straggler-ratio": straggler_ratio,
-            "clients": describe_devices(dataset).num_devices,
+            "clients": DEVICES[dataset],
         }
         for dataset in scale.datasets
         for method in METHODS

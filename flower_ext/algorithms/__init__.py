@@ -1,8 +1,8 @@
 """Federated-learning methods: one module for each, with its server's step and its client side."""
 
 from flower_ext.algorithms.apple import Apple
-from flower_ext.algorithms.ditto import DPDitto
 from flower_ext.algorithms.dp2_fedsam import Centaur, DP2FedSAM
+from flower_ext.algorithms.dp_ditto import DPDitto
 from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
 from flower_ext.algorithms.fedala import FedALA
 from flower_ext.algorithms.fedamp import FedAMP

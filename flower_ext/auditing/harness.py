@@ -153,6 +153,7 @@ def audit(
         if progress is not None:
             progress(done, 2 * trials)
 
+    # The world without the canary first: `take` tells the worlds apart by the number of runs.
     for world in (experiment.without, experiment.present):
         observe(experiment, world, take, trials=trials)
     views = [view for view in experiment.views if math.isfinite(promises[view].epsilon)]

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from flower_ext.auditing.experiment import Experiment, Score, World, projected
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederatedStrategy
+from flower_ext.federation import FederatedStrategy, client_level_dp_mod
 from flower_ext.privacy import AdversaryView
 from flower_ext.training import LocalTraining, Task
 
@@ -36,11 +36,11 @@ BEYOND = 8.0
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 
-@dataclass
+@dataclass(eq=False)  # equal to itself alone, because caches have `loss` as a key
 class Turns:
     """A public schedule: the loss changes its sign in every round."""
 
-    sign: float = field(default=1.0)
+    sign: float = 1.0
 
     def begin(self, number: int) -> None:
         """Begin training round ``number``, from 1."""
@@ -49,8 +49,6 @@ class Turns:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean output with the round's sign."""
         return -self.sign * (outputs.squeeze(-1) * targets).mean()
-
-    __hash__ = object.__hash__
 
 
 def pulls(*features: float, size: int = SIZE) -> Examples:
@@ -145,3 +143,22 @@ def silo_data(owners: Sequence[int], features: Sequence[float]) -> SiloData:
     """Return a silo's data, with one record per number and its owner (see `pulls`)."""
     records = pulls(*features)
     return SiloData(train=records, test=records, owners=torch.tensor(owners))
+
+
+def plain_app(task: Task) -> ClientApp:
+    """Return a ClientApp from elsewhere behind this package's mod: one step of plain torch."""
+    app = ClientApp(mods=[client_level_dp_mod()])
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        records = task.data(int(context.node_config["partition-id"])).train
+        assert isinstance(records.features, Tensor)
+        received = message.content.array_records["arrays"]["weight"].numpy()
+        weight = torch.from_numpy(received).requires_grad_()
+        loss = task.loss(records.features @ weight.T, records.targets)
+        (gradient,) = torch.autograd.grad(loss, [weight])
+        content = RecordDict({"metrics": MetricRecord({"num-examples": len(records)})})
+        content["arrays"] = ArrayRecord({"weight": Array(received - gradient.numpy())})
+        return Message(content, reply_to=message)
+
+    return app

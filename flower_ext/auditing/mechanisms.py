@@ -7,8 +7,10 @@ canary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from flwr.serverapp.strategy import FedAvg, FedProx
@@ -24,10 +26,10 @@ from flower_ext.auditing.linear import (
     SIZE,
     LinearMechanism,
     client_data,
+    plain_app,
     pulls,
     silo_data,
 )
-from flower_ext.auditing.plain_app import plain_app
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import (
@@ -42,6 +44,7 @@ from flower_ext.privacy import (
     PrivacyPlan,
     RecordLevelPlan,
     ReleasePlan,
+    Sampling,
     SecureScores,
     SecureSum,
 )
@@ -55,20 +58,28 @@ _BACKWARDS, _FORWARDS = [client_data(-HUGE, 0.0)], [client_data(HUGE, 0.0)]
 _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 """A silo of two users whose records do not pull."""
 
-_release_plan = partial(ReleasePlan, clipping_norm=1.0, delta=DELTA)
-_user_plan = partial(_release_plan, sampling=FullParticipation(3))
 _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examples=2, delta=DELTA)
+
+
+def _release_plans(
+    sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
+) -> Callable[[float, int], ReleasePlan]:
+    """Return the plan for any multiple of ``noise_multiplier`` and number of rounds."""
+    return lambda noise, rounds: ReleasePlan(
+        sampling=sampling,
+        clipping_norm=1.0,
+        noise_multiplier=noise_multiplier * noise,
+        rounds=rounds,
+        delta=DELTA,
+        **options,
+    )
 
 
 def _run(method: Method, plan: PrivacyPlan, evaluate_every: int = 0) -> FederatedStrategy:
     return FederatedStrategy(method, plan, evaluate_every=evaluate_every)
 
 
-def _group(method: UldpGroup) -> FederatedStrategy:
-    return _run(method, method.plan(DELTA))
-
-
-# One client's update ------------------------------------------------------------------------------
+# One client's update
 
 
 def _dp_fedavg(plan: ReleasePlan, evaluate_every: int = 0) -> FederatedStrategy:
@@ -77,9 +88,7 @@ def _dp_fedavg(plan: ReleasePlan, evaluate_every: int = 0) -> FederatedStrategy:
 
 _CLIENT_NOISE = LinearMechanism(
     name="client level, noise by the client",
-    plan=lambda noise, rounds: _release_plan(
-        sampling=FullParticipation(2), noise_multiplier=0.5 * noise, rounds=rounds
-    ),
+    plan=_release_plans(FullParticipation(2)),
     strategy=_dp_fedavg,
     without=[client_data(0.0), client_data(0.0)],
     present=[client_data(HUGE), client_data(0.0)],
@@ -88,12 +97,7 @@ _CLIENT_NOISE = LinearMechanism(
 _SERVER_NOISE = replace(
     _CLIENT_NOISE,
     name="client level, noise by the server",
-    plan=lambda noise, rounds: _release_plan(
-        sampling=FullParticipation(2),
-        noise_multiplier=0.5 * noise,
-        rounds=rounds,
-        noise_placement="server",
-    ),
+    plan=_release_plans(FullParticipation(2), noise_placement="server"),
 )
 _FOREIGN_APP = replace(
     _CLIENT_NOISE,
@@ -104,31 +108,20 @@ _POISSON_CLIENT_NOISE = replace(
     _CLIENT_NOISE,
     name="client level, Poisson sampling, noise by the client",
     # Sampling amplifies ε against an adversary that sees released models.
-    plan=lambda noise, rounds: _release_plan(
-        sampling=PoissonSampling(2, 0.5), noise_multiplier=3.0 * noise, rounds=rounds
-    ),
+    plan=_release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0),
+    # The server refuses uploads that are improbably large for their noise.
     present=[client_data(LARGE), client_data(0.0)],
     views=_MODELS,
 )
 _POISSON_SERVER_NOISE = replace(
     _POISSON_CLIENT_NOISE,
     name="client level, Poisson sampling, noise by the server",
-    plan=lambda noise, rounds: _release_plan(
-        sampling=PoissonSampling(2, 0.5),
-        noise_multiplier=3.0 * noise,
-        rounds=rounds,
-        noise_placement="server",
-    ),
+    plan=_release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"),
 )
 _SECURE_SUM = LinearMechanism(
     name="client level, secure sums",
     # The server sees all messages of the protocol, and computes the sum from them.
-    plan=lambda noise, rounds: _release_plan(
-        sampling=FullParticipation(3),
-        noise_multiplier=0.5 * noise,
-        rounds=rounds,
-        noise_placement=_HONEST_SUM,
-    ),
+    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
     strategy=_dp_fedavg,
     without=[client_data(0.0), client_data(0.0), client_data(0.0)],
     present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
@@ -146,10 +139,12 @@ def _scored(*accuracies: float) -> ClientData:
 _SECURE_SCORES = LinearMechanism(
     name="scores in secure sums",
     # Training has so much noise that the evaluations determine ε.
-    plan=lambda noise, rounds: _release_plan(
+    plan=lambda noise, rounds: ReleasePlan(
         sampling=FullParticipation(3),
+        clipping_norm=1.0,
         noise_multiplier=50.0,
         rounds=rounds,
+        delta=DELTA,
         noise_placement=_HONEST_SUM,
         queries=(SecureScores(noise_multiplier=0.5 * noise, times=rounds),),
     ),
@@ -163,11 +158,11 @@ _SECURE_SCORES = LinearMechanism(
 )
 
 
-# One user with records in several silos -----------------------------------------------------------
+# One user with records in several silos
 
 _ULDP_AVG = LinearMechanism(
     name="ULDP-AVG",
-    plan=lambda noise, rounds: _user_plan(noise_multiplier=0.5 * noise, rounds=rounds),
+    plan=_release_plans(FullParticipation(3)),
     strategy=lambda plan: _run(UldpAvg(num_silos=2, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 2,
     present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
@@ -179,9 +174,7 @@ _ULDP_SGD = replace(
 )
 _ULDP_SECURE_SUM = LinearMechanism(
     name="ULDP-AVG, secure sums",
-    plan=lambda noise, rounds: _user_plan(
-        noise_multiplier=0.5 * noise, rounds=rounds, noise_placement=_HONEST_SUM
-    ),
+    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
     strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 3,
     present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
@@ -198,14 +191,19 @@ _ULDP_BY_RECORDS = replace(
 )
 _ULDP_NAIVE = LinearMechanism(
     name="ULDP-NAIVE",
-    plan=lambda noise, rounds: _user_plan(
-        sampling=FullParticipation(2), noise_multiplier=noise, rounds=rounds
-    ),
+    plan=_release_plans(FullParticipation(2), noise_multiplier=1.0),
     strategy=lambda plan: _run(UldpNaive(num_silos=2, local=ONE_STEP), plan),
     # With the canary, both silos' updates point the other way.
     without=[silo_data([1], [-HUGE])] * 2,
     present=[silo_data([0, 1], [3 * HUGE, -HUGE])] * 2,
 )
+
+
+def _grouped(local: DpSgdTraining) -> FederatedStrategy:
+    method = UldpGroup(num_silos=2, num_users=2, group_size=2, local=local)
+    return _run(method, method.plan(DELTA))
+
+
 _ULDP_GROUP = LinearMechanism(
     name="ULDP-GROUP-2",
     plan=lambda noise, rounds: DpSgdTraining(
@@ -216,7 +214,7 @@ _ULDP_GROUP = LinearMechanism(
         clipping_norm=1.0,
         noise_multiplier=noise,
     ),
-    strategy=lambda local: _group(UldpGroup(num_silos=2, num_users=2, group_size=2, local=local)),
+    strategy=_grouped,
     without=[silo_data([1], [0.0])] * 2,
     present=[silo_data([0, 0, 1], [HUGE, HUGE, 0.0]), silo_data([1], [0.0])],
     partitions=[0],
@@ -224,7 +222,7 @@ _ULDP_GROUP = LinearMechanism(
 )
 
 
-# One record of a client ---------------------------------------------------------------------------
+# One record of a client
 
 
 def _dp_ditto(plan: RecordLevelPlan, local: LocalTraining = ONE_STEP) -> FederatedStrategy:
@@ -255,10 +253,7 @@ _DITTO_STEPS = LinearMechanism(
     without=_BACKWARDS,
     present=_FORWARDS,
 )
-_fed_avg = partial(FedAvg, min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
-_fed_prox = partial(
-    FedProx, proximal_mu=1.0, min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0
-)
+_ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 _OUTPUT_PERTURBATION = LinearMechanism(
     name="output perturbation",
     plan=lambda noise, rounds: PerturbationPlan(
@@ -266,7 +261,7 @@ _OUTPUT_PERTURBATION = LinearMechanism(
         perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
         delta=DELTA,
     ),
-    strategy=lambda plan: _run(Hosted(_fed_avg(), local=ONE_STEP), plan),
+    strategy=lambda plan: _run(Hosted(FedAvg(**_ALONE), local=ONE_STEP), plan),
     without=_BACKWARDS,
     present=_FORWARDS,
     whole=True,
@@ -286,7 +281,9 @@ _OBJECTIVE_PERTURBATION = LinearMechanism(
         ),
         delta=DELTA,
     ),
-    strategy=lambda plan: _run(Hosted(_fed_prox(), local=LocalTraining(tolerance=1e-9)), plan),
+    strategy=lambda plan: _run(
+        Hosted(FedProx(proximal_mu=1.0, **_ALONE), local=LocalTraining(tolerance=1e-9)), plan
+    ),
     without=[client_data(-1.0, 0.0, size=1)],
     present=[client_data(1.0, 0.0, size=1)],
     size=1,

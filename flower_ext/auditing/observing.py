@@ -80,6 +80,7 @@ class _Listener(InProcessGrid):
         self.sent: list[dict[int, Arrays]] = []
         self.uploads: list[dict[int, Arrays]] = []
         self.secure: list[SecureTranscript] = []
+        # Clients must not remember an earlier trial, or trials would not be independent.
         for context in self.contexts.values():
             context.state = RecordDict()
 

@@ -47,8 +47,10 @@ def audit_in_one_run(
     ValueError
         The view has no finite ε; also as `in_one_run`.
     """
+    # The bound holds for fair coins that nobody can predict, so they come from the secure source.
     included = secure_generator().random(canaries) < 0.5
     both = world(included)
+    # Only one world is ever run; the experiment carries views and rounds.
     experiment = Experiment(
         name="one run",
         without=both,

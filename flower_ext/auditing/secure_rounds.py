@@ -73,6 +73,7 @@ class SecureTranscript:
             (SealedShares, server.add_shares, server.deliveries),
             (MaskedInput, server.add_masked, server.unmask_requests),
         )
+        # The package's own server computes the sum, so that an audit judges the real one.
         try:
             for kind, add, close in stages:
                 for message in self._received(kind):
@@ -114,6 +115,7 @@ class SecureTranscript:
 
     def _seed(self, member: int) -> bytes | None:
         assert self._context is not None
+        # Shamir's shares are points of a polynomial at 1, 2, …; its secret is the value at 0.
         shares = {
             revealed.member + 1: revealed.shares[member][1:]
             for revealed in self._received(Revealed)

@@ -5,34 +5,24 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import typer
 from rich.markdown import Markdown
 
-from flower_ext.cli.ditto_curves import curve_rows, draw_schedule, fairness_rows
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
-from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
-from flower_ext.planning.budget import PrivacyBudget, calibrated_schedules, finite_or_none
+from flower_ext.planning import DittoProblem, LinearFairness
+from flower_ext.planning.budget import PrivacyBudget, calibrated_schedules
 from flower_ext.privacy import ClippedSteps
 from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs.page import to_markdown
-from flower_ext.runs.settings import Count, Positive, ProperFraction, Settings, setting
+from flower_ext.runs.settings import Count, NotNegative, Positive, ProperFraction, Settings, setting
 
 _LINEAR = ("feature_energy", "label_variance", "model_variance")
-_LOSSES = (
-    "dimension",
-    "strong_convexity",
-    "smoothness",
-    "initial_gap",
-    "initial_distance",
-    "gradient_bound",
-    "model_spread",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +50,16 @@ class ScheduleSettings(Settings):
     )
     max_rounds: Count = setting("largest number of rounds to consider", default=1000)
 
-    # Losses; a pilot run estimates them
-    pilot: str | None = setting(
-        "pilot.json of a pilot run, which the settings below override", default=None
-    )
-    dimension: Count | None = setting("d: number of weights", default=None)
-    strong_convexity: float | None = setting("μ: strong convexity of the losses", default=None)
-    smoothness: float | None = setting("L: smoothness of the losses", default=None)
-    initial_gap: float | None = setting("Ψ₁ = F(w⁰) − F(w*)", default=None)
-    initial_distance: float | None = setting("Ψ₂ = ‖v⁰ − v*‖²", default=None)
-    gradient_bound: float | None = setting(
+    # Losses; the pilot.toml of a pilot run has these lines
+    dimension: Count = setting("d: number of weights")
+    strong_convexity: Positive = setting("μ: strong convexity of the losses")
+    smoothness: Positive = setting("L: smoothness of the losses")
+    initial_gap: NotNegative = setting("Ψ₁ = F(w⁰) − F(w*)")
+    initial_distance: NotNegative = setting("Ψ₂ = ‖v⁰ − v*‖²")
+    gradient_bound: Positive | None = setting(
         "G₀: bound on gradients; the published bound needs it", default=None
     )
-    model_spread: float | None = setting(
+    model_spread: NotNegative | None = setting(
         "M ≥ ‖u* − w*‖; the published bound needs it", default=None
     )
 
@@ -83,17 +70,12 @@ class ScheduleSettings(Settings):
     model_variance: Positive | None = setting(
         "ζ²: variance between clients' true models", default=None
     )
-    worlds: Count | None = setting(
-        "number of federations to draw from that model, to check R(λ); at least 2", default=None
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         absent = [name for name in _LINEAR if getattr(self, name) is None]
         if (absent and len(absent) < len(_LINEAR)) or (self.global_weight is None) != (not absent):
             raise InvalidValue(f"give either global-weight or all of {_named(_LINEAR)}")
-        if self.worlds is not None and (absent or self.worlds < 2):
-            raise InvalidValue(f"worlds={self.worlds}: expected 2 or more, with {_named(_LINEAR)}")
         several = self.batch_size is not None or self.local_steps > 1
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
@@ -121,20 +103,18 @@ class ScheduleSettings(Settings):
 
     @property
     def problem(self) -> DittoProblem:
-        """The constants of Theorem 1; those of the losses may come from a pilot run."""
-        known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
-        if self.pilot is not None:
-            estimates, dimension = PilotEstimates.load(Path(self.pilot))
-            known |= {**asdict(estimates), "dimension": dimension}
-        given = {name: getattr(self, name) for name in _LOSSES}
-        known |= {name: value for name, value in given.items() if value is not None}
-        if absent := [name for name in _LOSSES if name not in known]:
-            raise InvalidValue(f"give {_named(absent)}, or a pilot with a file that holds them")
+        """The constants of Theorem 1."""
         return DittoProblem(
-            **known,
+            strong_convexity=self.strong_convexity,
+            smoothness=self.smoothness,
+            initial_gap=self.initial_gap,
+            initial_distance=self.initial_distance,
+            dimension=self.dimension,
             num_clients=self.clients,
             learning_rate=self.learning_rate,
             personal_learning_rate=self.personal_learning_rate or self.learning_rate,
+            gradient_bound=math.inf if self.gradient_bound is None else self.gradient_bound,
+            model_spread=math.inf if self.model_spread is None else self.model_spread,
         )
 
     @property
@@ -142,10 +122,10 @@ class ScheduleSettings(Settings):
         """The Bayesian linear model whose fairest λ is chosen; None if λ is given."""
         if self.global_weight is not None:
             return None
-        return LinearFairness.expected(
+        return LinearFairness(
             num_clients=self.clients,
             num_examples=self.examples,
-            dimension=self.problem.dimension,
+            dimension=self.dimension,
             **{name: getattr(self, name) for name in _LINEAR},
         )
 
@@ -154,9 +134,6 @@ def ditto_schedule(
     settings_file: Annotated[
         Path, typer.Argument(metavar="SETTINGS.toml", help="Budget, training, losses and λ.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for figures and CSV files.")] = Path(
-        "ditto-schedule"
-    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose the number of rounds and the weight of the global model for a privacy budget.
@@ -177,10 +154,6 @@ def ditto_schedule(
         global_weight=settings.global_weight,
         fairness=fairness,
     )
-    worlds = settings.worlds
-    drawn = fairness_rows(schedules, fairness, worlds) if fairness and worlds else []
-    figures = draw_schedule(schedules, output, fairness=fairness)
-    curves = curve_rows(schedules)
     if as_json:
         facts = {
             "unit": "record",
@@ -189,9 +162,6 @@ def ditto_schedule(
             "epsilon": budget.epsilon,
             "delta": budget.delta,
             "schedules": [answer.to_dict() for answer in schedules],
-            "curves": [_finite(row) for row in curves],
-            "figures": [str(path) for path in figures],
-            **({"worlds": [vars(row) for row in drawn]} if drawn else {}),
         }
         console.print_json(json.dumps(facts))
         return
@@ -203,26 +173,13 @@ def ditto_schedule(
         kinds=["as published", "worst case", *(["gradients clipped"] if budget.steps else [])],
         answers=schedules,
         unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
-        curves=curves,
-        worlds=drawn,
-        num_worlds=worlds,
-        figures=figures,
+        max_rounds=settings.max_rounds,
     )
     console.print(Markdown(text))
 
 
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of curves in which JSON's null stands for an infinite bound."""
-    return {
-        name: {key: finite_or_none(number) for key, number in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in row.items()
-    }
-
-
 def read_settings(file: Path) -> ScheduleSettings:
-    """Return the settings in a TOML file; a relative ``pilot`` starts at the file's folder.
+    """Return the settings in a TOML file.
 
     Raises
     ------
@@ -235,10 +192,7 @@ def read_settings(file: Path) -> ScheduleSettings:
         raise InvalidValue(f"{file}: expected a settings file; {error.strerror}") from None
     except ValueError as error:
         raise InvalidValue(f"{file} is not valid TOML: {error}") from None
-    settings = ScheduleSettings.of(config)
-    if settings.pilot is None:
-        return settings
-    return replace(settings, pilot=str(file.parent / settings.pilot))
+    return ScheduleSettings.of(config)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -31,7 +31,6 @@ COMMANDS = {
     "report": "reporting",
     "calibrate": "calibrate",
     "ditto-schedule": "ditto_schedule",
-    "search": "ditto_search",
     "audit": "audit",
     "ledger": "population_account",
     "export": "export",

@@ -1,8 +1,7 @@
-"""Data sets by name: each is one pool of examples, which a partition divides.
+"""Pictures by name: digits come with scikit-learn, all others are read from local files.
 
-``digits`` comes with scikit-learn. The others are read from a local folder (the argument, or the
-environment variable FLOWER_EXT_DATA). Without these files they come from flwr-datasets, which must
-be installed and online.
+The folder is an argument, or the environment variable FLOWER_EXT_DATA. Nothing is downloaded: the
+errors say which files are missing and which library fetches them.
 """
 
 from __future__ import annotations
@@ -18,82 +17,55 @@ import torch
 
 from flower_ext.checks import require_one_of
 from flower_ext.data.examples import Examples
-from flower_ext.data.sources import Source, read_bytes
+from flower_ext.data.local_files import find_files, read_bytes
 from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """Facts that models need about a data set, and its source (None: it comes with scikit-learn).
+    """Facts that models need about a data set, and the files that hold it.
 
-    Of the hub's labels only ``hub_labels`` are kept, renumbered from 0. ``stand_in`` describes the
-    files' content if that is not the data set itself.
+    Parameters
+    ----------
+    files : tuple of tuple of str
+        Alternatives, each a set of paths below the data folder that suffices. Any data set may
+        also lie in one file ``NAME.npz``. Empty: the data set needs no file.
+    advice : str
+        How to get the files, for the error about missing ones.
     """
 
     num_classes: int = 10
     input_shape: tuple[int, ...] = (1, 28, 28)
-    source: Source | None = None
-    hub_columns: tuple[str, str] = ("image", "label")
-    hub_splits: tuple[str, ...] = ("train", "test")
-    hub_labels: range | None = None
-    stand_in: str = ""
+    files: tuple[tuple[str, ...], ...] = ()
+    advice: str = "flwr-datasets fetches it; save images as x and labels as y."
 
 
 def _idx_files(*folders: str) -> tuple[tuple[str, ...], ...]:
     """Return the four usual files of images and labels, in each of the folders."""
-    return tuple(
-        tuple(
-            f"{folder}/{part}-{kind}-ubyte"
-            for part in ("train", "t10k")
-            for kind in ("images-idx3", "labels-idx1")
-        )
-        for folder in folders
-    )
+    parts = [
+        f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+    ]
+    return tuple(tuple(f"{folder}/{part}-ubyte" for part in parts) for folder in folders)
 
 
 _DATASETS = {
     "digits": DatasetInfo(input_shape=(1, 8, 8)),
     "mnist": DatasetInfo(
-        source=Source(name="mnist", files=_idx_files("mnist", "MNIST/raw"), hub="ylecun/mnist")
+        files=_idx_files("mnist", "MNIST/raw"),
+        advice="torchvision.datasets.MNIST(FOLDER, download=True) writes these files.",
     ),
     "fashion-mnist": DatasetInfo(
-        source=Source(
-            name="fashion-mnist",
-            files=_idx_files("fashion_mnist", "FashionMNIST/raw"),
-            hub="zalando-datasets/fashion_mnist",
-        )
+        files=_idx_files("fashion_mnist", "FashionMNIST/raw"),
+        advice="torchvision.datasets.FashionMNIST(FOLDER, download=True) writes these files.",
     ),
     "cifar10": DatasetInfo(
         input_shape=(3, 32, 32),
-        source=Source(
-            name="cifar10",
-            files=(("cifar10.npz",), ("cifar10/cifar10.npz",)),
-            hub="uoft-cs/cifar10",
-        ),
-        hub_columns=("img", "label"),
+        files=(("cifar10/cifar10.npz",),),
+        advice="torchvision.datasets.CIFAR10 fetches it; save data and targets of both parts as "
+        "x_train, y_train, x_test and y_test.",
     ),
-    "femnist": DatasetInfo(
-        source=Source(
-            name="femnist",
-            files=(("femnist_digits_12clients/femnist_digits_12clients.npz",),),
-            hub="flwrlabs/femnist",
-        ),
-        hub_columns=("image", "character"),
-        hub_splits=("train",),
-        hub_labels=range(10),
-    ),
-    "letters": DatasetInfo(
-        source=Source(
-            name="letters",
-            files=(("nist_vowels10/nist_vowels10_28x28.npz",),),
-            hub="flwrlabs/femnist",
-        ),
-        hub_columns=("image", "character"),
-        hub_splits=("train",),
-        # FEMNIST numbers 0 … 9, A … Z, a … z.
-        hub_labels=range(36, 46),
-        stand_in="10,000 NIST letters a e i o u A E I O U, white on black, without writers",
-    ),
+    "femnist": DatasetInfo(files=(("femnist_digits_12clients/femnist_digits_12clients.npz",),)),
+    "letters": DatasetInfo(files=(("nist_vowels10/nist_vowels10_28x28.npz",),)),
 }
 
 
@@ -117,26 +89,26 @@ def describe(name: str) -> DatasetInfo:
 def load(name: str, folder: Path | None = None) -> Examples:
     """Load a data set: features float32 (n, channels, height, width), targets int64 (n,).
 
+    A file ``.npz`` has images ``x`` as bytes (n, height, width) or (n, height, width, 3) and labels
+    ``y``, or both as ``x_train``, ``y_train``, ``x_test`` and ``y_test``. ``mnist`` and
+    ``fashion-mnist`` are also read from their four usual files. ``femnist`` holds the digits of
+    FEMNIST; ``letters`` are ten classes of letters, for example a e i o u A E I O U of NIST.
+
     Pixels are scaled to [0, 1]; CIFAR-10 is standardised by its channel means and deviations.
-    Its file ``cifar10.npz`` has the arrays x_train, y_train, x_test and y_test, images as bytes
-    (n, 32, 32, 3). ``femnist`` holds the digits of FEMNIST. ``letters`` are the letters a … j of
-    FEMNIST if they come from the hub; the local file is a stand-in, ten other letters of the same
-    NIST collection.
 
     Raises
     ------
     DataNotFound
-        Neither the folder nor flwr-datasets has it; the message names the files and says how to
-        get them.
+        The folder lacks the files; the message names them and says how to get them.
     ValueError
         The name is unknown, or a file has other content than expected.
     """
     info = describe(name)
-    if info.source is None:
+    if not info.files:
         return _digits()
-    paths = info.source.locate(folder)
-    images, labels = _download(info, info.source, folder) if paths is None else _read(name, paths)
-    return _examples(name, info, images, labels)
+    files = (*info.files, (f"{name}.npz",))
+    paths = find_files(name, files, folder, advice=info.advice)
+    return _examples(name, info, *_read(name, paths))
 
 
 def _digits() -> Examples:
@@ -159,7 +131,7 @@ def _read(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read images ``x`` and labels ``y``, or those of the parts ``train`` and ``test``."""
+    # NumPy refuses pickled objects unless asked, so a file cannot run code.
     with np.load(path) as arrays:
         parts = [""] if "x" in arrays else ["_train", "_test"]
         images, labels = (
@@ -170,7 +142,7 @@ def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    arrays = [read_idx(path) for path in paths]
+    arrays = [_read_idx(path) for path in paths]
     images, labels = arrays[0::2], arrays[1::2]
     for path, part, part_labels in zip(paths[0::2], images, labels, strict=True):
         if len(part) != len(part_labels):
@@ -180,14 +152,8 @@ def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(images), np.concatenate(labels)
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """Read an idx file of unsigned bytes, gzipped or not.
-
-    Raises
-    ------
-    ValueError
-        The header does not match the content.
-    """
+def _read_idx(path: Path) -> np.ndarray:
+    """Read an idx file of unsigned bytes, gzipped or not."""
     content = read_bytes(path)
     zero, kind, dimensions = struct.unpack_from(">HBB", content)
     shape = struct.unpack_from(f">{dimensions}I", content, offset=4)
@@ -195,22 +161,6 @@ def read_idx(path: Path) -> np.ndarray:
     if zero != 0 or kind != 8 or values.size != np.prod(shape):
         raise InvalidValue(f"{path} is not an idx file of unsigned bytes with shape {shape}")
     return values.reshape(shape)
-
-
-def _download(
-    info: DatasetInfo, source: Source, folder: Path | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Download all splits of a data set."""
-    tables = source.download(info.hub_splits, folder)
-    image, label = info.hub_columns
-    known = info.hub_labels or range(info.num_classes)
-    if info.hub_labels:
-        tables = [
-            table.filter(lambda value: value in known, input_columns=[label]) for table in tables
-        ]
-    images = np.stack([np.asarray(picture) for table in tables for picture in table[image]])
-    labels = np.asarray([number for table in tables for number in table[label]])
-    return images, labels - known.start
 
 
 def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:

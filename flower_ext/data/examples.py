@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.data.users import choose
+from flower_ext.data.users import Allocation, choose
 from flower_ext.errors import InvalidValue
 
 
@@ -22,7 +22,7 @@ class Examples:
     Parameters
     ----------
     features : Tensor, tuple or Mapping of str
-            A tensor (n, …), passed to the model as ``model(features)``; or a tuple or mapping of
+        A tensor (n, …), passed to the model as ``model(features)``; or a tuple or mapping of
         such tensors, passed as ``model(*features)`` or ``model(**features)``.
     targets : Tensor, tuple or Mapping of str
         A tensor (n, …), or a tuple or mapping of such tensors, which loss and metrics read.
@@ -35,14 +35,8 @@ class Examples:
 
     features: Tree
     targets: Tree
-    _count: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.plain and self.features.shape and self.targets.shape:
-            count = self.features.shape[0]
-            if count == self.targets.shape[0]:  # as below, in a third of the time
-                object.__setattr__(self, "_count", count)
-                return
         leaves: list[tuple[str, Tensor]] = []
         for name in ("features", "targets"):
             tree = trees.checked(name, getattr(self, name))
@@ -57,10 +51,9 @@ class Examples:
                 raise InvalidValue(
                     f"{most} rows of {first} but {count} rows of {name}: expected equally many"
                 )
-        object.__setattr__(self, "_count", most)
 
     def __len__(self) -> int:
-        return self._count
+        return trees.length(self.features)
 
     @property
     def plain(self) -> bool:
@@ -145,6 +138,7 @@ class SiloData(ClientData):
 
         The examples are views of one sorted copy.
         """
+        # A stable sort keeps the order of each user's examples.
         order = torch.argsort(self.owners, stable=True)
         users, counts = torch.unique_consecutive(self.owners[order], return_counts=True)
         parts = (
@@ -172,3 +166,63 @@ class SiloData(ClientData):
         rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
         kept = torch.from_numpy(owners[rows])
         return SiloData(train=self.train.subset(rows), owners=kept, test=self.test)
+
+
+def deal_silos(
+    pool: ClientData, allocation: Allocation, rng: np.random.Generator
+) -> list[SiloData]:
+    """Return silos with their allocated training examples and equal shares of the test examples."""
+    tests = np.array_split(rng.permutation(len(pool.test)), len(allocation.rows))
+    return [
+        SiloData(
+            train=pool.train.subset(rows),
+            test=pool.test.subset(np.sort(test)),
+            owners=torch.from_numpy(owners),
+        )
+        for rows, owners, test in zip(allocation.rows, allocation.owners, tests, strict=True)
+    ]
+
+
+def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
+    """Return n_{s,u} as int64 (silos, users).
+
+    Raises
+    ------
+    ValueError
+        A silo has a user number that is not below ``num_users``.
+    """
+    counts = [torch.bincount(silo.owners.cpu(), minlength=num_users) for silo in silos]
+    most = max(map(len, counts), default=0)
+    if most > num_users:
+        raise InvalidValue(
+            f"num_users={num_users!r}: expected at least {most}, because the silos number their "
+            "users from 0 up to one less"
+        )
+    return torch.stack(counts).numpy()
+
+
+def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
+    """Scale every record's features x of the same devices to x / max(1, ‖x‖₂).
+
+    Objective perturbation requires features of norm at most 1. Each record is scaled by its own
+    norm alone, so changing one record changes no other. A scaled record ends 1e-6 inside the ball,
+    so that rounding cannot put it outside.
+
+    Raises
+    ------
+    ValueError
+        Features are not a single tensor.
+    """
+
+    def scaled(examples: Examples) -> Examples:
+        features = examples.features
+        if not isinstance(features, Tensor):
+            raise InvalidValue(
+                "features are no single tensor: expected one vector a record, whose norm counts"
+            )
+        norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
+        divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)
+        divisors = divisors.view(-1, *[1] * (features.dim() - 1))
+        return Examples((features.double() / divisors).to(features.dtype), examples.targets)
+
+    return [ClientData(train=scaled(data.train), test=scaled(data.test)) for data in devices]

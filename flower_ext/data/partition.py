@@ -83,6 +83,7 @@ def pathological(
     for number, label in enumerate(classes):
         holders = np.flatnonzero(held[:, number])
         examples = rng.permutation(np.flatnonzero(targets == label))
+        # One to train on, and one to test.
         if len(examples) < 2 * len(holders):
             raise InvalidValue(
                 f"class {label} has {len(examples)} examples for {len(holders)} clients, fewer "

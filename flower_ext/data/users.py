@@ -10,20 +10,18 @@ special.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import require_at_least_one, require_one_of
 from flower_ext.errors import InvalidValue
 
 Distribution = Literal["uniform", "zipf"]
 
 USER_EXPONENT = 0.5
 SILO_EXPONENT = 2.0
-MAIN_SHARE = 0.8
 
 
 class Allocation(NamedTuple):
@@ -64,6 +62,7 @@ def limit_contributions(
     )
     kept = choose(owner, np.full(users, group_size), rng)
     limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
+    # Unlike ``+= 1``, this counts a pair of silo and user as often as it occurs.
     np.add.at(limits, (silo[kept], owner[kept]), 1)
     return limits
 
@@ -76,6 +75,8 @@ def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> 
     order = np.argsort(owners, kind="stable")
     grouped = owners[order]
     rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
+    # A record's lot depends on its user and its rank alone. Lots drawn from ``rng`` would move with
+    # the number of other users' records.
     key = rng.integers(2**64, dtype=np.uint64)
     lots = _scrambled(_scrambled(grouped.astype(np.uint64) ^ key) + rank.astype(np.uint64))
     chosen = np.zeros(len(owners), dtype=bool)
@@ -120,14 +121,12 @@ def allocate(
     num_silos: int,
     rng: np.random.Generator,
     labels_per_user: int | None = None,
-    user_exponent: float = USER_EXPONENT,
-    silo_exponent: float = SILO_EXPONENT,
 ) -> Allocation:
     """Draw a user and a silo for every record of a pool.
 
     * ``uniform``: all users and all silos are equally likely.
-    * ``zipf``: user u has probability ∝ (u + 1)^-user_exponent. That user's silo of rank r has
-      probability ∝ r^-silo_exponent; every user ranks the silos in another random order.
+    * ``zipf``: user u has probability ∝ (u + 1)^-½. That user's silo of rank r has
+      probability ∝ r^-2; every user ranks the silos in another random order.
 
     Parameters
     ----------
@@ -135,8 +134,7 @@ def allocate(
         One label per record. Without ``labels_per_user`` only their number counts.
     labels_per_user : int, optional
         The most different labels that one user's records may have. Users then own about as many
-        records
-        as they would without a limit; the labels with the fewest owners so far come first.
+        records as they would without a limit; the labels with the fewest owners so far come first.
 
     Raises
     ------
@@ -145,95 +143,18 @@ def allocate(
     """
     require_at_least_one("num_users", num_users)
     require_at_least_one("num_silos", num_silos)
-    weights = _weights(distribution, num_users, user_exponent)
+    weights = _weights(distribution, num_users, USER_EXPONENT)
     records = len(targets)
     owners = rng.choice(num_users, size=records, p=weights)
     if labels_per_user is not None:
         sizes = np.bincount(owners, minlength=num_users)
         owners = _few_labels(targets, sizes, labels_per_user, rng)
-    rank = rng.choice(num_silos, size=records, p=_weights(distribution, num_silos, silo_exponent))
+    rank = rng.choice(num_silos, size=records, p=_weights(distribution, num_silos, SILO_EXPONENT))
+    # One row per user: the silos in that user's order.
     silo_of_rank = rng.permuted(np.tile(np.arange(num_silos), (num_users, 1)), axis=1)
     silos = silo_of_rank[owners, rank]
     rows = [np.flatnonzero(silos == silo) for silo in range(num_silos)]
     return Allocation(rows, [owners[silo_rows] for silo_rows in rows])
-
-
-def allocate_within(
-    distribution: Distribution,
-    silo_sizes: Sequence[int],
-    *,
-    num_users: int,
-    rng: np.random.Generator,
-    at_least: int = 1,
-    user_exponent: float = USER_EXPONENT,
-    main_share: float = MAIN_SHARE,
-) -> list[np.ndarray]:
-    """Draw the owners of the records of given silos, one array per silo.
-
-    * ``uniform``: all users are equally likely for every record.
-    * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-user_exponent. Each of a user's
-      records lies in the user's main silo with probability ``main_share``, else in any other
-      silo; where silos are full, in one that is not. Main silos are drawn in proportion to the
-      room left, because with equal probabilities the small silos would soon fill up.
-
-    Parameters
-    ----------
-    silo_sizes : sequence of int
-        Number of records in each silo.
-    at_least : int
-        Least number of records of a user in a silo where the user has any. Silos are handed out
-        in blocks of that size; the last block also takes the remainder. Use 2 for a loss that
-        compares records.
-
-    Raises
-    ------
-    ValueError
-        An argument is out of range, or a silo has fewer than ``at_least`` records.
-    """
-    require_at_least_one("num_users", num_users)
-    require_at_least_one("at_least", at_least)
-    if not 0 < main_share <= 1:
-        raise InvalidValue(f"main_share={main_share!r}: expected a number in (0, 1]")
-    if not silo_sizes or min(silo_sizes) < at_least:
-        raise InvalidValue(
-            f"silo_sizes={list(silo_sizes)!r}: expected at least one silo, and {at_least} records "
-            "or more in each"
-        )
-    weights = _weights(distribution, num_users, user_exponent)
-    room = np.array([size // at_least for size in silo_sizes])
-    if distribution == "uniform":
-        blocks = [rng.choice(num_users, size=count) for count in room]
-    else:
-        per_user = rng.multinomial(room.sum(), weights)
-        blocks = _mainly_in_one(per_user, room, main_share, rng)
-    owners = []
-    for block_owners, size in zip(blocks, silo_sizes, strict=True):
-        records = np.repeat(block_owners, at_least)
-        left_over = np.full(size - len(records), block_owners[-1])
-        owners.append(rng.permutation(np.concatenate([records, left_over])))
-    return owners
-
-
-def _mainly_in_one(
-    per_user: np.ndarray, room: np.ndarray, main_share: float, rng: np.random.Generator
-) -> list[np.ndarray]:
-    """Return the owners of each silo's blocks; users in random order choose silos with room."""
-    room, silos = room.copy(), len(room)
-    chosen: list[list[int]] = [[] for _ in range(silos)]
-    for user in rng.permutation(len(per_user)):
-        if per_user[user] == 0:
-            continue
-        main = rng.choice(silos, p=room / room.sum())
-        wanted = np.full(silos, (1 - main_share) / max(1, silos - 1))
-        wanted[main] = main_share
-        for _ in range(per_user[user]):
-            likely = np.where(room > 0, wanted, 0.0)
-            if not likely.any():
-                likely = (room > 0).astype(float)
-            silo = rng.choice(silos, p=likely / likely.sum())
-            chosen[silo].append(int(user))
-            room[silo] -= 1
-    return [np.array(users, dtype=np.int64) for users in chosen]
 
 
 def _few_labels(
@@ -261,6 +182,7 @@ def _few_labels(
     owners = np.empty(len(targets), dtype=np.int64)
     for number, label in enumerate(labels):
         records = rng.permutation(np.flatnonzero(targets == label))
+        # Rounded cumulative shares hand out every record exactly once.
         shares = np.cumsum(quota[:, number]) / quota[:, number].sum()
         ends = np.round(shares * len(records)).astype(int)
         owners[records] = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
@@ -268,10 +190,7 @@ def _few_labels(
 
 
 def _weights(distribution: str, count: int, exponent: float) -> np.ndarray:
-    if distribution not in ("uniform", "zipf"):
-        raise InvalidValue(f"distribution={distribution!r}: expected uniform or zipf")
-    if not 0 <= exponent < np.inf:
-        raise InvalidValue(f"exponent={exponent!r} of zipf: expected a finite number >= 0")
+    require_one_of("distribution", distribution, ("uniform", "zipf"))
     weights = np.arange(1, count + 1, dtype=float) ** (-exponent if distribution == "zipf" else 0)
     normalised: np.ndarray = weights / weights.sum()
     return normalised

@@ -132,7 +132,8 @@ def _asked(
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {found!r}, expected that of "
             "a ReleasePlan; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
-            "remove the mod. If the server does run it, another mod took the settings out: put this one first"
+            "remove the mod. If the server does run it, another mod took the settings out: put "
+            "this one first"
         )
     assert protection is not None
     policy = NodePolicy(context, allow_seeded_noise)

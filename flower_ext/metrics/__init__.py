@@ -9,12 +9,12 @@ from flower_ext.metrics.lower_bounds import (
     in_one_run,
 )
 from flower_ext.metrics.ranking import average_precision, roc_auc
-from flower_ext.metrics.spread import Distribution, summarize
+from flower_ext.metrics.spread import Spread, summarize
 
 __all__ = [
     "BoundTerms",
-    "Distribution",
     "LowerBound",
+    "Spread",
     "average_precision",
     "by_rates",
     "concordance_index",

@@ -121,6 +121,7 @@ def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
     def epsilon(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
             excess = tp - terms.delta
+            # ``where`` evaluates both branches; the floor keeps the unused one finite.
             return np.where(excess > 0, np.log(np.maximum(excess, 1e-300) / fp), -math.inf)
 
     # The opposite test exchanges the worlds and negates the scores.
@@ -192,6 +193,7 @@ def in_one_run(
     def refuted(epsilon: float) -> bool:
         return _chance(correct, guesses, canaries, epsilon, terms.delta) < terms.failure
 
+    # ``low`` is 0 or an ε that the guesses refute, so the search never returns too large a bound.
     low, high = 0.0, 1.0
     while refuted(high) and high < 1e3:
         low, high = high, 2 * high
@@ -266,6 +268,7 @@ def _best_threshold(
     if len(points) == 1:
         return -math.inf, float(points[0])
     thresholds = (points[:-1] + points[1:]) / 2
+    # More candidates cost time and prove hardly more.
     if len(thresholds) > _CANDIDATES:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, _CANDIDATES).astype(int)]
     proved = value(*_rates(zero, one, thresholds, failure))

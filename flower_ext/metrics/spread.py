@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distribution:
+class Spread:
     """Summary of one value per client.
 
     ``worst_decile`` is the mean of the worst tenth of the clients (at least one). ``jain_index`` is
@@ -28,7 +28,7 @@ class Distribution:
 
 def summarize(
     values: Mapping[int, float] | Sequence[float], *, lower_is_better: bool = False
-) -> Distribution:
+) -> Spread:
     """Summarise over clients, each counting once. ``lower_is_better`` is for losses.
 
     Raises
@@ -42,7 +42,7 @@ def summarize(
         raise InvalidValue(f"expected at least one value, all finite; got {array.size} values")
     squares = float(np.sum(array**2))
     worst = array[::-1] if lower_is_better else array
-    return Distribution(
+    return Spread(
         mean=float(array.mean()),
         std=float(array.std()),
         variance=float(array.var()),

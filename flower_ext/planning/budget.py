@@ -44,6 +44,7 @@ class PrivacyBudget:
                 num_examples=self.num_examples,
                 clipping_norm=self.clipping_norm,
             )
+        # Both bounds hold at once, so the smaller noise keeps the budget.
         by_model = self._stddev_by_model(rounds)
         return by_model if self.steps is None else min(by_model, self._stddev_by_steps(rounds))
 
@@ -128,16 +129,11 @@ class CalibratedSchedule:
             "basis": self.basis,
             "rounds": self.schedule.rounds,
             "global_weight": self.schedule.global_weight,
-            "bound": finite_or_none(float(self.schedule.bound.after(self.schedule.rounds))),
+            "bound": self.schedule.value if math.isfinite(self.schedule.value) else None,
             "noise_stddev": self.noise_stddev,
             "epsilon": dict(self.epsilons),
             "conditions_not_met": list(self.not_met),
         }
-
-
-def finite_or_none(bound: float) -> float | None:
-    """Return None for infinity, which JSON cannot represent."""
-    return bound if math.isfinite(bound) else None
 
 
 def calibrated_schedules(

@@ -145,6 +145,7 @@ class ConvergenceBound:
                 + self.residual * accumulated
                 + self.coupling * (self.initial_gap * crossed + self.noise * T * noisy)
             )
+        # NaN comes from 0 · ∞ or ∞ − ∞, where the bound says nothing.
         return np.where(np.isnan(h) | ((a < 0) & (T > 0)), math.inf, h)
 
     def best_rounds(self, max_rounds: int) -> int:
@@ -245,6 +246,6 @@ def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
     large, small = max(a, b), min(a, b)
     if large == small:
         return np.where(T > 0, T * large ** np.maximum(T - 1, 0), 0.0)
-    if small <= 0:
+    if small <= 0:  # has no logarithm
         return (large**T - small**T) / (large - small)
     return -(large**T) * np.expm1(T * math.log1p((small - large) / large)) / (large - small)

@@ -57,10 +57,11 @@ class LinearFairness:
         ρ, the diagonal of XᵀX. Features of unit variance give about b.
     label_variance, model_variance : float
         σ² of the noise in labels, and ζ² between the clients' true models.
-    mean_deviation : float
+    mean_deviation : float, optional
         G₁ = N² times the mean of ‖û_n − ū‖².
-    deviation_variance : float
-        G₂ − G₁²: N⁴ times the variance over clients of ‖û_n − ū‖².
+    deviation_variance : float, optional
+        G₂ − G₁²: N⁴ times the variance over clients of ‖û_n − ū‖². Without both, their means over
+        û_n, which need no model.
     """
 
     num_clients: int
@@ -69,16 +70,20 @@ class LinearFairness:
     feature_energy: float
     label_variance: float
     model_variance: float
-    mean_deviation: float
-    deviation_variance: float
+    mean_deviation: float | None = None
+    deviation_variance: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "num_examples", "dimension"):
             require_at_least_one(name, getattr(self, name))
         for name in ("feature_energy", "label_variance"):
             require_positive(name, getattr(self, name))
-        for name in ("model_variance", "mean_deviation", "deviation_variance"):
-            require_not_negative(name, getattr(self, name))
+        require_not_negative("model_variance", self.model_variance)
+        if (self.mean_deviation is None) != (self.deviation_variance is None):
+            raise InvalidValue("mean_deviation and deviation_variance: expected both or neither")
+        for name in ("mean_deviation", "deviation_variance"):
+            if (moment := getattr(self, name)) is not None:
+                require_not_negative(name, moment)
 
     @classmethod
     def of_models(
@@ -105,30 +110,15 @@ class LinearFairness:
             deviation_variance=float(squares.var()),
         )
 
-    @classmethod
-    def expected(
-        cls,
-        *,
-        num_clients: int,
-        num_examples: int,
-        dimension: int,
-        feature_energy: float,
-        label_variance: float,
-        model_variance: float,
-    ) -> Self:
-        """Return the fairness before any model is known: both moments at their mean over û_n."""
-        N, d = num_clients, dimension
-        spread = label_variance / feature_energy + model_variance
-        return cls(
-            num_clients=num_clients,
-            num_examples=num_examples,
-            dimension=dimension,
-            feature_energy=feature_energy,
-            label_variance=label_variance,
-            model_variance=model_variance,
-            mean_deviation=N**2 * (1 - 1 / N) * d * spread,
-            deviation_variance=N**4 * 2 * d * spread**2 * (1 - 1 / N) * abs(1 - 2 / N),
-        )
+    @property
+    def moments(self) -> tuple[float, float]:
+        """G₁ and G₂ − G₁², as given, or their means over û_n."""
+        if self.mean_deviation is not None and self.deviation_variance is not None:
+            return self.mean_deviation, self.deviation_variance
+        N, d = self.num_clients, self.dimension
+        spread = self.label_variance / self.feature_energy + self.model_variance
+        variance = 2 * d * spread**2 * (1 - 1 / N) * abs(1 - 2 / N)
+        return N**2 * (1 - 1 / N) * d * spread, N**4 * variance
 
     def interpolation(self, global_weight: float) -> float:
         """Return α₀(λ), the share of the global model in a personal one."""
@@ -176,6 +166,7 @@ class LinearFairness:
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
         """Return λ* of Theorem 3: the fairest of the cubic's real roots and both ends."""
         roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
+        # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
         shares = np.concatenate([[0.0, 1.0], real[(real > 0) & (real < 1)]])
         values = self._quartic(upload_variance, basis)(shares)
@@ -213,12 +204,13 @@ class LinearFairness:
         else:
             raise InvalidValue(f"basis={basis!r}: expected published or provable")
         noise = upload_variance / N
+        mean_deviation, deviation_variance = self.moments
         # With a NumPy scalar on the left, the polynomials would become arrays.
         x, gap = np.poly1d([1.0, 0.0]), np.poly1d([-1.0 / N, self.shrinkage / N])
         squared = gap * gap
         return np.poly1d(
             x * x * (D * noise)
-            + squared * (x * x * noise + W) * (4 * self.mean_deviation)
-            + squared * squared * self.deviation_variance
+            + squared * (x * x * noise + W) * (4 * mean_deviation)
+            + squared * squared * deviation_variance
             + constant
         )

@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, replace
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
@@ -32,28 +28,16 @@ from flower_ext.privacy.guarantee import Basis
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """(T*, λ*) and the curves that it was read from.
-
-    Parameters
-    ----------
-    rounds : int
-        T*; 0 if no number of rounds improves on the start.
-    global_weight : float
-        λ*.
-    bound : ConvergenceBound
-        The bound at λ*.
-    candidates : NDArray
-        Every T that was compared.
-    convergence, global_weights : NDArray
-        h(T, λ(T)) and λ(T) for each candidate.
-    """
+    """(T*, λ*) and the bound h(·, λ*); T* is 0 if no number of rounds improves on the start."""
 
     rounds: int
     global_weight: float
     bound: ConvergenceBound
-    candidates: NDArray[np.int64]
-    convergence: NDArray[np.float64]
-    global_weights: NDArray[np.float64]
+
+    @property
+    def value(self) -> float:
+        """h(T*, λ*)."""
+        return float(self.bound.after(self.rounds))
 
 
 def best_rounds(
@@ -68,15 +52,7 @@ def best_rounds(
     bound = convergence_bound(
         problem, global_weight=global_weight, variance_per_round=variance_per_round, basis=basis
     )
-    candidates = np.arange(1, max_rounds + 1)
-    return Schedule(
-        rounds=bound.best_rounds(max_rounds),
-        global_weight=global_weight,
-        bound=bound,
-        candidates=candidates,
-        convergence=bound.after(candidates),
-        global_weights=np.full(max_rounds, global_weight),
-    )
+    return Schedule(rounds=bound.best_rounds(max_rounds), global_weight=global_weight, bound=bound)
 
 
 def joint_search(
@@ -101,27 +77,18 @@ def joint_search(
         if value != expected:
             raise InvalidValue(f"{name}={value!r} of the fairness problem: expected {expected!r}")
     require_at_least_one("max_rounds", max_rounds)
-    candidates = np.arange(1, max_rounds + 1)
-    weights, values = np.empty(max_rounds), np.empty(max_rounds)
 
-    bound_at = partial(
-        convergence_bound, problem, variance_per_round=variance_per_round, basis=basis
-    )
-    for row, rounds in enumerate(candidates.tolist()):
-        weights[row] = fairness.best_global_weight(
-            upload_variance=variance_per_round * rounds, basis=basis
+    def schedule_of(rounds: int) -> Schedule:
+        variance = variance_per_round * rounds
+        weight = fairness.best_global_weight(upload_variance=variance, basis=basis)
+        bound = convergence_bound(
+            problem, global_weight=weight, variance_per_round=variance_per_round, basis=basis
         )
-        values[row] = bound_at(global_weight=weights[row]).after(rounds)
-    best = int(np.argmin(values))
-    improves = values[best] < problem.initial_distance
-    return Schedule(
-        rounds=int(candidates[best]) if improves else 0,
-        global_weight=float(weights[best]),
-        bound=bound_at(global_weight=float(weights[best])),
-        candidates=candidates,
-        convergence=values,
-        global_weights=weights,
-    )
+        return Schedule(rounds=rounds, global_weight=weight, bound=bound)
+
+    # No limit T′ as in Section IV: it holds for one λ, and here each T has a λ of its own.
+    best = min(map(schedule_of, range(1, max_rounds + 1)), key=lambda schedule: schedule.value)
+    return best if best.value < problem.initial_distance else replace(best, rounds=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +162,7 @@ def alternating_search(
         weight = min(
             global_weights, key=lambda candidate: _or_infinite(outcome(T, candidate).unfairness)
         )
+        # Each search depends on the other's result alone, so a pair that returns begins a cycle.
         if (T, weight) in visited:
             cycle = visited[visited.index((T, weight)) :]
             best_T, best_weight = min(cycle, key=loss)

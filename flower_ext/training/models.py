@@ -12,9 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence
 
-from flower_ext.data import sent140, synthetic, tabular
 from flower_ext.errors import InvalidValue
 
 
@@ -141,42 +139,12 @@ def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
     """
     if num_classes != 1:
         raise InvalidValue(f"num_classes={num_classes!r}: expected 1, as a risk is one number")
-    return HeadedModel(nn.Flatten(), nn.Linear(tabular.TCGA_BRCA_FEATURES, 1, bias=False))
+    return HeadedModel(nn.Flatten(), nn.Linear(39, 1, bias=False))
 
 
 def creditcard_mlp(num_classes: int = 2) -> HeadedModel:
     """Return 30–64–32–classes for card transactions: 4,130 parameters with two classes."""
-    return _perceptron(tabular.CREDITCARD_FEATURES, (64, 32), num_classes)
-
-
-class _SentenceVector(nn.Module):
-    """Embedding and the last states of a bidirectional LSTM, which skips padding at the end."""
-
-    def __init__(self, vocabulary_size: int, embedding: int, hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary_size, embedding, padding_idx=sent140.PADDING)
-        self.lstm = nn.LSTM(embedding, hidden, batch_first=True, bidirectional=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = (x != sent140.PADDING).sum(dim=1).clamp(min=1).cpu()
-        sentences = pack_padded_sequence(
-            self.embedding(x), lengths, batch_first=True, enforce_sorted=False
-        )
-        _, (last, _) = self.lstm(sentences)
-        return torch.cat([last[0], last[1]], dim=1)
-
-
-def sent140_bilstm(
-    num_classes: int = 2, *, vocabulary_size: int = sent140.VOCABULARY_SIZE
-) -> HeadedModel:
-    """Return a text classifier: 300-d embeddings, an LSTM in both directions, and a linear head.
-
-    The LSTM has 256 units each way.
-
-    It reads sequences of token ids, padded with 0 at the end, and has 4,143,810 parameters with two
-    classes and the default vocabulary.
-    """
-    return HeadedModel(_SentenceVector(vocabulary_size, 300, 256), nn.Linear(512, num_classes))
+    return _perceptron(30, (64, 32), num_classes)
 
 
 # These accept ``num_classes`` too; the default is 10, but 2 for logistic regression.
@@ -204,13 +172,11 @@ cifar10_lenet = partial(_convolutional, (3, 6, 16), 5, (400, 120, 84))
 """LeNet-5 for 32×32 colour images: 62,006 parameters."""
 cifar10_cnn_32_64 = partial(_convolutional, (3, 32, 64), 5, (6400, 100), pool_last=False)
 """`mnist_cnn_32_64` for 32×32 colour images: 694,806 parameters."""
-synthetic_logistic = partial(_linear, synthetic.FEATURES)
+synthetic_logistic = partial(_linear, 20)
 """Softmax regression 20–classes for the synthetic devices: 210 parameters."""
-binary_logistic = partial(_binary, "binary-logistic", synthetic.FEATURES, False)
+binary_logistic = partial(_binary, "binary-logistic", 20, False)
 """Logistic regression on 20 features for two classes: its 20 parameters are w alone."""
-heart_disease_logistic = partial(
-    _binary, "heart-disease-logistic", tabular.HEART_DISEASE_FEATURES, True
-)
+heart_disease_logistic = partial(_binary, "heart-disease-logistic", 13, True)
 """Logistic regression on 13 features with a bias: 14 parameters."""
 letters_mlp = partial(_perceptron, 784, (196,))
 """784–196–classes for 28×28 grey letters: 155,830 parameters."""
@@ -233,7 +199,6 @@ _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "heart-disease-logistic": heart_disease_logistic,
     "tcga-brca-cox": tcga_brca_cox,
     "letters-mlp": letters_mlp,
-    "sent140-bilstm": sent140_bilstm,
 }
 
 

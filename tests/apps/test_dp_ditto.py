@@ -1,6 +1,7 @@
 """The whole app in this process: every method, both kinds of noise, the planner, bad settings."""
 
 import math
+import tomllib
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ from safetensors.numpy import load_file
 
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
-from flower_ext.planning import PilotEstimates
 from flower_ext.runs import RunDirectory
 from flower_ext.training.models import build, parameter_count
 from tests.support.apps import DP_DITTO
@@ -135,22 +135,17 @@ def test_a_pilot_run_finds_the_constants_leaves_them_and_plans_by_them(tmp_path)
         "rounds": 4,
     }
     run_ = run(tmp_path / "run", **facts)
-    found, dimension = PilotEstimates.load(run_.path / "pilot.json")
-    assert dimension == parameter_count(build("digits-logistic", num_classes=10))
-    assert 0 < found.strong_convexity <= found.smoothness
-    again = {
-        "planner": "bound",
-        "strong_convexity": found.strong_convexity,
-        "smoothness": found.smoothness,
-        "initial_gap": found.initial_gap,
-        "initial_distance": found.initial_distance,
-    }
+    found = tomllib.loads((run_.path / "pilot.toml").read_text())
+    assert found["dimension"] == parameter_count(build("digits-logistic", num_classes=10))
+    assert 0 < found["strong-convexity"] <= found["smoothness"]
+    names = ("strong_convexity", "smoothness", "initial_gap", "initial_distance")
+    again = {"planner": "bound", **{name: found[name.replace("_", "-")] for name in names}}
     same = run(tmp_path / "same", **{**facts, **again})
     assert same.config["planned-rounds"] == run_.config["planned-rounds"] >= 1
-    assert not (same.path / "pilot.json").exists()
+    assert not (same.path / "pilot.toml").exists()
     for one, piloted in ((run_, True), (same, False)):
         provable = one.guarantees()[1]
-        assert any("pilot.json" in text for text in provable.not_covered) == piloted
+        assert any("pilot.toml" in text for text in provable.not_covered) == piloted
 
 
 def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):

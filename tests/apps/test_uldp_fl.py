@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_ext.data import DataNotFound, histogram, load_silos
+from flower_ext.data import DataNotFound, histogram
 from flower_ext.federation import FederationNotReady, run_in_process
 from flower_ext.privacy import AdversaryView, PrivacyUnit
 from flower_ext.runs import RunDirectory
 from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
+
+load_silos = ULDP_FL.module("silos").load_silos
 
 AVERAGING = ("uldp-avg", "uldp-avg-w", "uldp-sgd", "uldp-sgd-w")
 PRIVATE = ("uldp-avg-private", "uldp-sgd-private")

@@ -150,9 +150,7 @@ def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, 
         run(tmp_path / "run", **overrides)
 
 
-def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_path):
     with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as told:
         run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
     assert "digits" not in str(told.value)
@@ -160,5 +158,5 @@ def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_pa
 
 def test_missing_data_end_the_run_before_it_begins(tmp_path):
     with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
-        run(tmp_path / "run", dataset="sent140", data_folder=str(tmp_path), generated=False)
+        run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from flower_ext.cli.ditto_schedule import read_settings
 from flower_ext.cli.main import app
-from flower_ext.planning import PilotEstimates
 from flower_ext.runs.settings import declarations
 from tests.support.apps import APPS
 
@@ -39,7 +38,7 @@ def schedule(folder: Path, *options: str, **changes: object):
     settings = {**SETTINGS, **changes}
     lines = (f"{name} = {json.dumps(v)}\n" for name, v in settings.items() if v is not None)
     (folder / "schedule.toml").write_text("".join(lines))
-    words = ["ditto-schedule", str(folder / "schedule.toml"), "--output", str(folder), *options]
+    words = ["ditto-schedule", str(folder / "schedule.toml"), *options]
     return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
 
 
@@ -49,7 +48,7 @@ def answered(folder: Path, **changes: object) -> dict:
     return json.loads(done.output)
 
 
-def test_rounds_and_weight_are_answered_for_both_bases_with_curves_beside(tmp_path):
+def test_rounds_and_weight_are_answered_for_both_bases(tmp_path):
     facts = answered(tmp_path, **LINEAR)
     assert (facts["unit"], facts["relation"]) == ("record", "replace-one")
     by_basis = {one["basis"]: one for one in facts["schedules"]}
@@ -61,12 +60,6 @@ def test_rounds_and_weight_are_answered_for_both_bases_with_curves_beside(tmp_pa
     assert by_basis["published"]["epsilon"]["as published"] == pytest.approx(10)
     spent = by_basis["provable"]["epsilon"]["gradients clipped"]
     assert 10 * (1 - 1e-6) < spent <= 10
-    for name in ("convergence", "global_weight", "fairness"):
-        assert (tmp_path / f"{name}.svg").exists()
-        rows = (tmp_path / f"{name}.csv").read_text().splitlines()
-        assert len(rows) > 300
-    curve = {row["rounds"]: row["provable"]["bound"] for row in facts["curves"]}
-    assert min(curve.values()) == curve[by_basis["provable"]["rounds"]]
 
 
 def test_a_schedule_for_a_given_weight_says_in_words_what_holds_and_what_not(tmp_path):
@@ -74,11 +67,10 @@ def test_a_schedule_for_a_given_weight_says_in_words_what_holds_and_what_not(tmp
     assert done.exit_code == 0, done.output
     for word in ("T*", "one record of 600", "published", "provable", "✗", "μ >", "δ = 0.01"):
         assert word in done.output
-    assert not (tmp_path / "fairness.svg").exists()
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_bound_beyond_any_number_is_null_in_json_and_its_schedule_has_no_rounds(tmp_path):
+def test_a_bound_beyond_any_number_leaves_a_schedule_without_rounds_in_valid_json(tmp_path):
     changes = {"strong_convexity": 0.05, "learning_rate": 0.1, "max_rounds": 20000}
     done = schedule(tmp_path, "--json", global_weight=0.1, **changes)
 
@@ -87,29 +79,7 @@ def test_a_bound_beyond_any_number_is_null_in_json_and_its_schedule_has_no_round
 
     found = json.loads(done.output, parse_constant=refuse)
     assert found["schedules"][0]["rounds"] == 0
-    assert found["curves"][-1]["published"]["bound"] is None
-    assert found["curves"][-1]["provable"]["bound"] > 0
-
-
-@pytest.mark.full
-def test_drawn_federations_have_the_provable_unfairness_and_not_the_published_one(tmp_path):
-    rows = answered(tmp_path, **LINEAR, worlds=400)["worlds"]
-    assert {row["noise"] for row in rows} == {"published", "provable"}
-    assert {0.0, 1.0, 2.0} < {row["global_weight"] for row in rows}
-    for row in rows:
-        assert row["standard_error"] < 0.05 * row["drawn"]
-        assert abs(row["drawn"] - row["provable"]) < 4 * row["standard_error"]
-    off = [abs(row["drawn"] - row["published"]) / row["standard_error"] for row in rows]
-    assert max(off) > 20
-
-
-@pytest.mark.full
-def test_drawn_federations_are_a_table_in_words_and_none_without_being_asked_for(tmp_path):
-    done = schedule(tmp_path, **LINEAR, worlds=2)
-    assert done.exit_code == 0, done.output
-    for words in ("in 2 drawn federations", "variance over clients", "The smaller R, the more"):
-        assert words in done.output
-    assert "drawn federations" not in schedule(tmp_path, **LINEAR).output
+    assert found["schedules"][1]["bound"] > 0
 
 
 def test_without_gradient_bounds_only_the_provable_schedule_is_made(tmp_path):
@@ -149,26 +119,6 @@ def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(t
     assert "K = 3" in three["conditions_not_met"][0]
 
 
-LOSSES = {
-    "strong_convexity": 1.0,
-    "smoothness": 2.0,
-    "gradient_bound": 1.0,
-    "model_spread": 1.0,
-    "initial_gap": 5.0,
-    "initial_distance": 40.0,
-}
-
-
-def test_a_pilot_runs_file_stands_for_the_settings_of_losses_and_these_come_first(tmp_path):
-    PilotEstimates(**LOSSES).save(tmp_path / "pilot.json", dimension=10)
-    given = {"global_weight": 0.5, "dimension": None, **dict.fromkeys(LOSSES)}
-    by_hand = answered(tmp_path, global_weight=0.5)
-    by_file = answered(tmp_path, **given, pilot="pilot.json")  # beside the settings file
-    assert by_file["schedules"] == by_hand["schedules"]
-    steeper = answered(tmp_path, **{**given, "smoothness": 4}, pilot="pilot.json")
-    assert steeper["schedules"] != by_hand["schedules"]
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -186,20 +136,13 @@ def test_a_pilot_runs_file_stands_for_the_settings_of_losses_and_these_come_firs
         ({"global_weight": 1, "max_rounds": 0}, "max-rounds=0: expected an integer >= 1"),
         ({"global_weight": 1, "examples": [600, 500]}, "examples=[600, 500]: expected an integer"),
         ({"global_weight": 1, "smoothness": 0.5}, "smoothness=0.5"),
-        (
-            {"global_weight": 1, "smoothness": None, "dimension": None},
-            "give dimension, smoothness, or a pilot",
-        ),
-        ({"global_weight": 1, "pilot": "nowhere.json"}, "nowhere.json': expected"),
+        ({"global_weight": 1, "smoothness": None}, "schedule has no smoothness: expected"),
         ({"global_weight": 1, "learning_rate": 1}, "learning_rate=1.0: expected"),
         ({"global_weight": 1, "personal_learning_rate": 0}, "personal-learning-rate=0"),
         (
             {"global_weight": 1, "gradient_clipping_norm": None, "local_steps": 2},
             "local-steps need gradient-clipping-norm",
         ),
-        ({"global_weight": 1, "worlds": 5}, "worlds=5: expected 2 or more, with feature-energy"),
-        ({**LINEAR, "worlds": 1}, "worlds=1: expected 2 or more"),
-        ({**LINEAR, "worlds": 5, "examples": 9}, "num_examples=9: expected at least 10"),
     ],
 )
 def test_a_schedule_that_cannot_be_made_exits_with_2_and_says_what_to_change(
@@ -228,8 +171,8 @@ def test_a_file_that_is_no_settings_file_is_refused_by_name(tmp_path):
             assert _unbroken(words) in _unbroken(done.output)
 
 
-def test_the_example_beside_the_app_has_a_schedule_of_both_bases(tmp_path):
-    words = ["ditto-schedule", str(EXAMPLE), "--output", str(tmp_path), "--json"]
+def test_the_example_beside_the_app_has_a_schedule_of_both_bases():
+    words = ["ditto-schedule", str(EXAMPLE), "--json"]
     schedules = json.loads(CliRunner().invoke(app, words).output)["schedules"]
     assert [one["basis"] for one in schedules] == ["published", "provable"]
     assert all(one["rounds"] > 0 for one in schedules)

@@ -19,7 +19,11 @@ MISTAKES = {
     "no rounds": ("dp2-fedsam", "rounds=0", "rounds=0: expected an integer >= 1"),
     "no such data set": ("dp2-fedsam", "dataset=minst", "expected one of digits, mnist"),
     "no such model": ("dp2-fedsam", "model=resnet", "expected one of digits-mlp"),
-    "data that are nowhere": ("dp2-fedsam", "dataset=mnist", "needs a folder, and none is given"),
+    "data that are nowhere": (
+        "dp2-fedsam",
+        "dataset=mnist",
+        "expected a folder with the data set",
+    ),
     "negative epsilon": ("dp2-fedsam", "epsilon=-1", "epsilon=-1.0: expected a finite number > 0"),
     "no number": ("dp2-fedsam", "clipping-norm=nan", "clipping-norm=nan: expected a finite number"),
     "text for a number": ("dp2-fedsam", "rounds=many", "rounds='many': expected an integer"),

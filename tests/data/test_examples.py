@@ -3,8 +3,18 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.data import (
+    ClientData,
+    Examples,
+    SiloData,
+    allocate,
+    deal_silos,
+    histogram,
+    within_unit_ball,
+)
 
 
 def examples(count: int = 5) -> Examples:
@@ -171,3 +181,58 @@ def test_form_is_of_plain_tensors_as_it_was_and_of_trees_by_name():
     assert Examples({"a": x, "b": y}, y).form == Examples({"b": y, "a": x}, y).form
     splits = {Examples((x, x), (x,)).form, Examples((x,), (x, x)).form, Examples((x, x), x).form}
     assert len(splits) == 3
+
+
+@given(st.integers(0, 2**32), st.floats(1e-6, 1e6))
+@settings(deadline=None, max_examples=50)
+def test_scaling_puts_every_record_in_the_unit_ball_in_its_direction(seed, length):
+    features = torch.from_numpy(
+        np.random.default_rng(seed).normal(0, length, (6, 20)).astype(np.float32)
+    )
+    examples = Examples(features, torch.arange(6))
+    (data,) = within_unit_ball([ClientData(train=examples, test=examples.subset([0]))])
+    scaled = data.train.features
+    assert scaled.dtype == torch.float32
+    norms = features.double().norm(dim=1, keepdim=True)
+    assert (scaled.double().norm(dim=1) <= 1).all()
+    torch.testing.assert_close(
+        scaled.double(), features.double() / norms.clamp(min=1), rtol=2e-6, atol=1e-9
+    )
+    assert torch.equal(data.train.targets, examples.targets)
+    assert torch.equal(data.test.features, scaled[:1])
+    (twice,) = within_unit_ball([data])
+    assert torch.equal(twice.train.features, scaled)
+
+
+def test_records_in_the_unit_ball_keep_every_bit_and_images_are_scaled_as_a_whole():
+    inside = Examples(torch.tensor([[0.3, -0.7], [0.0, 0.0], [1.0, 0.0]]), torch.zeros(3))
+    (data,) = within_unit_ball([ClientData(train=inside, test=inside)])
+    assert torch.equal(data.train.features, inside.features)
+    images = Examples(torch.ones(3, 1, 4, 4), torch.zeros(3))
+    (data,) = within_unit_ball([ClientData(train=images, test=images)])
+    assert data.train.features.shape == (3, 1, 4, 4)
+    torch.testing.assert_close(data.train.features, torch.full((3, 1, 4, 4), 0.25))
+
+
+def test_dealt_silos_hold_their_allocated_examples_and_equal_shares_of_the_tests():
+    pool = Examples(torch.arange(30.0).reshape(30, 1), torch.arange(30) % 3)
+    data = ClientData(train=pool, test=pool.subset(range(11)))
+    rng = np.random.default_rng(0)
+    allocation = allocate("zipf", pool.targets.numpy(), num_users=4, num_silos=3, rng=rng)
+    silos = deal_silos(data, allocation, rng)
+    for silo, rows, owners in zip(silos, allocation.rows, allocation.owners, strict=True):
+        assert silo.train.features.flatten().tolist() == rows.tolist()
+        assert silo.owners.tolist() == owners.tolist()
+    assert sorted(len(silo.test) for silo in silos) == [3, 4, 4]
+    tests = torch.cat([silo.test.features.flatten() for silo in silos])
+    assert sorted(tests.tolist()) == [*range(11)]
+    held = histogram(silos, 4)
+    assert held.sum() == 30
+    assert [len(rows) for rows in allocation.rows] == held.sum(axis=1).tolist()
+
+
+def test_a_histogram_of_too_few_users_is_refused():
+    records = Examples(torch.zeros(2, 1), torch.zeros(2))
+    silo = SiloData(train=records, test=records, owners=torch.tensor([0, 7]))
+    with pytest.raises(ValueError, match="num_users=5: expected at least 8"):
+        histogram([silo], 5)

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import LinearFederation
 from tests.support.ditto_bounds import BASES, bound, equal_rates, problem, random_bound
+from tests.support.linear_federation import LinearFederation
 
 
 def iterated(b, T):

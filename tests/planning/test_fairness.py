@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import LinearFairness, LinearFederation
+from flower_ext.planning import LinearFairness
 from tests.support.grids import grid
+from tests.support.linear_federation import LinearFederation
 
 BASES = ("published", "provable")
 WORLD = {
@@ -75,7 +76,7 @@ def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_me
             apart = w.true_models - w.personal_models(weight, noise)
             seen[row, column] = np.square(apart).sum(axis=1).var()
         said[row] = f.unfairness(weights, upload_variance=stddev**2)
-    expected = LinearFairness.expected(**{**WORLD, "num_examples": 4})
+    expected = LinearFairness(**{**WORLD, "num_examples": 4})
     error = seen.std(axis=0) / math.sqrt(draws)
     assert (np.abs(seen.mean(axis=0) - said.mean(axis=0)) < 4 * error).all()
     assert (
@@ -239,7 +240,7 @@ def test_interpolation_and_weight_are_inverse_and_cover_their_ranges():
 
 
 def test_one_client_or_equal_clients_have_nothing_to_be_unfair_about():
-    alone = LinearFairness.expected(**{**WORLD, "num_clients": 1})
+    alone = LinearFairness(**{**WORLD, "num_clients": 1})
     np.testing.assert_allclose(alone.unfairness(GRID, upload_variance=2.0), 0, atol=1e-12)
     equal = LinearFairness.of_models(np.ones((6, 4)), **GIVEN)
     assert equal.best_global_weight(upload_variance=1.0) == 0.0

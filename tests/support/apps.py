@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ class App:
     def parts(self):
         """Return the ServerApp and the ClientApp of the app."""
         return load_app(self.folder)
+
+    def module(self, name):
+        """Return a module of the app's package."""
+        self.parts()
+        return import_module(f"{self.package}.{name}")
 
     @property
     def package(self):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 AUDITED = "tests/auditing/test_mechanisms.py"
 AUDITS = {
     "algorithms/uldp": "uldp",
-    "algorithms/ditto": "ditto",
+    "algorithms/dp_ditto": "ditto",
     "algorithms/upcycled": "perturbation",
     "algorithms": "client-noise",
     "privacy/perturbation": "perturbation",

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from torch.func import functional_call
 from torch.nn import functional
 
 from flower_ext.training import check_shareable, split
-from flower_ext.training.models import build, parameter_count, sent140_bilstm
+from flower_ext.training.models import build, parameter_count
 
 SHAPES = {
     "digits-mlp": (1, 8, 8),
@@ -41,7 +40,6 @@ SHAPES = {
         ("heart-disease-logistic", 14),
         ("tcga-brca-cox", 39),
         ("letters-mlp", 155_830),
-        ("sent140-bilstm", 4_143_810),
     ],
 )
 def test_models_have_their_exact_sizes(name, parameters):
@@ -110,33 +108,7 @@ def test_the_medical_models_are_one_linear_layer():
             build(name, num_classes=classes)
 
 
-def test_what_follows_a_sentence_as_padding_changes_nothing_but_its_tokens_do():
-    model = sent140_bilstm(vocabulary_size=30)
-    check_shareable(model)
-    ids = torch.randint(1, 30, (4, 25))
-    ids[:, 7:] = 0
-    logits = model(ids)
-    assert logits.shape == (4, 2)
-    torch.testing.assert_close(logits, model(ids[:, :7]))
-    torch.testing.assert_close(logits[:1], model(ids[:1]))
-    for place in (0, 3, 6):
-        changed = ids.clone()
-        changed[:, place] = ids[:, place] % 29 + 1
-        assert (model(changed) != logits).any(dim=1).all()
-    assert model(torch.zeros(2, 25, dtype=torch.int64)).isfinite().all()
-
-
-def test_every_parameter_of_the_sentence_model_learns_through_a_functional_call():
-    model = sent140_bilstm(vocabulary_size=30)
-    other = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
-    ids = torch.randint(1, 30, (4, 25))
-    outputs = functional_call(model, other, (ids,))
-    assert not torch.allclose(outputs, model(ids))
-    gradients = torch.autograd.grad(outputs.square().sum(), list(other.values()))
-    assert all(gradient.norm() > 0 for gradient in gradients)
-
-
 def test_by_default_a_model_has_the_classes_of_its_data():
-    assert build("sent140-bilstm").head.out_features == 2
+    assert build("creditcard-mlp").head.out_features == 2
     assert build("letters-mlp").head.out_features == 10
-    assert build("sent140-bilstm", num_classes=3).head.out_features == 3
+    assert build("creditcard-mlp", num_classes=3).head.out_features == 3

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
+from dp_ditto_app.loss_constants import LossConstants
+from dp_ditto_app.pilot import pilot_run
 from dp_ditto_app.settings import Settings
-from flower_ext.algorithms.ditto.pilot import pilot_run
-from flower_ext.planning import DittoProblem, PilotEstimates, best_rounds
+from flower_ext.planning import DittoProblem, best_rounds
 from flower_ext.privacy import PrivacyPlan, RecordLevelPlan
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
@@ -20,12 +21,12 @@ from flower_ext.training.models import parameter_count
 
 PILOT = (
     "a pilot run without noise on the clients' training records, which chose the number of rounds "
-    "and left its constants in pilot.json (planner=bound or none turns this off)"
+    "and left its constants in pilot.toml (planner=bound or none turns this off)"
 )
 """Text for a run's report: the release by a pilot run, which no guarantee covers."""
 
 
-def pilot_of(settings: Settings, task: Task) -> PilotEstimates | None:
+def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
     """Return the estimates of a pilot run on the clients' records; None for other planners.
 
     Raises
@@ -50,12 +51,12 @@ def pilot_of(settings: Settings, task: Task) -> PilotEstimates | None:
     )
 
 
-def problem_of(settings: Settings, task: Task, pilot: PilotEstimates | None) -> DittoProblem:
+def problem_of(settings: Settings, task: Task, pilot: LossConstants | None) -> DittoProblem:
     """Return the constants of Theorem 1; those of the losses from the pilot run or the settings.
 
     A setting ``gradient-bound`` or ``model-spread`` of 0 stands for an unknown value.
     """
-    constants = pilot or PilotEstimates(
+    constants = pilot or LossConstants(
         strong_convexity=settings.strong_convexity,
         smoothness=settings.smoothness,
         initial_gap=settings.initial_gap,
@@ -75,7 +76,7 @@ def problem_of(settings: Settings, task: Task, pilot: PilotEstimates | None) -> 
 def planned_rounds(
     settings: Settings,
     task: Task,
-    pilot: PilotEstimates | None,
+    pilot: LossConstants | None,
     plan_of: Callable[[int], PrivacyPlan],
 ) -> int:
     """Return T: the setting ``rounds``, or T* of Theorem 1 up to it, for the settings' λ and ε.
@@ -84,7 +85,7 @@ def planned_rounds(
     ----------
     settings : Settings
     task : Task
-    pilot : PilotEstimates, optional
+    pilot : LossConstants, optional
         Estimates of a pilot run; None takes the constants of the settings.
     plan_of : Callable[[int], PrivacyPlan]
         Function that returns the plan of a run of a given number of rounds.

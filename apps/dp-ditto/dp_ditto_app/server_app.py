@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def strategy(settings: Settings, run: RunDirectory) -> FederatedStrategy:
         if pilot is not None:
-            pilot.save(run.path / "pilot.json", dimension=parameter_count(task.model()))
+            pilot.save(run.path / "pilot.toml", dimension=parameter_count(task.model()))
         return strategy_of(plan, settings, run)
 
     configured.start(grid, context, Settings, task, strategy, planned_rounds=rounds)

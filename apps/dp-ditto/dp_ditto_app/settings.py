@@ -81,7 +81,7 @@ class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSetti
     planner: Literal["none", "bound", "pilot"] = setting(
         "dp-ditto: rounds, or the T of Theorem 1 for the constants below, or for those that "
         "full-gradient descent on the clients' records shows, without noise and covered by no "
-        "guarantee: for simulations and public stand-ins; they are left in pilot.json"
+        "guarantee: for simulations and public stand-ins; they are left in pilot.toml"
     )
     pilot_rounds: Count = setting("steps of the pilot")
     pilot_learning_rate: Positive = setting("of the pilot")

@@ -8,13 +8,14 @@ from flwr.app import Context
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from flower_ext.data import SiloData, describe_silos, load_silos
+from flower_ext.data import SiloData
 from flower_ext.federation import settings_of
 from flower_ext.metrics import average_precision, concordance_index, roc_auc
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task, accuracy, cox_loss
 from flower_ext.training.models import build
 from uldp_fl_app.settings import Settings
+from uldp_fl_app.silos import describe_silos, load_silos
 
 SURVIVAL = ("tcga-brca", "tcga-brca-scaled")
 METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {

@@ -37,7 +37,6 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
         "synthetic-0.5-0.5",
         "synthetic-1-1",
         "letters",
-        "sent140",
     ] = setting("the synthetic ones are drawn, or read from the authors' files")
     generated: bool = setting("draw synthetic devices even where the authors' file is found")
     classes: CountOrZero = setting("of synthetic devices; 0: the data set's")

@@ -5,18 +5,13 @@ from pathlib import Path
 
 from flwr.app import Context
 
-from flower_ext.data import (
-    ClientData,
-    DevicesInfo,
-    describe_devices,
-    load_devices,
-    within_unit_ball,
-)
+from flower_ext.data import ClientData, within_unit_ball
 from flower_ext.federation import settings_of
 from flower_ext.privacy import LocalObjective
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
 from flower_ext.training.models import build
+from upcycled_fl_app.devices import DevicesInfo, describe_devices, load_devices
 from upcycled_fl_app.settings import Settings
 
 # Known facts about a model's cross-entropy if no record has a norm above 1. The gradient of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,18 @@ import numpy as np
 import torch
 
 from flower_ext.checks import require_one_of
-from flower_ext.data import datasets, tabular
-from flower_ext.data.examples import ClientData, SiloData
-from flower_ext.data.partition import split
-from flower_ext.data.users import Allocation, Distribution, allocate, allocate_within
+from flower_ext.data import (
+    ClientData,
+    Distribution,
+    SiloData,
+    allocate,
+    deal_silos,
+    load,
+    split,
+)
 from flower_ext.errors import InvalidValue
+from uldp_fl_app import tables
+from uldp_fl_app.fixed_silos import allocate_within
 
 _MNIST, _MNIST_TRAINING = 70_000, 60_000
 _DIGITS_TRAINING = 0.85
@@ -53,10 +59,10 @@ class SilosInfo:
 
 _TCGA_BRCA = SilosInfo(
     num_classes=1,
-    feature_shape=(tabular.TCGA_BRCA_FEATURES,),
+    feature_shape=(tables.TCGA_BRCA_FEATURES,),
     num_users=50,
     model="tcga-brca-cox",
-    num_silos=tabular.TCGA_BRCA_REGIONS,
+    num_silos=tables.TCGA_BRCA_REGIONS,
     fixed_silos=True,
     records_per_user=2,
 )
@@ -68,16 +74,16 @@ _SILOS = {
     "mnist": SilosInfo(num_classes=10, feature_shape=(1, 28, 28), num_users=100, model="mnist-cnn"),
     "creditcard": SilosInfo(
         num_classes=2,
-        feature_shape=(tabular.CREDITCARD_FEATURES,),
+        feature_shape=(tables.CREDITCARD_FEATURES,),
         num_users=100,
         model="creditcard-mlp",
     ),
     "heart-disease": SilosInfo(
         num_classes=2,
-        feature_shape=(tabular.HEART_DISEASE_FEATURES,),
+        feature_shape=(tables.HEART_DISEASE_FEATURES,),
         num_users=50,
         model="heart-disease-logistic",
-        num_silos=len(tabular.HEART_DISEASE_CENTRES),
+        num_silos=len(tables.HEART_DISEASE_CENTRES),
         fixed_silos=True,
     ),
     "tcga-brca": _TCGA_BRCA,
@@ -152,7 +158,7 @@ def load_silos(
             rng=rng,
             labels_per_user=labels_per_user,
         )
-        return _deal(pool, allocation, rng)
+        return deal_silos(pool, allocation, rng)
     if silos != info.num_silos:
         raise InvalidValue(f"num_silos={silos!r}: expected {info.num_silos}, the silos of {name}")
     if labels_per_user is not None:
@@ -173,50 +179,19 @@ def load_silos(
     ]
 
 
-def _deal(pool: ClientData, allocation: Allocation, rng: np.random.Generator) -> list[SiloData]:
-    """Return silos with their allocated training examples and equal shares of the test examples."""
-    tests = np.array_split(rng.permutation(len(pool.test)), len(allocation.rows))
-    return [
-        SiloData(
-            train=pool.train.subset(rows),
-            test=pool.test.subset(np.sort(test)),
-            owners=torch.from_numpy(owners),
-        )
-        for rows, owners, test in zip(allocation.rows, allocation.owners, tests, strict=True)
-    ]
-
-
 def _centres(name: str, folder: Path | None) -> list[ClientData]:
     """Return the data of each hospital or region."""
     if name == "heart-disease":
-        return tabular.heart_disease(folder)
-    return tabular.tcga_brca(folder, scaled=name == "tcga-brca-scaled")
-
-
-def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
-    """Return n_{s,u} as int64 (silos, users).
-
-    Raises
-    ------
-    ValueError
-        A silo has a user number that is not below ``num_users``.
-    """
-    counts = [torch.bincount(silo.owners.cpu(), minlength=num_users) for silo in silos]
-    if max(map(len, counts), default=0) > num_users:
-        most = max(map(len, counts))
-        raise InvalidValue(
-            f"num_users={num_users!r}: expected at least {most}, because the silos number their "
-            "users from 0 up to one less"
-        )
-    return torch.stack(counts).numpy()
+        return tables.heart_disease(folder)
+    return tables.tcga_brca(folder, scaled=name == "tcga-brca-scaled")
 
 
 def _pool(name: str, folder: Path | None, rng: np.random.Generator) -> ClientData:
     if name == "creditcard":
-        return tabular.creditcard(folder, rng=rng)
+        return tables.creditcard(folder, rng=rng)
     if name == "breast-cancer":
-        return tabular.breast_cancer(rng=rng)
-    pool = datasets.load(name, folder)
+        return tables.breast_cancer(rng=rng)
+    pool = load(name, folder)
     rows = np.arange(len(pool))
     if name == "mnist":
         if len(pool) != _MNIST:

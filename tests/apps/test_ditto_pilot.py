@@ -3,11 +3,13 @@ import pytest
 import torch
 from torch import nn
 
-from flower_ext.algorithms.ditto import pilot_run
 from flower_ext.data import Examples
 from flower_ext.training import Task
+from tests.support.apps import DP_DITTO
 from tests.support.worlds import client_data
 from tests.support.worlds import task as network
+
+pilot_run = DP_DITTO.module("pilot").pilot_run
 
 CLIENTS, ROUNDS, RATE = 3, 6, 0.2
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from flower_ext.data import DataNotFound, tabular
+from flower_ext.data import DataNotFound
+from tests.support.apps import ULDP_FL
 from tests.support.real_data import REAL
+
+tables = ULDP_FL.module("tables")
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -40,7 +43,7 @@ def write_creditcard(folder: Path, pool: bool, normal: int = 80, fraud: int = 20
 
 def write_heart(folder: Path) -> None:
     folder.mkdir(parents=True)
-    for centre in tabular.HEART_DISEASE_CENTRES:
+    for centre in tables.HEART_DISEASE_CENTRES:
         with (folder / f"processed.{centre}.data").open("w") as stream:
             for number in range(24):
                 pain, ecg = number % 4 + 1, number % 3
@@ -68,7 +71,7 @@ def write_tcga(folder: Path) -> None:
 @pytest.mark.parametrize("pool", [True, False])
 def test_card_transactions_are_split_by_class_and_standardised_by_training_rows(pool, tmp_path):
     table = write_creditcard(tmp_path / "creditcard", pool)
-    data = tabular.creditcard(tmp_path, rng=rng())
+    data = tables.creditcard(tmp_path, rng=rng())
     assert data.train.features.shape == (85, 30)
     assert data.train.targets.bincount().tolist() == [68, 17]
     assert data.test.targets.bincount().tolist() == [12, 3]
@@ -81,15 +84,15 @@ def test_card_transactions_are_split_by_class_and_standardised_by_training_rows(
 
 def test_of_more_normal_transactions_a_tenth_of_kaggles_is_drawn(tmp_path, monkeypatch):
     write_creditcard(tmp_path, pool=False)
-    monkeypatch.setattr(tabular, "_NORMAL_TRANSACTIONS", 40)
-    data = tabular.creditcard(tmp_path, rng=rng())
+    monkeypatch.setattr(tables, "_NORMAL_TRANSACTIONS", 40)
+    data = tables.creditcard(tmp_path, rng=rng())
     together = torch.cat([data.train.targets, data.test.targets])
     assert together.bincount().tolist() == [40, 20]
 
 
 def test_heart_disease_drops_three_columns_and_incomplete_rows_and_makes_indicators(tmp_path):
     write_heart(tmp_path / "heart_disease")
-    centres = tabular.heart_disease(tmp_path)
+    centres = tables.heart_disease(tmp_path)
     assert len(centres) == 4
     for centre in centres:
         assert len(centre.train) + len(centre.test) == 23
@@ -108,7 +111,7 @@ def test_heart_disease_drops_three_columns_and_incomplete_rows_and_makes_indicat
 
 def test_tcga_has_six_regions_time_first_and_the_split_of_the_file(tmp_path):
     write_tcga(tmp_path / "tcga_brca")
-    regions = tabular.tcga_brca(tmp_path)
+    regions = tables.tcga_brca(tmp_path)
     assert [(len(r.train), len(r.test)) for r in regions] == [(4, 1)] * 6
     assert regions[2].train.features.shape == (4, 39)
     assert regions[2].train.features[:, 0].tolist() == [10, 11, 12, 13]
@@ -118,7 +121,7 @@ def test_tcga_has_six_regions_time_first_and_the_split_of_the_file(tmp_path):
 
 def test_tcga_is_scaled_by_numbers_that_no_record_changes(tmp_path):
     write_tcga(tmp_path / "tcga_brca")
-    pairs = zip(tabular.tcga_brca(tmp_path), tabular.tcga_brca(tmp_path, scaled=True), strict=True)
+    pairs = zip(tables.tcga_brca(tmp_path), tables.tcga_brca(tmp_path, scaled=True), strict=True)
     for plain, scaled in pairs:
         for before, after in ((plain.train, scaled.train), (plain.test, scaled.test)):
             torch.testing.assert_close(after.features[:, 0], (before.features[:, 0] - 60) / 10)
@@ -127,31 +130,31 @@ def test_tcga_is_scaled_by_numbers_that_no_record_changes(tmp_path):
 
 
 READERS = {
-    tabular.CREDITCARD: lambda folder: tabular.creditcard(folder, rng=rng()),
-    tabular.HEART_DISEASE: tabular.heart_disease,
-    tabular.TCGA_BRCA: tabular.tcga_brca,
+    "creditcard": (tables.CREDITCARD, lambda folder: tables.creditcard(folder, rng=rng())),
+    "heart-disease": (tables.HEART_DISEASE, tables.heart_disease),
+    "tcga-brca": (tables.TCGA_BRCA, tables.tcga_brca),
 }
 
 
-@pytest.mark.parametrize("source", READERS, ids=lambda source: source.name)
-def test_missing_files_are_named_with_the_folder_and_what_is_always_there(source, tmp_path):
+@pytest.mark.parametrize("name", READERS)
+def test_missing_files_are_named_with_the_folder_and_what_is_always_there(name, tmp_path):
+    files, read = READERS[name]
     with pytest.raises(DataNotFound) as caught:
-        READERS[source](tmp_path)
-    text = str(caught.value)
-    for word in (source.name, str(tmp_path), source.files[0][0], "FLOWER_EXT_DATA", "digits"):
-        assert word in text
-    with pytest.raises(DataNotFound, match="none is given"):
-        READERS[source](None)
+        read(tmp_path)
+    for word in (name, str(tmp_path), files[0][0], "FLOWER_EXT_DATA", "digits"):
+        assert word in str(caught.value)
+    with pytest.raises(DataNotFound, match="data-folder='': expected"):
+        read(None)
 
 
 def test_files_of_something_else_are_refused_by_name(tmp_path):
     (tmp_path / "creditcard.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"creditcard\.csv: found no values of the columns Time"):
-        tabular.creditcard(tmp_path, rng=rng())
+        tables.creditcard(tmp_path, rng=rng())
     (tmp_path / "creditcard.csv").unlink()
     (tmp_path / "creditcard.csv.gz").write_bytes(gzip.compress(b"Time,V1\n" * 99)[:30])
     with pytest.raises(ValueError, match="is damaged"):
-        tabular.creditcard(tmp_path, rng=rng())
+        tables.creditcard(tmp_path, rng=rng())
     write_heart(tmp_path / "heart_disease")
     centre = tmp_path / "heart_disease" / "processed.va.data"
     for line, said in (
@@ -165,11 +168,11 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     ):
         centre.write_text(line + "\n")
         with pytest.raises(ValueError, match=said):
-            tabular.heart_disease(tmp_path)
+            tables.heart_disease(tmp_path)
     (tmp_path / "brca.csv").write_text("pid,x,E,T\nP,1,0,5\n")
     (tmp_path / "train_test_split.csv").write_text("pid,fold,fold2\n")
     with pytest.raises(ValueError, match="1 features, expected 39"):
-        tabular.tcga_brca(tmp_path)
+        tables.tcga_brca(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +187,8 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("file", "column", "read"),
     [
-        ("creditcard/creditcard.csv", -1, lambda folder: tabular.creditcard(folder, rng=rng())),
-        ("tcga_brca/brca.csv", -2, tabular.tcga_brca),
+        ("creditcard/creditcard.csv", -1, lambda folder: tables.creditcard(folder, rng=rng())),
+        ("tcga_brca/brca.csv", -2, tables.tcga_brca),
     ],
     ids=["creditcard", "tcga"],
 )
@@ -204,7 +207,7 @@ def test_classes_other_than_0_and_1_and_cells_that_are_no_finite_numbers_are_ref
 
 
 def test_breast_cancer_is_always_there():
-    data = tabular.breast_cancer(rng=rng())
+    data = tables.breast_cancer(rng=rng())
     assert data.train.features.shape == (484, 30)
     assert len(data.test) == 85
     assert data.train.targets.dtype == torch.int64
@@ -212,13 +215,13 @@ def test_breast_cancer_is_always_there():
 
 @needs_real
 def test_the_real_tables_have_their_published_sizes():
-    card = tabular.creditcard(REAL, rng=rng())
+    card = tables.creditcard(REAL, rng=rng())
     assert card.train.targets.bincount().tolist() == [23_192, 418]
     assert card.test.targets.bincount().tolist() == [4_093, 74]
-    heart = tabular.heart_disease(REAL)
+    heart = tables.heart_disease(REAL)
     sizes = [(199, 104), (172, 89), (30, 16), (85, 45)]
     assert [(len(c.train), len(c.test)) for c in heart] == sizes
-    tcga = tabular.tcga_brca(REAL)
+    tcga = tables.tcga_brca(REAL)
     sizes = [(248, 63), (156, 40), (164, 42), (129, 33), (129, 33), (40, 11)]
     assert [(len(c.train), len(c.test)) for c in tcga] == sizes
     deaths = [int(c.train.targets[:, 1].sum()) for c in tcga]

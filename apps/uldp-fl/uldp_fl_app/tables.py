@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_ext.data.examples import ClientData, Examples
-from flower_ext.data.partition import split
-from flower_ext.data.sources import Source, open_text
+from flower_ext.data import ClientData, Examples, find_files, split
+from flower_ext.data.local_files import read_bytes
 from flower_ext.errors import InvalidValue
 
 CREDITCARD_FEATURES = 30
@@ -28,22 +27,12 @@ TCGA_BRCA_FEATURES = 39
 HEART_DISEASE_CENTRES = ("cleveland", "hungarian", "switzerland", "va")
 TCGA_BRCA_REGIONS = 6
 
-_SUBSTITUTE = "'breast-cancer' or 'digits'"
-CREDITCARD = Source(
-    name="creditcard",
-    files=(("creditcard/creditcard.csv",), ("creditcard/creditcard_subset.csv",)),
-    substitute=_SUBSTITUTE,
+CREDITCARD = (("creditcard/creditcard.csv",), ("creditcard/creditcard_subset.csv",))
+HEART_DISEASE = (
+    tuple(f"heart_disease/processed.{centre}.data" for centre in HEART_DISEASE_CENTRES),
 )
-HEART_DISEASE = Source(
-    name="heart-disease",
-    files=(tuple(f"heart_disease/processed.{centre}.data" for centre in HEART_DISEASE_CENTRES),),
-    substitute=_SUBSTITUTE,
-)
-TCGA_BRCA = Source(
-    name="tcga-brca",
-    files=(("tcga_brca/brca.csv", "tcga_brca/train_test_split.csv"),),
-    substitute=_SUBSTITUTE,
-)
+TCGA_BRCA = (("tcga_brca/brca.csv", "tcga_brca/train_test_split.csv"),)
+"""The files of each data set, as alternatives."""
 
 _TRAIN_FRACTION = 0.85
 _NORMAL_TRANSACTIONS = 28_432
@@ -74,7 +63,7 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
     ValueError
         The file has other content.
     """
-    (path,) = CREDITCARD.require(folder)
+    (path,) = _find("creditcard", CREDITCARD, folder)
     file = _CsvFile.read(path)
     table = file.numbers(["Time", *(f"V{number}" for number in range(1, 29)), "Amount", "Class"])
     if "pool" in file.header:
@@ -101,7 +90,7 @@ def heart_disease(folder: Path | None = None) -> list[ClientData]:
     DataNotFound, ValueError
         As `creditcard`.
     """
-    return [_heart_centre(path) for path in HEART_DISEASE.require(folder)]
+    return [_heart_centre(path) for path in _find("heart-disease", HEART_DISEASE, folder)]
 
 
 def _heart_centre(path: Path) -> ClientData:
@@ -152,7 +141,7 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     DataNotFound, ValueError
         As `creditcard`.
     """
-    table_path, split_path = TCGA_BRCA.require(folder)
+    table_path, split_path = _find("tcga-brca", TCGA_BRCA, folder)
     file, split_file = _CsvFile.read(table_path), _CsvFile.read(split_path)
     features = file.header[1:-2]
     if len(features) != TCGA_BRCA_FEATURES:
@@ -175,6 +164,12 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
         )
         for region in range(TCGA_BRCA_REGIONS)
     ]
+
+
+def _find(name: str, files: tuple[tuple[str, ...], ...], folder: Path | None) -> list[Path]:
+    return find_files(
+        name, files, folder, advice="The data sets 'breast-cancer' and 'digits' need no files."
+    )
 
 
 @dataclass(frozen=True)
@@ -212,8 +207,7 @@ class _CsvFile:
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file, gzipped or not."""
     try:
-        with open_text(path) as stream:
-            return stream.read().splitlines()
+        return read_bytes(path).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is damaged: {error}") from error
 

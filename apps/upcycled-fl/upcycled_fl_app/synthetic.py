@@ -11,7 +11,6 @@ three kinds differ only in γ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,9 +20,7 @@ import numpy as np
 import torch
 
 from flower_ext.checks import require_at_least_one, require_one_of
-from flower_ext.data.examples import ClientData, Examples
-from flower_ext.data.partition import split
-from flower_ext.data.sources import Source
+from flower_ext.data import ClientData, DataNotFound, Examples, find_files, split
 from flower_ext.errors import InvalidValue
 
 FEATURES = 20
@@ -157,9 +154,10 @@ def file_name(kind: str) -> str:
 
 def locate(kind: str, folder: Path | None) -> Path | None:
     """Return the authors' file of a kind if it exists."""
-    source = Source(name=f"synthetic-{kind}", files=((file_name(kind),),))
-    paths = source.locate(folder)
-    return paths[0] if paths else None
+    try:
+        return find_files(f"synthetic-{kind}", [[file_name(kind)]], folder)[0]
+    except DataNotFound:
+        return None
 
 
 def read(path: Path) -> list[ClientData]:
@@ -220,30 +218,3 @@ def _examples(features: np.ndarray, targets: np.ndarray) -> Examples:
     return Examples(
         torch.from_numpy(features.astype(np.float32)), torch.from_numpy(targets.astype(np.int64))
     )
-
-
-def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
-    """Scale every record's features x of the same devices to x / max(1, ‖x‖₂).
-
-    Objective perturbation requires features of norm at most 1. Each record is scaled by its own
-    norm alone, so changing one record changes no other. A scaled record ends 1e-6 inside the ball,
-    so that rounding cannot put it outside.
-
-    Raises
-    ------
-    ValueError
-        Features are not a single tensor.
-    """
-
-    def scaled(examples: Examples) -> Examples:
-        features = examples.features
-        if not isinstance(features, torch.Tensor):
-            raise InvalidValue(
-                "features are no single tensor: expected one vector a record, whose norm counts"
-            )
-        norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
-        divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)
-        divisors = divisors.view(-1, *[1] * (features.dim() - 1))
-        return Examples((features.double() / divisors).to(features.dtype), examples.targets)
-
-    return [ClientData(train=scaled(data.train), test=scaled(data.test)) for data in devices]

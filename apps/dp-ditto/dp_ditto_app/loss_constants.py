@@ -6,11 +6,8 @@ G₀ and M may be larger elsewhere.
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,8 +16,8 @@ from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)
-class PilotEstimates:
-    """Estimates, named as in `DittoProblem`: ``DittoProblem(**asdict(estimates), ...)``."""
+class LossConstants:
+    """Constants of the losses, named as in `DittoProblem`: ``DittoProblem(**asdict(it), ...)``."""
 
     strong_convexity: float
     smoothness: float
@@ -30,41 +27,20 @@ class PilotEstimates:
     initial_distance: float
 
     def save(self, path: Path, *, dimension: int) -> None:
-        """Write the estimates and d as JSON, which ``flower-ext ditto-schedule`` reads."""
-        path.write_text(json.dumps({**asdict(self), "dimension": dimension}, indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> tuple[Self, int]:
-        """Return the estimates and d that `save` wrote.
-
-        Raises
-        ------
-        ValueError
-            The file is missing or has other content.
-        """
-        names = [field.name for field in fields(cls)]
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            numbers = {name: float(content[name]) for name in names}
-            dimension = int(content["dimension"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidValue(
-                f"pilot={str(path)!r}: expected a JSON file with the numbers "
-                f"{', '.join([*names, 'dimension'])}, as a pilot run writes it ({error!r})"
-            ) from error
-        if not all(math.isfinite(number) for number in numbers.values()):
-            raise InvalidValue(f"pilot={str(path)!r}: expected finite numbers")
-        return cls(**numbers), dimension
+        """Write the constants and d as lines of a settings file of ``ditto-schedule``."""
+        numbers = {**asdict(self), "dimension": dimension}
+        lines = (f"{name.replace('_', '-')} = {number!r}\n" for name, number in numbers.items())
+        path.write_text("".join(lines))
 
 
-def estimate_problem(
+def estimate_constants(
     *,
     models: ArrayLike,
     gradients: ArrayLike,
     losses: ArrayLike,
     local_optima: ArrayLike,
     smallest_step: float = 1e-9,
-) -> PilotEstimates:
+) -> LossConstants:
     """Estimate the constants of the bound from a pilot run of the global model.
 
     Parameters
@@ -82,7 +58,7 @@ def estimate_problem(
 
     Returns
     -------
-    PilotEstimates
+    LossConstants
         μ and L are the extreme curvatures ⟨Δg, Δw⟩/‖Δw‖² and ‖Δg‖/‖Δw‖ between any two rounds,
         over clients. Ψ₂ is the largest squared distance of w⁰ to w* or to a u_n*, between which
         the personal optima lie.
@@ -119,10 +95,10 @@ def estimate_problem(
         raise InvalidValue(
             f"strong_convexity={lowest:.4g} along the path, expected a number > 0: the losses are "
             "not strongly convex there, so Theorem 1 does not cover them; choose a convex model "
-            "(logistic regression), or find T and λ by short runs (flower-ext search)"
+            "(logistic regression), or find T and λ by short runs (alternating_search)"
         )
     optima = np.vstack([u, w[-1:]])
-    return PilotEstimates(
+    return LossConstants(
         strong_convexity=lowest,
         smoothness=max(lowest, highest),  # rounding may swap the two
         gradient_bound=float(np.linalg.norm(g, axis=2).max()),

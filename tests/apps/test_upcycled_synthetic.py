@@ -5,16 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
-from flower_ext.data import ClientData, Examples
-from flower_ext.data.synthetic import (
-    device_sizes,
-    file_name,
-    generate,
-    kinds,
-    read,
-    within_unit_ball,
-)
+from flower_ext.data import ClientData
+from tests.support.apps import UPCYCLED_FL
 from tests.support.real_data import REAL
+
+synthetic = UPCYCLED_FL.module("synthetic")
+device_sizes, file_name, generate = synthetic.device_sizes, synthetic.file_name, synthetic.generate
+kinds, read = synthetic.kinds, synthetic.read
 
 # Table 2 of the paper: samples, test samples, and the standard deviation of the devices' sizes.
 TABLE = {
@@ -234,32 +231,3 @@ def test_the_authors_files_have_the_sizes_of_table_2_and_two_classes(kind):
     assert sizes(devices).std() == pytest.approx(deviation, abs=0.5)
     assert sum(len(data.test) for data in devices) == tested
     assert set(together(devices)[1]) == {0, 1}
-
-
-@given(st.integers(0, 2**32), st.floats(1e-6, 1e6))
-@settings(deadline=None, max_examples=50)
-def test_scaling_puts_every_record_in_the_unit_ball_in_its_direction(seed, length):
-    features = torch.from_numpy(rng(seed).normal(0, length, (6, 20)).astype(np.float32))
-    given = Examples(features, torch.arange(6))
-    (data,) = within_unit_ball([ClientData(train=given, test=given.subset([0]))])
-    scaled = data.train.features
-    assert scaled.dtype == torch.float32
-    norms = features.double().norm(dim=1, keepdim=True)
-    assert (scaled.double().norm(dim=1) <= 1).all()
-    torch.testing.assert_close(
-        scaled.double(), features.double() / norms.clamp(min=1), rtol=2e-6, atol=1e-9
-    )
-    assert torch.equal(data.train.targets, given.targets)
-    assert torch.equal(data.test.features, scaled[:1])
-    (twice,) = within_unit_ball([data])
-    assert torch.equal(twice.train.features, scaled)
-
-
-def test_records_in_the_unit_ball_keep_every_bit_and_images_are_scaled_as_a_whole():
-    inside = Examples(torch.tensor([[0.3, -0.7], [0.0, 0.0], [1.0, 0.0]]), torch.zeros(3))
-    (data,) = within_unit_ball([ClientData(train=inside, test=inside)])
-    assert torch.equal(data.train.features, inside.features)
-    images = Examples(torch.ones(3, 1, 4, 4), torch.zeros(3))
-    (data,) = within_unit_ball([ClientData(train=images, test=images)])
-    assert data.train.features.shape == (3, 1, 4, 4)
-    torch.testing.assert_close(data.train.features, torch.full((3, 1, 4, 4), 0.25))

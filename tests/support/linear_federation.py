@@ -10,14 +10,12 @@ v_n*(λ)               ``personal_models``
 ====================  =====================================================
 
 Every loss F_n(u) = ‖X_n u − Y_n‖²/b has the curvature 2ρ/b in all directions, and its gradients are
-cheap and exact. Theory and pilot runs can therefore be checked on it, as ``flower-ext
-ditto-schedule`` does.
+cheap and exact. Theory and pilot runs can therefore be checked on it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,7 +24,6 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
-from flower_ext.planning.fairness import LinearFairness
 
 Array = NDArray[np.float64]
 
@@ -101,49 +98,3 @@ class LinearFederation:
         local, shared = self.local_models, (self.local_models + noise).mean(axis=-2, keepdims=True)
         pull = (LARGEST_WEIGHT - global_weight) / 2 * self.curvature
         return np.asarray((pull * local + global_weight * shared) / (pull + global_weight))
-
-
-def simulated_unfairness(
-    fairness: LinearFairness,
-    global_weights: Sequence[float],
-    *,
-    upload_stddev: float,
-    num_federations: int,
-    rng: np.random.Generator,
-) -> tuple[Array, Array]:
-    """Return R(λ) measured on drawn federations, for each λ, and its standard error.
-
-    Parameters
-    ----------
-    fairness : LinearFairness
-        Describes the federations to draw; its two moments are not used.
-    global_weights : Sequence[float]
-        Each λ, in [0, 2].
-    upload_stddev : float
-        σ_u of the noise on every upload.
-    num_federations : int
-        Number of federations, at least 2.
-
-    Raises
-    ------
-    ValueError
-        There are too few federations, or fewer examples than dimensions.
-    """
-    if num_federations < 2:
-        raise InvalidValue(f"num_federations={num_federations!r}: expected an integer >= 2")
-    unfairness = np.empty((num_federations, len(global_weights)))
-    for row in range(num_federations):
-        federation = LinearFederation.draw(
-            rng,
-            num_clients=fairness.num_clients,
-            num_examples=fairness.num_examples,
-            dimension=fairness.dimension,
-            feature_energy=fairness.feature_energy,
-            label_variance=fairness.label_variance,
-            model_variance=fairness.model_variance,
-        )
-        noise = upload_stddev * rng.normal(size=federation.true_models.shape)
-        for column, weight in enumerate(global_weights):
-            errors = federation.true_models - federation.personal_models(weight, noise)
-            unfairness[row, column] = np.square(errors).sum(axis=1).var()
-    return unfairness.mean(axis=0), unfairness.std(axis=0, ddof=1) / math.sqrt(num_federations)

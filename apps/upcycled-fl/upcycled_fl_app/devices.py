@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from flower_ext.checks import require_at_least_one, require_one_of
-from flower_ext.data import datasets, sent140, synthetic
-from flower_ext.data.examples import ClientData
-from flower_ext.data.partition import pathological, split
+from flower_ext.data import ClientData, describe, load, pathological, split
 from flower_ext.errors import InvalidValue
+from upcycled_fl_app import synthetic
 
 _SYNTHETIC = {f"synthetic-{kind}": kind for kind in synthetic.kinds()}
 
@@ -41,7 +40,7 @@ class DevicesInfo:
 
 def device_names() -> list[str]:
     """Return the names that `load_devices` knows."""
-    return [*_SYNTHETIC, "letters", "sent140"]
+    return [*_SYNTHETIC, "letters"]
 
 
 def describe_devices(
@@ -66,10 +65,8 @@ def describe_devices(
     if name in _SYNTHETIC:
         classes = 10 if num_classes is None else num_classes
         info = _describe_synthetic(_SYNTHETIC[name], folder, classes, generated)
-    elif name == "letters":
-        info = _describe_letters(folder)
     else:
-        info = _SENT140
+        info = _LETTERS
     if num_classes not in (None, info.num_classes):
         advice = "; generated=True draws others" if name in _SYNTHETIC else ""
         raise InvalidValue(
@@ -79,12 +76,12 @@ def describe_devices(
     return info
 
 
-_SENT140 = DevicesInfo(
-    num_classes=2,
-    feature_shape=(sent140.SEQUENCE_LENGTH,),
-    num_devices=sent140.DEVICES,
-    model="sent140-bilstm",
-    source="Sentiment140",
+_LETTERS = DevicesInfo(
+    num_classes=10,
+    feature_shape=describe("letters").input_shape,
+    num_devices=50,
+    model="letters-mlp",
+    source="letters of NIST, a stand-in for those of FEMNIST",
 )
 
 
@@ -98,18 +95,6 @@ def _describe_synthetic(
         num_devices=synthetic.DEVICES,
         model="synthetic-logistic",
         source="the authors' data" if from_authors else "generated as the paper describes",
-    )
-
-
-def _describe_letters(folder: Path | None) -> DevicesInfo:
-    letters = datasets.describe("letters")
-    local = letters.source is not None and letters.source.locate(folder) is not None
-    return DevicesInfo(
-        num_classes=letters.num_classes,
-        feature_shape=letters.input_shape,
-        num_devices=50,
-        model="letters-mlp",
-        source=f"stand-in: {letters.stand_in}" if local else "FEMNIST letters a … j",
     )
 
 
@@ -130,7 +115,6 @@ def load_devices(
         ``synthetic-iid``, ``synthetic-0-0``, ``synthetic-0.5-0.5`` or ``synthetic-1-1``: the
         authors' file (two classes) if it is found, otherwise generated (ten classes, see
         `synthetic`). ``letters``: five classes per device, 90 % of its examples for training.
-        ``sent140``: one user per device, see `sent140`.
     folder : Path, optional
         Folder of the files; by default the environment variable FLOWER_EXT_DATA names it.
     num_devices : int, optional
@@ -145,7 +129,7 @@ def load_devices(
     Raises
     ------
     DataNotFound
-        Neither the folder nor flwr-datasets has the data set.
+        The folder lacks the letters.
     ValueError
         The name is unknown, a number is out of range, or a file has other content than expected.
     """
@@ -153,8 +137,6 @@ def load_devices(
     count = info.num_devices if num_devices is None else num_devices
     require_at_least_one("num_devices", count)
     rng = np.random.default_rng(seed)
-    if name == "sent140":
-        return sent140.load(folder, rng=rng, num_devices=count)
     if name == "letters":
         return _load_letters(folder, count, rng)
     kind = _SYNTHETIC[name]
@@ -173,7 +155,7 @@ def load_devices(
 def _load_letters(
     folder: Path | None, num_devices: int, rng: np.random.Generator
 ) -> list[ClientData]:
-    pool = datasets.load("letters", folder)
+    pool = load("letters", folder)
     targets = pool.targets.numpy()
     devices = pathological(targets, num_partitions=num_devices, classes_per_partition=5, rng=rng)
     parts = (split(rows, targets, rng=rng) for rows in devices)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dp_ditto_app.loss_constants import LossConstants, estimate_constants
 from flower_ext.checks import require_positive
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.planning import PilotEstimates, estimate_problem
 from flower_ext.training.local import gradient
 from flower_ext.training.params import Params
 from flower_ext.training.problem import LocalProblem, local_problem
@@ -27,7 +27,7 @@ def pilot_run(
     *,
     rounds: int,
     learning_rate: float,
-) -> PilotEstimates:
+) -> LossConstants:
     """Descend the mean loss of all clients, and each client's own loss, for ``rounds`` steps.
 
     The run needs all records in one process, so use it on a simulation or on public stand-in
@@ -49,7 +49,7 @@ def pilot_run(
     Raises
     ------
     InvalidValue
-        A parameter is out of range, the gradients need too much memory, or `estimate_problem`
+        A parameter is out of range, the gradients need too much memory, or `estimate_constants`
         refuses the numbers.
     """
     if rounds < 2:
@@ -76,7 +76,7 @@ def pilot_run(
                 weights - learning_rate * _loss_and_gradient(problem, weights, client)[1]
                 for weights, client in zip(alone, data, strict=True)
             ]
-    return estimate_problem(
+    return estimate_constants(
         models=models,
         gradients=gradients,
         losses=losses,

@@ -5,16 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from flower_ext.data import (
-    DataNotFound,
-    describe_silos,
-    histogram,
-    limit_contributions,
-    load_silos,
-    silo_names,
-)
+from flower_ext.data import DataNotFound, histogram, limit_contributions
 from flower_ext.training.models import build
+from tests.support.apps import ULDP_FL
 from tests.support.real_data import REAL
+
+silos_ = ULDP_FL.module("silos")
+describe_silos, load_silos, silo_names = silos_.describe_silos, silos_.load_silos, silos_.silo_names
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -107,11 +104,6 @@ def test_mnist_of_another_size_has_no_known_test_images_and_is_refused(tmp_path)
             (tmp_path / f"{part}-{kind}-ubyte").write_bytes(header + bytes(math.prod(shape)))
     with pytest.raises(ValueError, match="mnist: 40 images, expected 70000"):
         load_silos("mnist", tmp_path, num_users=3, num_silos=2)
-
-
-def test_a_histogram_of_too_few_users_is_refused():
-    with pytest.raises(ValueError, match="num_users=5: expected at least"):
-        histogram(load_silos("digits", num_users=20), 5)
 
 
 @pytest.mark.skipif(not (REAL / "tcga_brca").is_dir(), reason="needs the real data sets")

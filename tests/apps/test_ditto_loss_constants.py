@@ -1,10 +1,16 @@
 import math
+import tomllib
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from flower_ext.planning import DittoProblem, LinearFederation, PilotEstimates, estimate_problem
+from flower_ext.planning import DittoProblem
+from tests.support.apps import DP_DITTO
+from tests.support.linear_federation import LinearFederation
+
+constants = DP_DITTO.module("loss_constants")
+LossConstants, estimate_constants = constants.LossConstants, constants.estimate_constants
 
 
 def quadratic_pilot(rounds=60, eta=0.2, seed=0):
@@ -24,7 +30,7 @@ def quadratic_pilot(rounds=60, eta=0.2, seed=0):
 
 def test_the_estimates_lie_on_the_right_side_of_the_truth_and_near_it():
     pilot, a, u = quadratic_pilot()
-    found = estimate_problem(**pilot)
+    found = estimate_constants(**pilot)
     best = (a * u).mean(axis=0) / a.mean(axis=0)
     assert a.min() <= found.strong_convexity * (1 + 1e-9)
     assert found.smoothness <= a.max() * (1 + 1e-9)
@@ -53,7 +59,7 @@ def test_in_the_linear_world_the_curvature_is_exact_and_the_estimates_make_a_pro
     for _ in range(30):
         models.append(w)
         w = w - 0.3 * world.gradients(w).mean(axis=0)
-    found = estimate_problem(
+    found = estimate_constants(
         models=models,
         gradients=[world.gradients(m) for m in models],
         losses=[world.losses(m).mean() for m in models],
@@ -78,7 +84,7 @@ def test_rounding_never_makes_the_smoothness_less_than_the_convexity():
     for seed in range(40):
         curvature, (start, step) = seed / 7 + 0.5, np.random.default_rng(seed).normal(size=2)
         models = np.array([[start], [start + step]])
-        found = estimate_problem(
+        found = estimate_constants(
             models=models,
             gradients=curvature * models[:, None],
             losses=curvature / 2 * models[:, 0] ** 2,
@@ -108,25 +114,21 @@ def test_the_gradients_of_the_linear_world_are_those_of_its_losses():
 def test_pilots_that_say_nothing_are_refused():
     pilot, *_ = quadratic_pilot(rounds=5)
     with pytest.raises(ValueError, match="expected rounds × weights"):
-        estimate_problem(**{**pilot, "losses": pilot["losses"][:-1]})
+        estimate_constants(**{**pilot, "losses": pilot["losses"][:-1]})
     with pytest.raises(ValueError, match="expected finite numbers"):
-        estimate_problem(**{**pilot, "losses": [math.nan] * 5})
+        estimate_constants(**{**pilot, "losses": [math.nan] * 5})
     still = {**pilot, "models": np.ones((5, 3))}
     with pytest.raises(ValueError, match="in which the model moves"):
-        estimate_problem(**still)
+        estimate_constants(**still)
     uphill = {**pilot, "gradients": -np.asarray(pilot["gradients"])}
     with pytest.raises(ValueError, match="not strongly convex"):
-        estimate_problem(**uphill)
+        estimate_constants(**uphill)
 
 
-def test_estimates_come_back_from_their_file_and_other_files_are_refused(tmp_path):
+def test_estimates_are_saved_as_lines_of_a_settings_file(tmp_path):
     pilot, *_ = quadratic_pilot(rounds=5)
-    found, path = estimate_problem(**pilot), tmp_path / "pilot.json"
+    found, path = estimate_constants(**pilot), tmp_path / "pilot.toml"
     found.save(path, dimension=3)
-    assert PilotEstimates.load(path) == (found, 3)
-    for text in ("{}", "no json", '{"strong_convexity": "much"}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"pilot='.*pilot.json': expected a JSON file"):
-            PilotEstimates.load(path)
-    with pytest.raises(ValueError, match="nowhere.json"):
-        PilotEstimates.load(tmp_path / "nowhere.json")
+    lines = tomllib.loads(path.read_text())
+    assert lines.pop("dimension") == 3
+    assert {name.replace("-", "_"): number for name, number in lines.items()} == asdict(found)
