@@ -151,9 +151,7 @@ def _check_bound(part: Summed, clipping_norm: float) -> None:
         raise InvalidValue(f"bound={part.bound!r}: expected <= {clipping_norm!r}")
 
 
-def sum_clipped_rows(
-    rows: Update, clipping_norm: float, weights: Sequence[float]
-) -> BoundedSum:
+def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
     """Clip every row, weigh it, and return the sum, in float64.
 
     Guarantees

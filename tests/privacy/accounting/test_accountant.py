@@ -17,7 +17,6 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.gaussian import (
     EXACT_GAUSSIAN,
     gaussian_loss,
-    participations_loss,
 )
 from flower_ext.privacy.accounting.pld import pld_epsilon
 from tests.support.grids import grid
@@ -247,9 +246,7 @@ def test_the_answer_names_the_accountant_that_gave_it(sampling, relation, accoun
 
 def test_participations_compose_like_full_rounds_and_weights_like_more_noise():
     def of(sigma, participations):
-        return participations_loss(
-            noise_multiplier=sigma, participations=participations, relation=SPECIAL, delta=1e-3
-        ).epsilon
+        return gaussian_loss(sigma, releases=participations, delta=1e-3).epsilon
 
     assert of(2.0, 9) == epsilon(EVERYONE, SPECIAL, sigma=2.0, rounds=9)
     assert of(2.0, 36) == pytest.approx(of(1.0, 9))  # a weight of four halves the noise
@@ -281,9 +278,8 @@ def test_absurd_noise_has_an_epsilon_between_nothing_and_no_amplification(
 ):
     facts = {"rounds": 60, "delta": 0.01, "relation": relation}
     loss = privacy_loss(sampling=sampling, noise_multiplier=noise_multiplier, **facts)
-    plain = participations_loss(
-        noise_multiplier=noise_multiplier, participations=60, relation=relation, delta=0.01
-    )
+    alone = noise_multiplier / relation.sensitivity_factor
+    plain = gaussian_loss(alone, releases=60, delta=0.01)
     assert 0 <= loss.epsilon <= plain.epsilon
     assert (loss.epsilon == 0) == (noise_multiplier > 1)
 
