@@ -17,10 +17,11 @@ from flower_ext.privacy import (
     NeighboringRelation,
     PoissonSampling,
     PrivacyUnit,
+    Release,
     Sampling,
     calibrate_noise_multiplier,
     epsilon_text,
-    privacy_loss,
+    privacy_loss_of,
     size_for_rate,
 )
 from flower_ext.privacy.accounting.accountant import Accountant
@@ -202,15 +203,26 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
         *,
         view: str = "released models",
         scale: float = 1.0,
-        **more: Any,
+        rounds: int = rounds,
+        accountant: Accountant = "pld",
     ) -> Way:
-        options: dict[str, Any] = {"sampling": sampling, "relation": relation, "delta": delta}
-        options |= {"rounds": rounds, **more}
-        return Way(
-            _described(name, relation, view),
-            lambda s: privacy_loss(noise_multiplier=s / scale, **options).epsilon,
-            lambda e: calibrate_noise_multiplier(epsilon=e, **options) * scale,
-        )
+        def epsilon(noise_multiplier: float) -> float:
+            release = Release(
+                sampling=sampling, noise_multiplier=noise_multiplier / scale, relation=relation
+            )
+            return privacy_loss_of({release: rounds}, delta=delta, accountant=accountant).epsilon
+
+        def noise_multiplier(epsilon: float) -> float:
+            return scale * calibrate_noise_multiplier(
+                epsilon=epsilon,
+                delta=delta,
+                sampling=sampling,
+                rounds=rounds,
+                relation=relation,
+                accountant=accountant,
+            )
+
+        return Way(_described(name, relation, view), epsilon, noise_multiplier)
 
     poisson = PoissonSampling(population, rate)
     fixed = FixedSizeSampling(population, size_for_rate(population, rate))

@@ -20,8 +20,7 @@ from typing import Any
 from flower_ext.checks import is_number, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64

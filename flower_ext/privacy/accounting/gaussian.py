@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum

@@ -15,8 +15,8 @@ from functools import lru_cache
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.assumptions import (

@@ -34,10 +34,12 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.approximation import with_approximation_error
-from flower_ext.privacy.accounting.events import total_approximation_error
+from flower_ext.privacy.accounting.approximation import (
+    total_approximation_error,
+    with_approximation_error,
+)
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms

@@ -11,7 +11,6 @@ from flower_ext.privacy import (
     NeighboringRelation,
     PoissonSampling,
     Release,
-    privacy_loss,
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.gaussian import (
@@ -20,6 +19,7 @@ from flower_ext.privacy.accounting.gaussian import (
 )
 from flower_ext.privacy.accounting.pld import pld_epsilon
 from tests.support.grids import grid
+from tests.support.losses import privacy_loss
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -199,7 +199,7 @@ def test_no_noise_means_no_privacy_whatever_noise_others_have(accountant):
 
 def test_no_rounds_cost_nothing_and_a_number_below_zero_is_refused():
     assert epsilon(POISSON, rounds=0) == 0.0
-    with pytest.raises(ValueError, match="rounds=-1"):
+    with pytest.raises(ValueError, match="count of a release=-1"):
         epsilon(POISSON, rounds=-1)
 
 

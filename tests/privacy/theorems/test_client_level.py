@@ -8,10 +8,10 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     PoissonSampling,
-    privacy_loss,
 )
 from flower_ext.privacy.accounting.participations import Participations
 from tests.support.guarantees import by_view, client_level
+from tests.support.losses import privacy_loss
 from tests.support.plans import mechanism, mechanism_of, plan
 
 
