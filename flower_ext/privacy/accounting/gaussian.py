@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
+from flower_ext.checks import require_delta, require_not_negative
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 EXACT_GAUSSIAN = "exact Gaussian composition"
@@ -23,7 +24,15 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
         Number of releases. One whose noise was σ_t instead of σ counts (σ/σ_t)² times. For an
         adversary who sees who took part, these are the releases with a part of the unit that took
         part most; the number must not depend on anybody's data.
+
+    Raises
+    ------
+    ValueError
+        A number is below 0, or ``delta`` is outside (0, 1).
     """
+    require_not_negative("noise_multiplier", noise_multiplier)
+    require_not_negative("releases", releases)
+    require_delta(delta)
     if releases == 0:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
     return _one_gaussian(noise_multiplier / math.sqrt(releases), delta)

@@ -35,7 +35,6 @@ from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
 from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
     check_target,
-    composed_loss,
     record_claims,
 )
 from flower_ext.privacy.units import AdversaryView
@@ -124,7 +123,7 @@ def dp_ditto_guarantees(
         clipping_norm=clip,
     )
     sensitivity, source = _moved(clip, num_examples, steps)
-    loss = composed_loss(sensitivity=sensitivity, noise_stddev=stddev, delta=delta, releases=rounds)
+    loss = gaussian_loss(stddev / sensitivity, releases=rounds, delta=delta)
     claimed = 2 * clip / num_examples
     # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
     thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon

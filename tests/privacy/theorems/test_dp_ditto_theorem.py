@@ -14,10 +14,7 @@ from flower_ext.privacy import (
     PrivacyUnit,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_guarantee,
-    clipped_steps_noise_stddev,
-)
+from flower_ext.privacy.theorems.clipped_steps import clipped_steps_guarantee
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
     dp_ditto_epsilon,
     dp_ditto_guarantees,
@@ -64,7 +61,7 @@ def test_the_variance_of_both_calibrations_grows_linearly_with_the_rounds():
     # The planner needs it: σ_u²/T is a constant of the budget.
     target = {"epsilon": 2.0, "delta": 1e-3}
     published = [dp_ditto_noise_stddev(**target, rounds=T, **FEDERATION) for T in (1, 9)]
-    provable = [clipped_steps_noise_stddev(steps(), **target, rounds=T) for T in (1, 9)]
+    provable = [steps().noise_stddev(**target, rounds=T) for T in (1, 9)]
     assert published[1] == pytest.approx(3 * published[0], rel=1e-12)
     assert provable[1] == pytest.approx(3 * provable[0], rel=1e-12)
 
@@ -141,8 +138,8 @@ def test_one_noised_step_is_the_same_as_one_noised_upload():
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "epsilon": 0.0}, **FEDERATION), "epsilon=0.0"),
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "delta": 1.0}, **FEDERATION), "delta=1.0"),
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "rounds": 0}, **FEDERATION), "rounds=0"),
-        (lambda: clipped_steps_noise_stddev(steps(), **{**TARGET, "rounds": 0}), "rounds=0"),
-        (lambda: clipped_steps_noise_stddev(steps(), **{**TARGET, "epsilon": -1}), "epsilon=-1"),
+        (lambda: steps().noise_stddev(**{**TARGET, "rounds": 0}), "rounds=0"),
+        (lambda: steps().noise_stddev(**{**TARGET, "epsilon": -1}), "epsilon=-1"),
         (
             lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "clipping_norm": 0.0}),
             "clipping_norm=0.0",
