@@ -15,7 +15,6 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_epsilon
 from tests.support.run_facts import run_facts
 
 TARGET = {
@@ -67,14 +66,10 @@ def test_the_provable_target_is_met_and_not_with_less_noise(steps):
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
 def test_published_and_provable_are_those_of_the_calibrations(steps):
     the_plan = plan(steps=steps)
-    published = dp_ditto_epsilon(
-        noise_stddev=the_plan.upload_stddev,
-        delta=0.01,
-        rounds=30,
-        num_clients=20,
-        num_examples=3000,
-        clipping_norm=20.0,
+    for_one = RecordLevelPlan.for_target(
+        **{**TARGET, "epsilon": 1.0, "rounds": 30}, basis="published"
     )
+    published = for_one.noise_stddev / the_plan.upload_stddev
     if steps is None:
         loss = gaussian_loss(0.1 / 40.0, releases=30, delta=0.01)
     else:

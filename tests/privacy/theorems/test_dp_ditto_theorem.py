@@ -16,7 +16,6 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.theorems.clipped_steps import clipped_steps_guarantee
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
-    dp_ditto_epsilon,
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
@@ -47,8 +46,8 @@ def test_the_published_noise_is_equation_8_and_its_epsilon_the_inverse():
     stddev = dp_ditto_noise_stddev(**TARGET, **FEDERATION)
     printed = (2 * C / D) * math.sqrt(2 * T * N * math.log(1 / 0.01)) / (10.0 * N)
     assert stddev == pytest.approx(printed, rel=1e-12)
-    back = dp_ditto_epsilon(noise_stddev=stddev, delta=0.01, rounds=T, **FEDERATION)
-    assert back == pytest.approx(10.0, rel=1e-12)
+    published, _ = guarantees(stddev=stddev, rounds=T, **FEDERATION)
+    assert published.epsilon == pytest.approx(10.0, rel=1e-12)
 
 
 def test_sigma_z_of_equation_8_is_the_published_noise_of_all_clients_together():
@@ -148,10 +147,7 @@ def test_one_noised_step_is_the_same_as_one_noised_upload():
             lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "num_clients": 0}),
             "num_clients=0",
         ),
-        (
-            lambda: dp_ditto_epsilon(noise_stddev=0.0, delta=0.01, rounds=1, **FEDERATION),
-            "noise_stddev=0.0",
-        ),
+        (lambda: guarantees(stddev=0.0), "noise_stddev=0.0"),
         (lambda: steps(num_examples=0), "num_examples=0: expected"),
         (lambda: guarantees(steps=steps(num_examples=7)), "num_examples=50: expected 7"),
         (lambda: steps(batch_size=51), "batch_size=51: expected"),
