@@ -109,6 +109,7 @@ class LedgerFile:
             The line cannot be written. Nothing may be released, now or later.
         """
         self._check_usable()
+        # Each line names the hash of the one before, so no earlier line can change unnoticed.
         previous = self.entries[-1]["hash"] if self.entries else GENESIS
         entry = {**facts, "seq": len(self.entries), "kind": kind, "prev": previous}
         entry["hash"] = _digest(entry)

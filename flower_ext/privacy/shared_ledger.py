@@ -179,7 +179,7 @@ def _composed(charges: Sequence[dict[str, Any]], delta: float) -> float:
     exact, spends = _parts(charges)
     added = math.fsum(epsilon for epsilon, _ in spends)
     left = delta - math.fsum(spent for _, spent in spends)
-    if not exact:
+    if not exact:  # the runs' δ may add up to this δ, but for rounding
         return added if left >= -1e-12 * delta else math.inf
     return added + privacy_loss_of(exact, delta=left).epsilon if left > 0 else math.inf
 

@@ -97,6 +97,7 @@ def _loss(
     import dp_accounting
 
     kinds = {type(release.event) for release, _ in counts}
+    # Where nothing is sub-sampled, Gaussians compose exactly, and no bound can be less.
     if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
         return without_amplification(counts, delta)
     if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
@@ -104,6 +105,7 @@ def _loss(
     renyi = renyi_loss(counts, delta)
     if accountant == "rdp":
         return renyi
+    # PLD's grid must be as fine as ε asks for, so a cheaper bound comes first.
     rough = _least(renyi, without_amplification(counts, delta))
     if not 0 < rough.epsilon <= _LARGEST_GRID_EPSILON:
         return rough

@@ -78,6 +78,7 @@ def calibrate_noise_multiplier(
         releases = Counter({release: rounds}) + Counter(besides or {})
         return privacy_loss_of(releases, delta=delta, accountant=accountant).epsilon <= epsilon
 
+    # ε falls as the noise grows: double it until it fits, then halve it until it does not.
     safe = 1.0
     while not fits(safe):
         safe *= 2

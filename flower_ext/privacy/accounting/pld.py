@@ -28,6 +28,7 @@ the tails of a composition is loose for more copies, and its transforms become l
 def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
     """Return the bound on a grid that is as fine as an ε of about ``rough`` asks for."""
     steps = sum(count for _, count in counts)
+    # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
     interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
     interval = max(interval, _widest_step(counts) / _MOST_CELLS)
     events = [(release.event, count) for release, count in counts]

@@ -218,7 +218,9 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     }
     namespace, factors = api.array_namespace(*wide.values()), _row_factors(flat, clipping_norm)
     if factors is not None:
-        for array in flat.values():
+        for (
+            array
+        ) in flat.values():  # in place, as a second array of all rows would take long to fill
             array *= factors[:, None]
         return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
     each = [

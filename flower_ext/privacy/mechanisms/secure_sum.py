@@ -186,6 +186,7 @@ class SecureSum:
     def _graph(self, cohort: _Cohort) -> tuple[int, int]:
         if (graph := _parameters(cohort)) is not None:
             return graph
+        # Say so if the cohort would do without protection from a server that equivocates.
         without = _parameters(replace(cohort, equivocation=False))
         raise InvalidValue(
             f"no secure sum of {cohort.members} members withstands colluding={self.colluding:g} "

@@ -106,6 +106,7 @@ def client_level_guarantees(
 
     def most_exposed(weight: float) -> PrivacyLoss:
         """Return the loss of the most exposed client to a server that sees who took part."""
+        # Cohorts that are known, in which a client is or is not, amplify nothing.
         return gaussian_loss(plan.noise_multiplier, releases=weight, delta=plan.delta)
 
     return [

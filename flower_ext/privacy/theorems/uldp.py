@@ -190,6 +190,7 @@ def uldp_avg_guarantees(
         """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
         if hidden_draw:
             return privacy_loss_of({plan.release: rounds}, delta=plan.delta), in_rounds
+        # Errors of a protocol add up over all rounds, also those without the most exposed user.
         loss = with_approximation_error(
             lambda delta: gaussian_loss(
                 plan.release.noise_multiplier, releases=exposure, delta=delta
