@@ -7,8 +7,8 @@ from collections.abc import Callable
 from benchmarks.runs import Experiment
 from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
 from flower_ext.privacy import DpSgd, epsilon_text
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.theorems.uldp_group import (
     uldp_group_guarantees,
 )

@@ -14,11 +14,7 @@ from flower_ext.planning.fairness import LinearFairness
 from flower_ext.planning.search import Schedule, best_rounds, joint_search
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_loss,
-    clipped_steps_noise_stddev,
-    composed_noise_stddev,
-)
+from flower_ext.privacy.theorems.clipped_steps import composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
 
 
@@ -61,9 +57,7 @@ class PrivacyBudget:
         """Return the σ_u of uploads whose local steps clip and noise gradients."""
         if self.steps is None:
             return math.inf
-        stddev = clipped_steps_noise_stddev(
-            self.steps, rounds=rounds, epsilon=self.epsilon, delta=self.delta
-        )
+        stddev = self.steps.noise_stddev(epsilon=self.epsilon, delta=self.delta, rounds=rounds)
         return self.steps.upload_stddev(stddev)
 
     def epsilons(self, noise_stddev: float, rounds: int) -> dict[str, float]:
@@ -80,12 +74,9 @@ class PrivacyBudget:
         )
         epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if self.steps is not None:
-            epsilons["gradients clipped"] = clipped_steps_loss(
-                self.steps,
-                noise_stddev=noise_stddev / self.steps.upload_stddev(1.0),
-                rounds=rounds,
-                delta=self.delta,
-            ).epsilon
+            of_steps = noise_stddev / self.steps.upload_stddev(1.0)
+            loss = self.steps.loss(of_steps, delta=self.delta, rounds=rounds)
+            epsilons["gradients clipped"] = loss.epsilon
         return epsilons
 
     @property

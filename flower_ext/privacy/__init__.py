@@ -4,7 +4,7 @@ This package exports the names that projects, apps and methods use. Import all o
 their modules.
 """
 
-from flower_ext.privacy.accounting.accountant import privacy_loss, privacy_loss_of
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import TargetOutOfReach, calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
@@ -73,7 +73,6 @@ __all__ = [
     "clip",
     "epsilon_text",
     "gaussian_loss",
-    "privacy_loss",
     "privacy_loss_of",
     "secure_generator",
     "seeded_generator",

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,12 @@ from typing import Any
 
 from flower_ext.checks import is_number, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
-from flower_ext.privacy.accounting.accountant import Accountant, privacy_loss_of
-from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
 """Hash that the first line names as its predecessor's."""
-_OWN_NAMES = {"seq", "kind", "round", "identity", "release", "reason", "prev", "hash"}
 
 
 class BudgetExhausted(FlowerExtError, RuntimeError):
@@ -66,6 +64,82 @@ class Budget:
         require_delta(self.delta)
 
 
+class LedgerFile:
+    """A file of JSON lines, which no other process can open before `close`.
+
+    Attributes
+    ----------
+    entries : list of dict
+        All lines.
+
+    Raises
+    ------
+    LedgerLocked
+        Another process has the file open, and the caller does not ``wait`` for it.
+    LedgerCorrupt
+        The hash chain is broken; the message names the file and the line.
+    """
+
+    def __init__(self, path: Path, *, wait: bool) -> None:
+        self.path = Path(path)
+        self._unusable: str | None = None
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            self.entries, whole = _parse(self.path)
+            if os.fstat(self._file).st_size > whole:
+                # A torn last line was not durable, so its release never began.
+                os.ftruncate(self._file, whole)
+                os.fsync(self._file)
+            _sync_directory(self.path.parent)
+        except BaseException as error:
+            os.close(self._file)
+            if isinstance(error, BlockingIOError):
+                raise LedgerLocked(
+                    f"{self.path} is in use by another run; give each run its own directory"
+                ) from None
+            raise
+
+    def append(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Write a line and wait until it is on the disk.
+
+        Raises
+        ------
+        OSError
+            The line cannot be written. Nothing may be released, now or later.
+        """
+        self._check_usable()
+        # Each line names the hash of the one before, so no earlier line can change unnoticed.
+        previous = self.entries[-1]["hash"] if self.entries else GENESIS
+        entry = {**facts, "seq": len(self.entries), "kind": kind, "prev": previous}
+        entry["hash"] = _digest(entry)
+        line = (json.dumps(entry, sort_keys=True) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            self._unusable = "could not be written"
+            raise OSError(
+                error.errno,
+                f"{error.strerror or error}: the ledger cannot be written, so the run releases "
+                "nothing more; free space or restore access, then resume the run",
+                str(self.path),
+            ) from error
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        """Release the lock; afterwards nothing can be written."""
+        if self._unusable == "was closed":
+            self._check_usable()
+        self._unusable = "was closed"
+        os.close(self._file)
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise RuntimeError(f"{self.path} {self._unusable}; open it again")
+
+
 class Reservation:
     """A reserved release; its notes are written when it closes."""
 
@@ -74,17 +148,7 @@ class Reservation:
         self.discarded: str | None = None
 
     def note(self, **facts: Any) -> None:
-        """Keep facts with the release, such as the number of replies.
-
-        Raises
-        ------
-        ValueError
-            A fact has a name that the ledger itself uses.
-        """
-        if taken := _OWN_NAMES & set(facts):
-            raise InvalidValue(
-                f"facts named {sorted(taken)}: the ledger itself uses these names; choose others"
-            )
+        """Keep facts with the release, such as the number of replies."""
         self.notes.update(facts)
 
     def discard(self, reason: str) -> None:
@@ -92,8 +156,8 @@ class Reservation:
         self.discarded = reason
 
 
-class Ledger:
-    """The releases of one run, one JSON object per line.
+class Ledger(LedgerFile):
+    """The releases of one run.
 
     Parameters
     ----------
@@ -101,7 +165,6 @@ class Ledger:
         Created if it does not exist; otherwise verified and continued.
     budget : Budget, optional
         `reserve` refuses a release that would exceed it.
-    accountant : {"pld", "rdp"}
 
     Raises
     ------
@@ -111,35 +174,21 @@ class Ledger:
         The hash chain is broken; the message names the file and the line.
     """
 
-    def __init__(
-        self, path: Path, *, budget: Budget | None = None, accountant: Accountant = "pld"
-    ) -> None:
+    def __init__(self, path: Path, *, budget: Budget | None = None) -> None:
         if budget is not None and budget.ledger is not None:
             raise InvalidValue(
                 f"budget.ledger={str(budget.ledger)!r}: expected None, as this is the account of "
                 "one run; for an account of several runs give the strategy Budget(ledger=...)"
             )
-        self.path = Path(path)
+        super().__init__(path, wait=False)
         self.budget = budget
-        self.accountant: Accountant = accountant
-        self._unusable: str | None = None
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            self._lock()
-            entries = self._recover()
-        except BaseException:
-            os.close(self._file)
-            raise
-        self._next = len(entries)
-        self._last_hash = entries[-1]["hash"] if entries else GENESIS
         earlier = [
             (entry["round"], entry.get("identity"), Release.from_dict(entry["release"]))
-            for entry in entries
+            for entry in self.entries
             if entry["kind"] == "reserve"
         ]
         self._reserved = [release for *_, release in earlier]
         self._repeatable = {one for one in earlier if one[1] is not None}
-        sync_directory(self.path.parent)
 
     @contextmanager
     def reserve(
@@ -166,24 +215,24 @@ class Ledger:
         self._check_usable()
         entry = {"round": round, **({} if identity is None else {"identity": identity})}
         if (again := (round, identity, release)) in self._repeatable:
-            self._append("repeat", entry)
+            self.append("repeat", entry)
             self._repeatable.remove(again)
         else:
             self._check_budget(release, round)
-            self._append("reserve", {**entry, "release": release.to_dict()})
+            self.append("reserve", {**entry, "release": release.to_dict()})
             self._reserved.append(release)
         reservation = Reservation()
         try:
             yield reservation
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._append("discard", {"round": round, "reason": reason, **reservation.notes})
+            reservation.discard(f"{type(error).__name__}: {error}")
             raise
-        if reservation.discarded is not None:
-            reason = reservation.discarded
-            self._append("discard", {"round": round, "reason": reason, **reservation.notes})
-        else:
-            self._append("commit", {"round": round, **reservation.notes})
+        finally:
+            closed = {"round": round, "notes": reservation.notes}
+            if reservation.discarded is None:
+                self.append("commit", closed)
+            else:
+                self.append("discard", {**closed, "reason": reservation.discarded})
 
     @property
     def releases(self) -> int:
@@ -207,18 +256,7 @@ class Ledger:
 
     def spent(self, delta: float) -> PrivacyLoss:
         """Return (ε, δ) of everything reserved so far."""
-        return privacy_loss_of(self._reserved, delta=delta, accountant=self.accountant)
-
-    def close(self) -> None:
-        """Release the lock; afterwards nothing can be reserved."""
-        if self._unusable == "was closed":
-            self._check_usable()
-        self._unusable = "was closed"
-        os.close(self._file)
-
-    def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise RuntimeError(f"{self.path} {self._unusable}; open it again")
+        return privacy_loss_of(self._reserved, delta=delta)
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
@@ -229,14 +267,13 @@ class Ledger:
         LedgerCorrupt
             The hash chain is broken; the message names the file and the line.
         """
-        return parse_chain(Path(path).read_bytes(), path)[0]
+        return _parse(Path(path))[0]
 
     def _check_budget(self, release: Release, round: int) -> None:
         if self.budget is None:
             return
-        after = [*self._reserved, release]
         delta = self.budget.delta
-        epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
+        epsilon = privacy_loss_of([*self._reserved, release], delta=delta).epsilon
         if epsilon > self.budget.epsilon:
             raise BudgetExhausted(
                 f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = "
@@ -244,75 +281,29 @@ class Ledger:
                 f"{self.releases} releases are on the ledger"
             )
 
-    def _append(self, kind: str, facts: dict[str, Any]) -> None:
-        entry, line = chained(self._next, kind, facts, self._last_hash)
-        self._check_usable()
-        try:
-            write_durably(self._file, line)
-        except OSError as error:
-            self._unusable = "could not be written"
-            raise OSError(
-                error.errno,
-                f"{error.strerror or error}: the ledger cannot be written, so the run releases "
-                "nothing more; free space or restore access, then resume the run",
-                str(self.path),
-            ) from error
-        self._next += 1
-        self._last_hash = entry["hash"]
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LedgerLocked(
-                f"{self.path} is in use by another run; give each run its own directory"
-            ) from None
-
-    def _recover(self) -> list[dict[str, Any]]:
-        """Return verified entries. A torn last line was not durable, so its release never began."""
-        entries, whole = parse_chain(self.path.read_bytes(), self.path)
-        if os.fstat(self._file).st_size > whole:
-            os.ftruncate(self._file, whole)
-            os.fsync(self._file)
-        return entries
-
-
-def chained(
-    number: int, kind: str, facts: dict[str, Any], previous: str
-) -> tuple[dict[str, Any], bytes]:
-    """Return a new entry that follows the entry with hash ``previous``, and its line of JSON."""
-    entry = {"seq": number, "kind": kind, **facts, "prev": previous}
-    entry["hash"] = _digest(entry)
-    return entry, (json.dumps(entry, sort_keys=True) + "\n").encode()
-
 
 def _digest(entry: dict[str, Any]) -> str:
     content = {name: value for name, value in entry.items() if name != "hash"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def parse_chain(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the entries of all whole lines of a ledger at ``path``, and their size in bytes.
-
-    Raises
-    ------
-    LedgerCorrupt
-        The hash chain is broken; the message names the file and the line.
-    """
+def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the verified entries of all whole lines, and their size in bytes."""
+    content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     entries: list[dict[str, Any]] = []
     previous = GENESIS
     for number, line in enumerate(content[:whole].splitlines()):
         try:
             entry = json.loads(line)
-            sound = (
-                entry["hash"] == _digest(entry)
-                and entry["prev"] == previous
-                and entry["seq"] == number
+            is_sound = (entry["hash"], entry["prev"], entry["seq"]) == (
+                _digest(entry),
+                previous,
+                number,
             )
         except (ValueError, KeyError, TypeError):
-            sound = False
-        if not sound:
+            is_sound = False
+        if not is_sound:
             raise LedgerCorrupt(
                 f"{path}: line {number + 1} was changed, or a line before it was removed; "
                 "restore the file from a copy, or begin a new run"
@@ -322,14 +313,7 @@ def parse_chain(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     return entries, whole
 
 
-def write_durably(file: int, line: bytes) -> None:
-    """Write a whole line and wait until it is on the disk."""
-    while line:
-        line = line[os.write(file, line) :]
-    os.fsync(file)
-
-
-def sync_directory(folder: Path) -> None:
+def _sync_directory(folder: Path) -> None:
     """Make the name of a new file in this folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -11,12 +11,10 @@ beforehand. Data that no ε covers are listed, never counted.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +23,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import epsilon_text
-from flower_ext.privacy.ledger import (
-    GENESIS,
-    Budget,
-    BudgetExhausted,
-    chained,
-    parse_chain,
-    sync_directory,
-    write_durably,
-)
+from flower_ext.privacy.ledger import Budget, BudgetExhausted, LedgerFile
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 CHARGE, REPEAT, UNCOVERED = "charge", "repeat", "uncovered"
@@ -114,9 +104,9 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
     LedgerCorrupt
         The hash chain is broken; the message names the line.
     """
-    with _locked(path) as (file, entries):
-        facts = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
-        charges = [entry for entry in entries if entry["kind"] == CHARGE]
+    facts = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
+    with closing(LedgerFile(path, wait=True)) as account:
+        charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
         for entry in charges[:1]:
             of = (entry["unit"], entry["relation"])
             if of != (new.unit, new.relation):
@@ -125,11 +115,10 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
                     f"under {new.relation.value!r}: no single ε covers both; keep an account for "
                     "each, or plan the run for that unit and relation"
                 )
-        again = new.repeatable and any(
+        if new.repeatable and any(
             (entry["run"], entry["training"]) == (new.run, new.training) for entry in charges
-        )
-        if again:
-            _append(file, entries, REPEAT, {"run": new.run, "training": new.training})
+        ):
+            account.append(REPEAT, {"run": new.run, "training": new.training})
             return
         epsilon = _composed([*charges, facts], budget.delta)
         if epsilon > budget.epsilon:
@@ -138,7 +127,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
                 f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
                 f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
             )
-        _append(file, entries, CHARGE, facts)
+        account.append(CHARGE, facts)
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
@@ -150,9 +139,9 @@ def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: s
         Description in one line, such as "a pilot of 20 rounds without noise".
     """
     line = {"run": run, "method": method, "name": name, "what": what}
-    with _locked(path) as (file, entries):
-        if not any(line.items() <= entry.items() for entry in entries):
-            _append(file, entries, UNCOVERED, line)
+    with closing(LedgerFile(path, wait=True)) as account:
+        if not any(line.items() <= entry.items() for entry in account.entries):
+            account.append(UNCOVERED, line)
 
 
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
@@ -162,43 +151,35 @@ def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
 
 def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
     """Return each run's own spend, then the entries that no ε covers, in order."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_run: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         if entry["kind"] == CHARGE:
-            found.setdefault(entry["run"], []).append(entry)
-    covered = []
-    for run, charges in found.items():
-        last = charges[-1]
-        exact, spends = _parts(charges)
-        delta = last["delta"] if exact else sum(each for _, each in spends)
-        covered.append(
+            by_run.setdefault(entry["run"], []).append(entry)
+    spends = []
+    for charges in by_run.values():
+        exact, added = _parts(charges)
+        delta = charges[-1]["delta"] if exact else sum(each for _, each in added)
+        spends.append(
             RunSpend(
-                run=run,
-                name=last["name"],
-                method=last["method"],
+                **_identity(charges[-1]),
                 rounds=len(charges),
                 epsilon=_composed(charges, delta),
                 delta=delta,
             )
         )
-    bare = [
-        RunSpend(
-            run=entry["run"],
-            name=entry["name"],
-            method=entry["method"],
-            what=entry["what"],
-        )
-        for entry in entries
-        if entry["kind"] == UNCOVERED
-    ]
-    return [*covered, *bare]
+    uncovered = [entry for entry in entries if entry["kind"] == UNCOVERED]
+    return spends + [RunSpend(**_identity(entry), what=entry["what"]) for entry in uncovered]
+
+
+def _identity(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("run", "name", "method")}
 
 
 def _composed(charges: Sequence[dict[str, Any]], delta: float) -> float:
     exact, spends = _parts(charges)
     added = math.fsum(epsilon for epsilon, _ in spends)
     left = delta - math.fsum(spent for _, spent in spends)
-    if not exact:
+    if not exact:  # the runs' δ may add up to this δ, but for rounding
         return added if left >= -1e-12 * delta else math.inf
     return added + privacy_loss_of(exact, delta=left).epsilon if left > 0 else math.inf
 
@@ -237,26 +218,3 @@ def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str
     runs = len({entry["run"] for entry in charges})
     spent = _composed(charges, delta)
     return f"{runs} run{'s' if runs > 1 else ''} spent {epsilon_text(spent)} so far"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Lock the file, waiting for other runs; yield it and its verified entries."""
-    path = Path(path)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        entries, whole = parse_chain(path.read_bytes(), path)
-        if os.fstat(file).st_size > whole:  # a crash tore the last line, so its round never began
-            os.ftruncate(file, whole)
-        yield file, entries
-        sync_directory(path.parent)
-    finally:
-        os.close(file)
-
-
-def _append(file: int, entries: Sequence[dict[str, Any]], kind: str, facts: dict[str, Any]) -> None:
-    """Append a line; the error of a failed write prevents the release."""
-    previous = entries[-1]["hash"] if entries else GENESIS
-    _, line = chained(len(entries), kind, facts, previous)
-    write_durably(file, line)

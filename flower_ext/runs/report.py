@@ -161,7 +161,7 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
         kind in ("reserve", "repeat") and following in ("reserve", "nothing")
         for kind, following in pairwise([*kinds, "nothing"])
     )
-    topped_up = sum(entry.get("topped_up_stddev", 0) > 0 for entry in entries)
+    topped_up = sum(entry.get("notes", {}).get("topped_up_stddev", 0) > 0 for entry in entries)
     counts = (kinds.count(kind) for kind in ("reserve", "commit", "discard"))
     return (*counts, left_open, topped_up)
 

@@ -58,6 +58,7 @@ from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task, train
 from tests.support import worlds
+from tests.support.run_facts import run_facts
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 
@@ -775,10 +776,10 @@ def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(pert
     expected = perturbation_guarantees(
         perturbation,
         trained_objective,
-        num_examples=sizes,
-        participations=counts,
+        run_facts(
+            counts, num_examples=sizes, not_covered=["whether and when each client answered"]
+        ),
         delta=1e-3,
-        not_covered=["whether and when each client answered"],
     )
     assert [replace(one, units=None) for one in strategy.guarantees()] == expected
     assert strategy.guarantees()[0].units == sum(strategy.run.num_examples.values())

@@ -14,9 +14,8 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
-from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
-from tests.support.guarantees import by_view
+from tests.support.guarantees import by_view, client_level
 from tests.support.plans import mechanism, plan
 from tests.support.run_facts import run_facts
 
@@ -30,7 +29,7 @@ RELEASE = Release(
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     seen = Participations.worst_case(60, 10)
-    guarantees = client_level_guarantees(
+    guarantees = client_level(
         mechanism(noise_placement=placement), seen, not_covered=["test scores"]
     )
     for g in [theorem2_of_plan(plan(), run_facts(rounds=60))[0], *guarantees]:
@@ -53,7 +52,7 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     ],
 )
 def test_a_statement_promises_no_more_than_holds(epsilon, delta, said):
-    (claim, *_) = client_level_guarantees(mechanism(), Participations.worst_case(60, 10))
+    (claim, *_) = client_level(mechanism(), Participations.worst_case(60, 10))
     assert said in replace(claim, epsilon=epsilon, delta=delta).statement()
 
 
@@ -85,7 +84,7 @@ def test_a_delta_of_one_over_the_units_or_more_is_said_to_be_large(delta, units,
 
 def test_guarantees_and_releases_survive_json_text():
     by_server = mechanism(noise_placement="server")  # with infinite ε
-    for guarantee in client_level_guarantees(by_server, Participations.worst_case(10, 10)):
+    for guarantee in client_level(by_server, Participations.worst_case(10, 10)):
         text = json.dumps(guarantee.to_dict(), allow_nan=False)
         assert Guarantee.from_dict(json.loads(text)) == guarantee
     assert Release.from_dict(json.loads(json.dumps(RELEASE.to_dict()))) == RELEASE

@@ -57,7 +57,7 @@ def test_a_release_is_reserved_before_and_committed_after_its_body(tmp_path):
         assert kinds(path) == ["reserve"]  # already durable while the body runs
         entry.note(answered=9)
     assert kinds(path) == ["reserve", "commit"]
-    assert Ledger.read(path)[1]["answered"] == 9
+    assert Ledger.read(path)[1]["notes"] == {"answered": 9}
 
 
 def test_what_is_reserved_is_spent_whatever_follows(tmp_path):
@@ -270,11 +270,13 @@ def test_a_closed_or_unwritable_ledger_reserves_nothing(tmp_path):
             ledger.reserve(RELEASE, round=1).__enter__()
 
 
-def test_notes_cannot_take_the_ledgers_own_names(tmp_path):
+def test_notes_of_any_name_leave_a_line_as_it_is(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(ValueError, match="kind"), ledger.reserve(RELEASE, round=1) as entry:
-        entry.note(kind="reserve")
-    assert kinds(ledger.path) == ["reserve", "discard"]
+    notes = {"kind": "reserve", "seq": 7, "prev": "", "hash": "", "round": 9}
+    with ledger.reserve(RELEASE, round=1) as entry:
+        entry.note(**notes)
+    assert kinds(ledger.path) == ["reserve", "commit"]
+    assert Ledger.read(ledger.path)[1]["notes"] == notes
 
 
 @pytest.mark.parametrize("first", grid(range(8), lambda first: first == 0))

@@ -2,9 +2,9 @@
 
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.runs import RunDirectory
+from tests.support.guarantees import client_level
 from tests.support.run_facts import run_facts
 
 PLAN = ReleasePlan(
@@ -25,7 +25,7 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
                 entry.note(topped_up_stddev=0.1 if number == 2 else 0.0)
         ledger.close()
         seen = Participations.worst_case(4, 10)
-        guarantees = client_level_guarantees(PLAN.mechanism(), seen, not_covered=["test scores"])
+        guarantees = client_level(PLAN.mechanism(), seen, not_covered=["test scores"])
         run.save_guarantees([theorem2_of_plan(PLAN, run_facts(rounds=4))[0], *guarantees])
     for number in range(1, 5):
         epsilon = {"epsilon_provable": 0.3 * number, "epsilon_published": 1.1 * number}

@@ -1,10 +1,18 @@
-"""Look up guarantees of a run by their basis and view."""
+"""Guarantees of a run, and look-ups by their basis and view."""
 
-from flower_ext.privacy.theorems.client_level import client_level_guarantees
+from dataclasses import replace
+
+from tests.support.run_facts import METHOD, run_facts
 
 
-def by_view(plan, participations, **how):
-    return {g.view: g for g in client_level_guarantees(plan, participations, **how)}
+def client_level(plan, participations, *, memory=False, **facts):
+    """Return the guarantees of ``plan`` for clients with these participations."""
+    method = replace(METHOD, keeps_memory=memory)
+    return plan.guarantees(run_facts(method=method, participations=participations, **facts))
+
+
+def by_view(plan, participations, **facts):
+    return {g.view: g for g in client_level(plan, participations, **facts)}
 
 
 def by_basis(guarantees):

@@ -76,12 +76,7 @@ from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
-from flower_ext.privacy.theorems.uldp import (
-    UserRun,
-    Weighting,
-    check_user_plan,
-    uldp_avg_guarantees,
-)
+from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -234,31 +229,19 @@ class UldpAvg(OnePhase):
         self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 5, and what is provable against each adversary for this run's samples."""
-        mechanism = _of_users(summation.mechanism)
-        in_sums = run.participations.in_sums
-        in_uploads = float(max(run.participations.uploads.values(), default=0))
-        if mechanism.secure_sum is None:
-            # The adversary saw refused uploads too, and sums with too little noise count more.
-            in_sums = in_uploads = max(in_sums, in_uploads)
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        user_run = UserRun(
-            num_silos=self.num_silos,
-            rounds=run.participations.rounds,
-            weighting=self.weights.weighting,
-            participations=in_sums,
-            in_uploads=in_uploads,
-            secure_noise=run.secure_noise,
-            secure_sampling=run.secure_cohorts or bool(summation.hidden_draw),
+        claims = uldp_avg_guarantees(
+            _of_users(summation.mechanism),
+            run,
             secure_sum=summation.secure_sum or SECURE_SUM,
             hidden_draw=summation.hidden_draw,
-            not_covered=run.not_covered,
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
         return [
             replace(claim, assumptions=(*claim.assumptions, *summation.assumptions(claim.view)))
             if claim.basis == "provable"
             else claim
-            for claim in uldp_avg_guarantees(mechanism, user_run)
+            for claim in claims
         ]
 
 

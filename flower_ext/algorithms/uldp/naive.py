@@ -23,7 +23,7 @@ from flower_ext.algorithms import dp_fedavg
 from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, State, Summation
-from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
+from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
@@ -92,14 +92,6 @@ class UldpNaive(OnePhase):
         self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 3, and what is provable against a server that sees each upload."""
-        mechanism = summation.mechanism
-        assert isinstance(plan, ReleasePlan)
-        assert isinstance(mechanism, NoisedSum)
-        return uldp_naive_guarantees(
-            noise_multiplier=plan.noise_multiplier,
-            rounds=run.participations.rounds,
-            delta=plan.delta,
-            plan=mechanism,
-            secure_noise=run.secure_noise,
-            not_covered=run.not_covered,
-        )
+        sums = super().mechanism(plan)
+        assert isinstance(sums, NoisedSum)
+        return uldp_naive_guarantees(sums, run)

@@ -17,20 +17,15 @@ from typing import Literal
 
 from flower_ext.checks import require_count, require_delta
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.approximation import with_approximation_error
-from flower_ext.privacy.accounting.events import Release, total_approximation_error
-from flower_ext.privacy.accounting.gaussian import without_amplification
-from flower_ext.privacy.accounting.loss import PrivacyLoss
-from flower_ext.privacy.accounting.pld import (
-    MOST_AT_ONCE,
-    MOST_CELLS,
-    WIDEST_INTERVAL,
-    grid_interval,
-    pld_epsilon,
-    widest_step,
+from flower_ext.privacy.accounting.approximation import (
+    total_approximation_error,
+    with_approximation_error,
 )
-from flower_ext.privacy.accounting.rdp import renyi_loss, without_replacement_loss
-from flower_ext.privacy.accounting.sampling import PoissonSampling, Sampling
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.gaussian import without_amplification
+from flower_ext.privacy.accounting.pld import pld_loss
+from flower_ext.privacy.accounting.renyi import renyi_loss, without_replacement_loss
+from flower_ext.privacy.accounting.sampling import PoissonSampling
 from flower_ext.privacy.units import NeighboringRelation
 
 Accountant = Literal["pld", "rdp"]
@@ -41,10 +36,6 @@ SELDOM_DRAWN = "chance of being drawn"
 _LARGEST_GRID_EPSILON = 1e6
 """Limit of PLD: beyond this ε a grid of privacy losses would not fit into memory, and sampling no
 longer amplifies."""
-_MANY_CELLS = 20_000
-"""Searches have a rough first look before they use a grid of more intervals."""
-_COARSE, _CLEAR = 10.0, 1.25
-"""Factors of a rough first look: its grid is as much wider, and ε as much too large is clear."""
 
 
 def privacy_loss_of(
@@ -70,32 +61,13 @@ def privacy_loss_of(
     Raises
     ------
     ValueError
-        ``delta`` is outside (0, 1), or the releases have different relations.
+        ``delta`` is outside (0, 1), a count is below 0, or the releases have different relations.
     """
     require_delta(delta)
-    return _bound(releases, delta, accountant, enough=-1.0)
-
-
-def meets(
-    releases: Mapping[Release, int], *, epsilon: float, delta: float, accountant: Accountant
-) -> bool:
-    """Return True if `privacy_loss_of` is at most ``epsilon``; searches ask this, as it is faster.
-
-    A bound that meets ``epsilon`` is not improved any further, nor is a bound far above it.
-    """
-    require_delta(delta)
-    return _bound(releases, delta, accountant, enough=epsilon).epsilon <= epsilon
-
-
-def _bound(
-    releases: Mapping[Release, int] | Iterable[Release],
-    delta: float,
-    accountant: Accountant,
-    *,
-    enough: float,
-) -> PrivacyLoss:
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
-    counts = Counter({release: n for release, n in counts.items() if n > 0})
+    for count in counts.values():
+        require_count("count of a release", count)
+    counts = +counts  # without releases that were never made
     relations = {release.relation for release in counts}
     if len(relations) > 1:
         raise InvalidValue(
@@ -106,35 +78,16 @@ def _bound(
     for release, count in counts.items():
         exact[replace(release, approximation_error=0.0)] += count
     return with_approximation_error(
-        lambda left: _loss(tuple(exact.items()), left, accountant, enough),
+        lambda left: _loss(tuple(exact.items()), left, accountant),
         total_approximation_error(counts),
         delta,
     )
 
 
-def privacy_loss(
-    *,
-    sampling: Sampling,
-    noise_multiplier: float,
-    rounds: int,
-    delta: float,
-    relation: NeighboringRelation,
-    accountant: Accountant = "pld",
-) -> PrivacyLoss:
-    """Return (ε, δ) after ``rounds`` equal releases (see `privacy_loss_of`)."""
-    require_count("rounds", rounds)
-    release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
-    return privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
-
-
 @lru_cache(maxsize=4096)
 def _loss(
-    counts: tuple[tuple[Release, int], ...],
-    delta: float,
-    accountant: Accountant,
-    enough: float = -1.0,
+    counts: tuple[tuple[Release, int], ...], delta: float, accountant: Accountant
 ) -> PrivacyLoss:
-    """Return the least bound; if one is at most ``enough``, or clearly will not be, any bound."""
     if not counts:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=accountant.upper())
     if any(release.noise_multiplier == 0 for release, _ in counts):
@@ -144,41 +97,19 @@ def _loss(
     import dp_accounting
 
     kinds = {type(release.event) for release, _ in counts}
+    # Where nothing is sub-sampled, Gaussians compose exactly, and no bound can be less.
     if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
         return without_amplification(counts, delta)
     if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
-        plain = without_amplification(counts, delta)
-        if plain.epsilon <= enough:
-            return plain
-        return _least(without_replacement_loss(counts, delta), plain)
+        return _least(without_replacement_loss(counts, delta), without_amplification(counts, delta))
     renyi = renyi_loss(counts, delta)
     if accountant == "rdp":
         return renyi
+    # PLD's grid must be as fine as ε asks for, so a cheaper bound comes first.
     rough = _least(renyi, without_amplification(counts, delta))
-    if rough.epsilon <= max(0.0, enough) or rough.epsilon > _LARGEST_GRID_EPSILON:
+    if not 0 < rough.epsilon <= _LARGEST_GRID_EPSILON:
         return rough
-    return _refined(rough, counts, delta, enough)
-
-
-def _refined(
-    rough: PrivacyLoss, counts: tuple[tuple[Release, int], ...], delta: float, enough: float
-) -> PrivacyLoss:
-    """Return the lesser of a rough bound and PLD's, whose grid is as fine as the rough ε asks."""
-    events = [(release.event, count) for release, count in counts]
-    steps, widest = sum(count for _, count in counts), widest_step(counts)
-    interval = grid_interval(rough.epsilon, delta, steps=steps)
-    interval = min(interval, max(1e-3, 2e-5 * rough.epsilon))
-    interval = max(interval, widest / MOST_CELLS)
-
-    def on_grid(interval: float) -> PrivacyLoss:
-        epsilon = pld_epsilon(events, delta, interval=interval)
-        return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
-
-    if enough > 0 and (steps > MOST_AT_ONCE or widest > _MANY_CELLS * interval):
-        rough = _least(on_grid(min(_COARSE * interval, WIDEST_INTERVAL)), rough)
-        if not enough < rough.epsilon <= _CLEAR * enough:
-            return rough
-    return _least(on_grid(interval), rough)
+    return _least(pld_loss(counts, delta, rough=rough.epsilon), rough)
 
 
 def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:

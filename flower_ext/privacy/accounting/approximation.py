@@ -18,10 +18,10 @@ e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 _STEPS = 3
 _SPARED = (2.0**-10, 2.0**-5, 0.5)
@@ -54,3 +54,13 @@ def with_approximation_error(
         if math.expm1(_STEPS * second) * (delta - spared / 2) <= spared / 2:
             return replace(first, epsilon=first.epsilon + _STEPS * second, delta=delta)
     return replace(first, epsilon=math.inf, delta=delta)
+
+
+def total_approximation_error(releases: Mapping[Release, int]) -> float:
+    """Return how far all sums together may be from exact ones, for `with_approximation_error`."""
+    return math.sqrt(
+        sum(
+            count * (release.relation.sensitivity_factor * release.approximation_error) ** 2
+            for release, count in releases.items()
+        )
+    )

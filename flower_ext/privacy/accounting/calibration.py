@@ -1,7 +1,7 @@
 """Find the noise, the number of rounds or the sampling rate that meets a target (ε, δ).
 
 Every search returns a value from the side on which the accountant's ε is at most the target, so
-``privacy_loss(...)`` of the result never exceeds the target.
+`privacy_loss_of` the result never exceeds the target.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.accountant import Accountant, meets, privacy_loss_of
+from flower_ext.privacy.accounting.accountant import Accountant, privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
@@ -76,8 +76,9 @@ def calibrate_noise_multiplier(
     def fits(noise_multiplier: float) -> bool:
         release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
         releases = Counter({release: rounds}) + Counter(besides or {})
-        return meets(releases, epsilon=epsilon, delta=delta, accountant=accountant)
+        return privacy_loss_of(releases, delta=delta, accountant=accountant).epsilon <= epsilon
 
+    # ε falls as the noise grows: double it until it fits, then halve it until it does not.
     safe = 1.0
     while not fits(safe):
         safe *= 2
@@ -114,7 +115,8 @@ def calibrate_rounds(
     )
 
     def fits(rounds: int) -> bool:
-        return meets({release: rounds}, epsilon=epsilon, delta=delta, accountant=accountant)
+        loss = privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
+        return loss.epsilon <= epsilon
 
     safe, unsafe = 0, 1
     while fits(unsafe):
@@ -154,7 +156,8 @@ def calibrate_sampling_rate(
             noise_multiplier=noise_multiplier,
             relation=default_relation(sampling),
         )
-        return meets({release: rounds}, epsilon=epsilon, delta=delta, accountant=accountant)
+        loss = privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
+        return loss.epsilon <= epsilon
 
     if fits(1.0):
         return 1.0

@@ -21,7 +21,6 @@ everyone                   any                      Gaussian composition
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,15 @@ if TYPE_CHECKING:  # the import takes a second, which clients should not pay: fu
 
 MOST_NOISE = 1e7
 """Limit of accounting: more noise is accounted as this much, where RDP is still a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyLoss:
+    """An upper bound (ε, δ), and the accountant that computed it."""
+
+    epsilon: float
+    delta: float
+    accountant: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +131,3 @@ class Release:
             relation=NeighboringRelation(fields["relation"]),
             approximation_error=float(fields.get("approximation_error", 0.0)),
         )
-
-
-def total_approximation_error(releases: Mapping[Release, int]) -> float:
-    """Return how far all sums together may be from exact ones, for `with_approximation_error`."""
-    return math.sqrt(
-        sum(
-            count * (release.relation.sensitivity_factor * release.approximation_error) ** 2
-            for release, count in releases.items()
-        )
-    )

@@ -6,34 +6,11 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.loss import PrivacyLoss
-from flower_ext.privacy.units import NeighboringRelation
+from flower_ext.checks import require_delta, require_not_negative
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""
-
-
-def participations_loss(
-    *,
-    noise_multiplier: float,
-    participations: float,
-    relation: NeighboringRelation,
-    delta: float,
-) -> PrivacyLoss:
-    """Return (ε, δ) for an adversary who sees who took part, so that sampling amplifies nothing.
-
-    Parameters
-    ----------
-    noise_multiplier : float
-        Noise multiplier of one release.
-    participations : float
-        The largest number of releases in which any one unit took part. A release whose noise was
-        σ_t instead of σ counts (σ/σ_t)² times. This number must not depend on anybody's data.
-    """
-    return gaussian_loss(
-        noise_multiplier / relation.sensitivity_factor, releases=participations, delta=delta
-    )
 
 
 def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> PrivacyLoss:
@@ -44,8 +21,18 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     noise_multiplier : float
         Standard deviation of the noise, divided by the largest L2 distance of neighbours.
     releases : float
-        Number of releases, or the sum of their weights.
+        Number of releases. One whose noise was σ_t instead of σ counts (σ/σ_t)² times. For an
+        adversary who sees who took part, these are the releases with a part of the unit that took
+        part most; the number must not depend on anybody's data.
+
+    Raises
+    ------
+    ValueError
+        A number is below 0, or ``delta`` is outside (0, 1).
     """
+    require_not_negative("noise_multiplier", noise_multiplier)
+    require_not_negative("releases", releases)
+    require_delta(delta)
     if releases == 0:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
     return _one_gaussian(noise_multiplier / math.sqrt(releases), delta)

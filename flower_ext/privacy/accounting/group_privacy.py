@@ -23,8 +23,8 @@ from flower_ext.checks import (
     require_rate,
 )
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, pld_epsilon
 
 _NEGLIGIBLE = 1e-30

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flower_ext.privacy.accounting.events import MOST_NOISE, Release
+from flower_ext.privacy.accounting.events import MOST_NOISE, PrivacyLoss, Release
 from flower_ext.privacy.accounting.sampling import PoissonSampling
 
 if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
@@ -18,14 +18,25 @@ _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
 """Limits of a grid interval: a finer one loses δ to rounding, a wider one overflows exp."""
-MOST_CELLS = 50_000
+_MOST_CELLS = 50_000
 """Most grid intervals for the losses of one release, which take half a second."""
-MOST_AT_ONCE = 4096
+_MOST_AT_ONCE = 4096
 """Most copies of a grid that one Fourier transform composes. The bound by which dp-accounting cuts
 the tails of a composition is loose for more copies, and its transforms become long."""
 
 
-def widest_step(counts: Iterable[tuple[Release, int]]) -> float:
+def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
+    """Return the bound on a grid that is as fine as an ε of about ``rough`` asks for."""
+    steps = sum(count for _, count in counts)
+    # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
+    interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
+    interval = max(interval, _widest_step(counts) / _MOST_CELLS)
+    events = [(release.event, count) for release, count in counts]
+    epsilon = pld_epsilon(events, delta, interval=interval)
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
+
+
+def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
     """Return the range of one release's privacy loss within ten standard deviations of the noise.
 
     Releases that are not sub-sampled are composed to one Gaussian first.
@@ -45,7 +56,7 @@ def widest_step(counts: Iterable[tuple[Release, int]]) -> float:
     return widest
 
 
-def grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
+def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     """Return the width of a grid of privacy losses that adds about a thousandth to ε (a guess).
 
     Many steps are nearly one Gaussian. With a shift of μ it loses about μ²/2 + μ √(2 log 1/δ)
@@ -103,8 +114,8 @@ def _grid_of(event: dp_accounting.DpEvent, count: int, interval: float) -> tuple
 
 def _composed(losses: Any, count: int) -> Any:
     """Compose a grid of privacy losses with itself, many copies block by block."""
-    if count <= MOST_AT_ONCE:
+    if count <= _MOST_AT_ONCE:
         return losses.self_compose(count)
-    blocks, left = divmod(count, MOST_AT_ONCE)
-    total = _composed(losses.self_compose(MOST_AT_ONCE), blocks)
+    blocks, left = divmod(count, _MOST_AT_ONCE)
+    total = _composed(losses.self_compose(_MOST_AT_ONCE), blocks)
     return total.compose(losses.self_compose(left)) if left else total

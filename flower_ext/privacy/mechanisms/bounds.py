@@ -34,6 +34,7 @@ from flower_ext.privacy.mechanisms.updates import (
     Update,
     as_float64,
     check_arrays,
+    in_float64,
     l2_norm,
     laid_out,
     scaled_norm,
@@ -50,19 +51,10 @@ up to a thousand units of equal length (2⁻⁵² n² in all)."""
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedUpdate:
-    """One unit's contribution, of L2 norm at most ``bound`` over all its arrays.
-
-    ``norm`` is the norm before clipping. It depends on private data: never release it.
-    """
+    """One unit's contribution, of L2 norm at most ``bound`` over all its arrays."""
 
     value: Update
     bound: float
-    norm: float
-
-    @property
-    def clipped(self) -> bool:
-        """True if clipping changed the update."""
-        return self.norm > self.bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +92,14 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     norm = largest * scaled
     target = clipping_norm * _MARGIN
     if norm <= target:
-        return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
+        return BoundedUpdate(value=dict(update), bound=clipping_norm)
     rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
     slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
         if l2_norm(value) <= target:
-            return BoundedUpdate(value=value, bound=clipping_norm, norm=norm)
+            return BoundedUpdate(value=value, bound=clipping_norm)
         factor *= 1.0 - slack  # rounding overshot: step back, a longer step each time
         slack = min(2 * slack, 0.5)
 
@@ -159,9 +151,7 @@ def _check_bound(part: Summed, clipping_norm: float) -> None:
         raise InvalidValue(f"bound={part.bound!r}: expected <= {clipping_norm!r}")
 
 
-def sum_clipped_rows(
-    rows: Update, clipping_norm: float, weights: Sequence[float] | None = None
-) -> BoundedSum:
+def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
     """Clip every row, weigh it, and return the sum, in float64.
 
     Guarantees
@@ -175,34 +165,20 @@ def sum_clipped_rows(
     rows : Mapping[str, array]
         Arrays of shape (units, …); row k of all arrays together is the update of unit k.
     clipping_norm : float
-    weights : Sequence[float], optional
-        One per unit, in [0, 1]; all 1 by default.
+    weights : Sequence[float]
+        One per unit, in [0, 1].
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
         As `clip`; also if the number of weights differs from the rows', or one is outside [0, 1].
     """
-    require_positive("clipping_norm", clipping_norm)
-    check_arrays(rows)
-    count = len(next(iter(rows.values())))
-    shares = [1.0] * count if weights is None else checked_weights(weights, count)
-    flat = _flat_rows(rows)
-    factors = _row_factors(flat, clipping_norm)
-    if factors is not None:
-        namespace, device = api.array_namespace(*flat.values()), api.device(factors)
-        factors = factors * namespace.asarray(shares, dtype=namespace.float64, device=device)
-        value = {
-            name: namespace.reshape(factors @ flat[name], array.shape[1:])
-            for name, array in rows.items()
-        }
-    else:  # squares overflow or underflow: clip row by row
-        value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
-        for number, share in enumerate(shares):
-            row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
-            for name, array in row.value.items():
-                value[name] = value[name] + as_float64(array) * share
-    return BoundedSum(value=value, bound=clipping_norm, count=count)
+    clipped = clip_each_row(rows, clipping_norm)
+    first = next(iter(clipped.values()))
+    shares, namespace = checked_weights(weights, len(first)), api.array_namespace(first)
+    column = namespace.asarray(shares, dtype=namespace.float64, device=api.device(first))
+    value = {name: namespace.tensordot(column, array, axes=1) for name, array in clipped.items()}
+    return BoundedSum(value=value, bound=clipping_norm, count=len(first))
 
 
 def checked_weights(weights: Sequence[float], count: int) -> list[float]:
@@ -233,31 +209,25 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     """
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
-    flat = _flat_rows(rows)
-    factors = _row_factors(flat, clipping_norm)
-    namespace = api.array_namespace(*flat.values())
+    wide = in_float64(rows)
+    flat = {
+        name: api.array_namespace(array).reshape(
+            array, (array.shape[0], math.prod(array.shape[1:]))
+        )
+        for name, array in wide.items()
+    }
+    namespace, factors = api.array_namespace(*wide.values()), _row_factors(flat, clipping_norm)
     if factors is not None:
-        return {
-            name: namespace.reshape(factors[:, None] * flat[name], array.shape)
-            for name, array in rows.items()
-        }
-    count = len(next(iter(rows.values())))
-    wide = {name: as_float64(array) for name, array in rows.items()}
+        for (
+            array
+        ) in flat.values():  # in place, as a second array of all rows would take long to fill
+            array *= factors[:, None]
+        return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
     each = [
         clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
-        for number in range(count)
+        for number in range(len(next(iter(wide.values()))))
     ]
     return {name: namespace.stack([row[name] for row in each]) for name in rows}
-
-
-def _flat_rows(rows: Update) -> dict[str, Any]:
-    """Return the arrays in float64, each of shape (units, numbers)."""
-    return {
-        name: api.array_namespace(array).reshape(
-            as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
-        )
-        for name, array in rows.items()
-    }
 
 
 def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:

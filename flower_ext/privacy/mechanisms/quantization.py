@@ -24,14 +24,14 @@ import numpy as np
 
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.mechanisms.bounds import checked_weights, clip
+from flower_ext.privacy.mechanisms.bounds import checked_weights
 from flower_ext.privacy.mechanisms.updates import (
     NonFiniteUpdate,
     Update,
     as_float64,
     check_arrays,
     check_like,
-    in_float64,
+    l2_norm,
 )
 
 _PER_STDDEV = 16
@@ -142,24 +142,9 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
     NonFiniteUpdate, TypeError, ValueError
         As `bounds.clip`; also if a clipping norm has more than 2³⁰ cells.
     """
-    require_positive("clipping_norm", clipping_norm)
-    check_cell(cell, clipping_norm)
-    check_arrays(update)
-    clipped = clip(in_float64(update), clipping_norm).value
-    exact = {
-        name: np.asarray(api.to_device(array, "cpu")) / cell for name, array in clipped.items()
-    }
-    most = clipping_norm / cell
-    whole = _rounded(exact)
-    for _ in range(_TRIES):
-        squared = _squared_norm(whole)
-        if squared <= math.floor(most) ** 2:
-            return whole
-        factor = max(most - _ROOM, 0.0) / math.sqrt(squared)
-        exact = {name: array * factor for name, array in exact.items()}
-        whole = _rounded(exact)
-    # There are few cells for many numbers; truncation enlarges no number, so the bound holds.
-    return {name: np.trunc(array).astype(np.int64) for name, array in exact.items()}
+    l2_norm(update)  # refuses numbers that are not finite, by the name of their array
+    row = {name: _plain(array)[None] for name, array in update.items()}
+    return dict(sum_rows_in_cells(row, clipping_norm, cell, [1.0]).value)
 
 
 def sum_rows_in_cells(
@@ -227,14 +212,6 @@ def out_of_cells(cells: Cells, cell: float, like: Update) -> dict[str, np.ndarra
     values = {name: cells[name] * cell for name in like if name in cells}
     check_like(values, like)
     return values
-
-
-def _rounded(exact: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: np.rint(array).astype(np.int64) for name, array in exact.items()}
-
-
-def _squared_norm(whole: Cells) -> int:
-    return sum(int(np.vdot(array, array)) for array in whole.values())
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:

@@ -15,8 +15,7 @@ stay. The graph has the least k with a t such that
   server has at most k + X shares, and t of each kind if X ≥ 2t - k.
 * T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: what honest members remain is connected. A circle
   with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2 pairs
-  of gaps. Places are empty if their members collude or do not answer, at most c and
-  n - ``least_answers`` of n.
+  of gaps. Places are empty if their members collude or do not answer, at most c and D of n.
 * T n P(Y < t) ≤ 2⁻²⁰: enough shares arrive, or the round is discarded.
 
 In a complete graph all members are neighbours, and nothing is random but C: c < t ≤ n - 1 - D, and
@@ -34,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import is_number, require_at_least_one
+from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
 
 COMPLETE = 64
@@ -97,14 +96,7 @@ class SecureSum:
         of the others.
     dropouts : float
         δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
-        round is discarded.
-    threshold, neighbors : int, optional
-        t and k for cohorts of every size. By default they follow from γ, δ, the sizes of cohort and
-        population and the number of rounds, so that each bound on security fails in a run with
-        probability at most 2⁻⁴⁰, and sums fail for lost members with probability at most 2⁻²⁰.
-    least_answers : int, optional
-        Least number of answers, for which the clients' noise is scaled. By default a cohort's size
-        minus its dropouts.
+        round is discarded. Clients' noise is scaled for the answers of all others.
     resist_equivocation : bool
         Choose t so large that a server which calls a client answered to some neighbours, and lost
         to the others, cannot collect both of its secrets. Without it graphs have fewer neighbours,
@@ -118,9 +110,6 @@ class SecureSum:
 
     colluding: float = 0.1
     dropouts: float = 0.1
-    threshold: int | None = None
-    neighbors: int | None = None
-    least_answers: int | None = None
     resist_equivocation: bool = True
 
     def __post_init__(self) -> None:
@@ -133,9 +122,6 @@ class SecureSum:
                 f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected less than "
                 "1 together, so that honest members are left"
             )
-        for name in ("threshold", "neighbors", "least_answers"):
-            if getattr(self, name) is not None:
-                require_at_least_one(name, getattr(self, name))
 
     def colluders_among(self, population: int) -> int:
         """Return the number of clients of a population that may collude: γN, rounded up."""
@@ -172,14 +158,12 @@ class SecureSum:
         corrupt = self.colluders_among(population)
         colluders = _most_colluders(members, population, corrupt, rounds)
         lost = math.ceil(self.dropouts * members - 1e-9)
-        least = members - lost if self.least_answers is None else self.least_answers
-        fewest = max(colluders + 2, math.ceil(members / 4))
-        if not fewest <= least <= members:
+        least, fewest = members - lost, max(colluders + 2, math.ceil(members / 4))
+        if least < fewest:
             raise InvalidValue(
-                f"least_answers={least}: expected {fewest} to {members} in a cohort of {members} "
-                f"from {population} clients with up to {colluders} colluders, so that two honest "
-                "members and a quarter of all answer; lower dropouts or colluding, or take larger "
-                "cohorts"
+                f"a cohort of {members} from {population} clients has up to {colluders} colluders "
+                f"and {lost} losses: expected {fewest} answers or more, so that two honest members "
+                "and a quarter of all answer; lower dropouts or colluding, or take larger cohorts"
             )
         cohort = _Cohort(
             members=members,
@@ -187,7 +171,6 @@ class SecureSum:
             corrupt=corrupt,
             colluders=colluders,
             lost=lost,
-            absent=members - least,
             rounds=rounds,
             equivocation=self.resist_equivocation,
         )
@@ -201,33 +184,16 @@ class SecureSum:
         )
 
     def _graph(self, cohort: _Cohort) -> tuple[int, int]:
-        """Return k and t, as given or as they follow from the shares."""
-        graph = _parameters(cohort)
-        if graph is None and self.neighbors is None:
-            without = replace(cohort, equivocation=False)
-            raise InvalidValue(
-                f"no secure sum of {cohort.members} members withstands colluding="
-                f"{self.colluding:g} and dropouts={self.dropouts:g} ({cohort.colluders} colluders "
-                f"and {cohort.lost} losses): lower one of them, or take larger cohorts"
-                + (
-                    ", or set SecureSum(resist_equivocation=False)"
-                    if cohort.equivocation and _parameters(without) is not None
-                    else ""
-                )
-            )
-        if self.neighbors is not None:
-            neighbors = min(self.neighbors + self.neighbors % 2, cohort.members - 1)
-            threshold = self.threshold or cohort.threshold(neighbors) or neighbors
-        else:
-            assert graph is not None
-            neighbors, threshold = graph[0], self.threshold or graph[1]
-        if not cohort.withstands(neighbors, threshold):
-            raise InvalidValue(
-                f"neighbors={neighbors} and threshold={threshold} in a cohort of {cohort.members}: "
-                f"expected {graph}, or others that withstand {cohort.colluders} colluders and "
-                f"{cohort.lost} losses"
-            )
-        return neighbors, threshold
+        if (graph := _parameters(cohort)) is not None:
+            return graph
+        # Say so if the cohort would do without protection from a server that equivocates.
+        without = _parameters(replace(cohort, equivocation=False))
+        raise InvalidValue(
+            f"no secure sum of {cohort.members} members withstands colluding={self.colluding:g} "
+            f"and dropouts={self.dropouts:g} ({cohort.colluders} colluders and {cohort.lost} "
+            "losses): lower one of them, or take larger cohorts"
+            + (", or set SecureSum(resist_equivocation=False)" if without else "")
+        )
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -268,16 +234,17 @@ class _Cohort:
     corrupt: int
     colluders: int
     lost: int
-    absent: int
     rounds: int
     equivocation: bool
 
     def threshold(self, neighbors: int) -> int:
         """Return the largest t for a graph with k = ``neighbors``; 0 if no t suffices."""
-        if neighbors == self.members - 1:
-            threshold = max(0, neighbors - self.lost)
-            return threshold if self.withstands(neighbors, threshold) else 0
-        return int(self.thresholds(np.array([neighbors]))[0])
+        others = self.members - 1
+        if neighbors < others:
+            return int(self.thresholds(np.array([neighbors]))[0])
+        threshold = others - self.lost
+        shares = 2 * threshold - others if self.equivocation else threshold
+        return threshold if self.colluders < shares else 0
 
     def thresholds(self, degrees: Degrees) -> Degrees:
         """Return the largest t for each even k of random graphs; 0 where no t suffices.
@@ -292,19 +259,6 @@ class _Cohort:
         secure = (low > 0) & self._secure(degrees, low)
         return np.where(secure, low, 0)
 
-    def withstands(self, neighbors: int, threshold: int) -> bool:
-        """Return True if a graph withstands the colluders and the losses."""
-        others = self.members - 1
-        if neighbors == others:
-            shares = 2 * threshold - others if self.equivocation else threshold
-            return self.colluders < shares and threshold <= others - self.lost
-        degrees, thresholds = np.array([neighbors]), np.array([threshold])
-        return bool(
-            1 <= threshold <= neighbors < others
-            and self._succeed(degrees, thresholds).all()
-            and self._secure(degrees, thresholds).all()
-        )
-
     def _succeed(self, degrees: Degrees, thresholds: Degrees) -> NDArray[np.bool_]:
         """Return where all members that stay keep t neighbours in all rounds."""
         others = self.members - 1
@@ -316,7 +270,7 @@ class _Cohort:
         law, members = _hypergeometric(), self.members
         shares = 2 * thresholds - degrees if self.equivocation else thresholds
         unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, degrees)
-        empty = min(self.colluders + self.absent, members)
+        empty = min(self.colluders + self.lost, members)
         split = members * (members - 1) / 2 * law.pmf(degrees, members, empty, degrees)
         return np.asarray(self.rounds * np.maximum(unmasked, split) <= _INSECURE)
 

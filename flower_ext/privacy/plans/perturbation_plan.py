@@ -105,24 +105,12 @@ class PerturbationPlan(PlainAverage):
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Return the published and the provable guarantee; ε is the largest of any client."""
         return perturbation_guarantees(
-            **self._facts(run),
-            secure_noise=run.secure_noise,
-            not_covered=run.not_covered,
+            self.perturbation, self.objective_in(run), run, delta=self.delta
         )
-
-    def _facts(self, run: RunFacts) -> dict[str, Any]:
-        """Return the arguments of the theorems."""
-        return {
-            "perturbation": self.perturbation,
-            "objective": self.objective_in(run),
-            "num_examples": run.num_examples,
-            "participations": run.participations.uploads,
-            "delta": self.delta,
-        }
 
     def spent(self, run: RunFacts) -> dict[str, float]:
         """Return the mean ε over clients (the paper's ε̄) and the largest, if they are finite."""
-        by_client = epsilons(**self._facts(run))
+        by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
         published, provable = (
             np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T
         )

@@ -17,7 +17,6 @@ from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
     clipped_steps_guarantee,
-    clipped_steps_noise_stddev,
     composed_noise_stddev,
 )
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
@@ -113,7 +112,7 @@ class RecordLevelPlan(PlainAverage):
                 sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
             )
         else:
-            stddev = clipped_steps_noise_stddev(steps, epsilon=epsilon, delta=delta, rounds=rounds)
+            stddev = steps.noise_stddev(epsilon=epsilon, delta=delta, rounds=rounds)
         return cls(
             sampling=sampling,
             clipping_norm=clipping_norm,

@@ -210,15 +210,7 @@ class ReleaseMechanism(NoisedSum):
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Return the provable guarantees against each adversary, if the units are the clients."""
-        return client_level_guarantees(
-            self,
-            run.participations,
-            releases=self.releases(run.participations),
-            secure_noise=run.secure_noise,
-            secure_cohorts=run.secure_cohorts,
-            not_covered=run.not_covered,
-            memory=run.method.keeps_memory,
-        )
+        return client_level_guarantees(self, run, self.releases(run.participations))
 
     def spent(self, run: RunFacts) -> dict[str, float]:
         """Return ε against an adversary that sees the released models."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.gaussian import participations_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
-from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.theorems.assumptions import (
     DISCRETE,
@@ -47,14 +46,7 @@ _DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which the 
 
 
 def client_level_guarantees(
-    plan: NoisedSum,
-    participations: Participations,
-    *,
-    releases: Mapping[Release, int] | None = None,
-    secure_noise: bool = True,
-    secure_cohorts: bool = True,
-    not_covered: Sequence[str] = (),
-    memory: bool = False,
+    plan: NoisedSum, run: RunFacts, releases: Mapping[Release, int]
 ) -> list[Guarantee]:
     """Return the provable guarantees of a run of ``plan``, one for each adversary.
 
@@ -64,12 +56,11 @@ def client_level_guarantees(
       with the noise that clients really supplied; the server knows any noise that it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
 
-    A guarantee says so if cohorts or noise were drawn from a seed (``secure_cohorts``,
-    ``secure_noise``). If clients keep memory between rounds (``memory``), what they send depends
-    on the rounds in which they were drawn. With a fixed cohort size that reveals something about
-    who else was drawn, which the amplification of single rounds does not cover; the guarantee
-    then lists it as an assumption. Under Poisson sampling clients are drawn independently.
-    ``releases`` are all releases of the run, answers to queries included; by default its rounds.
+    A guarantee says so if cohorts or noise were drawn from a seed. If clients keep memory between
+    rounds, what they send depends on the rounds in which they were drawn. With a fixed cohort size
+    that reveals something about who else was drawn, which the amplification of single rounds does
+    not cover; the guarantee then lists it as an assumption. Under Poisson sampling clients are
+    drawn independently. ``releases`` are all releases of the run, answers to queries included.
 
     Raises
     ------
@@ -77,6 +68,7 @@ def client_level_guarantees(
         The plan does not have clients as units with one upload each (see `check_client_plan`).
     """
     check_client_plan(plan)
+    participations = run.participations
     sums = plan.secure_sum
     if plan.noised_by_server:
         sharing: tuple[str, ...] = ()
@@ -91,14 +83,12 @@ def client_level_guarantees(
         assumptions=(
             *_ALWAYS,
             ON_A_GRID if sums is None else DISCRETE,
-            noise_assumption(secure_noise),
+            noise_assumption(run.secure_noise),
             *sharing,
         ),
-        not_covered=not_covered,
+        not_covered=run.not_covered,
     )
     relation = plan.release.relation
-    if releases is None:
-        releases = {plan.release: participations.rounds}
     answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
     models = claims.provable(
         AdversaryView.RELEASED_MODELS,
@@ -107,7 +97,7 @@ def client_level_guarantees(
         f"{participations.rounds} rounds{answers}"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
         *release,
-        *_hidden_cohorts(plan, secure_cohorts=secure_cohorts, memory=memory),
+        *_hidden_cohorts(plan, run),
         "the server follows the protocol and keeps uploads to itself",
         relation=relation,
     )
@@ -116,12 +106,8 @@ def client_level_guarantees(
 
     def most_exposed(weight: float) -> PrivacyLoss:
         """Return the loss of the most exposed client to a server that sees who took part."""
-        return participations_loss(
-            noise_multiplier=plan.noise_multiplier,
-            participations=weight,
-            relation=NeighboringRelation.REPLACE_SPECIAL,
-            delta=plan.delta,
-        )
+        # Cohorts that are known, in which a client is or is not, amplify nothing.
+        return gaussian_loss(plan.noise_multiplier, releases=weight, delta=plan.delta)
 
     return [
         models,
@@ -143,13 +129,13 @@ def client_level_guarantees(
     ]
 
 
-def _hidden_cohorts(plan: NoisedSum, *, secure_cohorts: bool, memory: bool) -> tuple[str, ...]:
+def _hidden_cohorts(plan: NoisedSum, run: RunFacts) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if everyone takes part."""
     if isinstance(plan.sampling, FullParticipation):
         return ()
-    drawn = _DRAWN if secure_cohorts else _DRAWN_BY_SEED
+    drawn = _DRAWN if run.secure_cohorts else _DRAWN_BY_SEED
     if isinstance(plan.sampling, FixedSizeSampling):  # the cohort's size is public
-        return (_HIDDEN_PLACES, drawn, *((_MEMORY,) if memory else ()))
+        return (_HIDDEN_PLACES, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))
     return (HIDDEN_DRAW, drawn)
 
 

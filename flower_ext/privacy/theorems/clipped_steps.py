@@ -15,8 +15,8 @@ from functools import lru_cache
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.theorems.assumptions import (
@@ -105,6 +105,18 @@ class ClippedSteps:
         """
         return math.sqrt(self.local_steps) * step_stddev
 
+    def noise_stddev(self, *, epsilon: float, delta: float, rounds: int) -> float:
+        """Return the noise that every local step must add to each weight to meet (ε, δ)."""
+        releases = rounds * self.uses_per_round
+        return composed_noise_stddev(
+            sensitivity=self.sensitivity, epsilon=epsilon, delta=delta, releases=releases
+        )
+
+    def loss(self, noise_stddev: float, *, delta: float, rounds: int) -> PrivacyLoss:
+        """Return (ε, δ) of rounds whose local steps add ``noise_stddev`` to each weight."""
+        releases = rounds * self.uses_per_round
+        return gaussian_loss(noise_stddev / self.sensitivity, releases=releases, delta=delta)
+
     @property
     def _step(self) -> float:
         return self.learning_rate * self.gradient_clipping_norm
@@ -127,44 +139,6 @@ def composed_noise_stddev(
     return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
 
 
-def composed_loss(
-    *, sensitivity: float, noise_stddev: float, delta: float, releases: int
-) -> PrivacyLoss:
-    """Return (ε, δ) of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
-    """
-    require_positive("sensitivity", sensitivity)
-    require_positive("noise_stddev", noise_stddev)
-    check_target(1.0, delta, releases)
-    return gaussian_loss(noise_stddev / sensitivity, releases=releases, delta=delta)
-
-
-def clipped_steps_noise_stddev(
-    steps: ClippedSteps, *, epsilon: float, delta: float, rounds: int
-) -> float:
-    """Return the noise that every local step must add to each weight to meet (ε, δ)."""
-    check_target(epsilon, delta, rounds)
-    releases = rounds * steps.uses_per_round
-    return composed_noise_stddev(
-        sensitivity=steps.sensitivity, epsilon=epsilon, delta=delta, releases=releases
-    )
-
-
-def clipped_steps_loss(
-    steps: ClippedSteps, *, noise_stddev: float, delta: float, rounds: int
-) -> PrivacyLoss:
-    """Return (ε, δ) of ``rounds`` rounds whose local steps add ``noise_stddev`` to each weight."""
-    check_target(1.0, delta, rounds)
-    releases = rounds * steps.uses_per_round
-    return composed_loss(
-        sensitivity=steps.sensitivity, noise_stddev=noise_stddev, delta=delta, releases=releases
-    )
-
-
 def clipped_steps_guarantee(
     steps: ClippedSteps,
     *,
@@ -175,7 +149,7 @@ def clipped_steps_guarantee(
     not_covered: Sequence[str] = (),
 ) -> Guarantee:
     """Return the guarantee for one record if every clipped local step adds its own noise."""
-    loss = clipped_steps_loss(steps, noise_stddev=noise_stddev, delta=delta, rounds=rounds)
+    loss = steps.loss(noise_stddev, delta=delta, rounds=rounds)
     source = (
         f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
         f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"

@@ -35,7 +35,6 @@ from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
 from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
     check_target,
-    composed_loss,
     record_claims,
 )
 from flower_ext.privacy.units import AdversaryView
@@ -58,38 +57,11 @@ def dp_ditto_noise_stddev(
         A parameter is out of range.
     """
     check_target(epsilon, delta, rounds)
-    return _published(delta, rounds, num_clients, num_examples, clipping_norm) / epsilon
-
-
-def dp_ditto_epsilon(
-    *,
-    noise_stddev: float,
-    delta: float,
-    rounds: int,
-    num_clients: int,
-    num_examples: int,
-    clipping_norm: float,
-) -> float:
-    """Return ε of Eqns 7–8 as published, for a given σ_u.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
-    """
-    require_positive("noise_stddev", noise_stddev)
-    check_target(1.0, delta, rounds)
-    return _published(delta, rounds, num_clients, num_examples, clipping_norm) / noise_stddev
-
-
-def _published(
-    delta: float, rounds: int, num_clients: int, num_examples: int, clipping_norm: float
-) -> float:
     require_at_least_one("num_clients", num_clients)
     require_at_least_one("num_examples", num_examples)
     require_positive("clipping_norm", clipping_norm)
     sensitivity = 2 * clipping_norm / num_examples
-    return sensitivity * math.sqrt(2 * rounds * math.log(1 / delta) / num_clients)
+    return sensitivity * math.sqrt(2 * rounds * math.log(1 / delta) / num_clients) / epsilon
 
 
 def dp_ditto_guarantees(
@@ -115,16 +87,20 @@ def dp_ditto_guarantees(
         A parameter is out of range.
     """
     clip, stddev = perturbation.clipping_norm, perturbation.noise_stddev
-    published = dp_ditto_epsilon(
-        noise_stddev=stddev,
-        delta=delta,
-        rounds=rounds,
-        num_clients=num_clients,
-        num_examples=num_examples,
-        clipping_norm=clip,
+    # By Eqns 7–8 noise and ε are inverse, so the noise for ε = 1 tells the ε of any noise.
+    published = (
+        dp_ditto_noise_stddev(
+            epsilon=1.0,
+            delta=delta,
+            rounds=rounds,
+            num_clients=num_clients,
+            num_examples=num_examples,
+            clipping_norm=clip,
+        )
+        / stddev
     )
     sensitivity, source = _moved(clip, num_examples, steps)
-    loss = composed_loss(sensitivity=sensitivity, noise_stddev=stddev, delta=delta, releases=rounds)
+    loss = gaussian_loss(stddev / sensitivity, releases=rounds, delta=delta)
     claimed = 2 * clip / num_examples
     # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
     thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon

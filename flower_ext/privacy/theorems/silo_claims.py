@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
 from flower_ext.privacy.theorems.assumptions import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.claims import Claims
@@ -91,21 +92,14 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
     )
 
 
-def exposures(
-    plan: NoisedSum,
-    rounds: int,
-    weighting: str,
-    in_sums: float | None,
-    in_uploads: float | None,
-) -> tuple[float, float]:
+def exposures(plan: NoisedSum, run: RunFacts) -> tuple[float, float]:
     """Return the most exposed user's weight in sums, and in uploads that an adversary sees."""
-    sums = float(rounds if in_sums is None else in_sums)
-    uploads = sums if in_uploads is None else float(in_uploads)
+    in_sums = run.participations.in_sums
+    in_uploads = float(max(run.participations.uploads.values(), default=0))
     if plan.secure_sum is None:
-        return sums, uploads
+        # The adversary saw refused uploads too, and sums with too little noise count more.
+        return max(in_sums, in_uploads), max(in_sums, in_uploads)
     parameters = plan.sum_parameters
-    honest = parameters.honest_answers / parameters.least_answers
-    if in_sums is None:
-        sums, uploads = sums / honest, float(rounds) if in_uploads is None else uploads
-    # With equal weights collusion costs nothing (see the top of this module).
-    return (sums * honest if weighting == "equal" else sums), uploads
+    if run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
+        in_sums *= parameters.honest_answers / parameters.least_answers
+    return in_sums, in_uploads

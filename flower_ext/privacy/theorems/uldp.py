@@ -19,8 +19,7 @@ See `silos` for secure sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -35,14 +34,17 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.approximation import with_approximation_error
-from flower_ext.privacy.accounting.events import total_approximation_error
-from flower_ext.privacy.accounting.gaussian import gaussian_loss, participations_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
+from flower_ext.privacy.accounting.approximation import (
+    total_approximation_error,
+    with_approximation_error,
+)
+from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
@@ -91,15 +93,7 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     return max(0.0, float(epsilon.min()))
 
 
-def uldp_naive_guarantees(
-    *,
-    noise_multiplier: float,
-    rounds: int,
-    delta: float,
-    plan: NoisedSum | None = None,
-    secure_noise: bool = True,
-    not_covered: Sequence[str] = (),
-) -> list[Guarantee]:
+def uldp_naive_guarantees(plan: NoisedSum, run: RunFacts) -> list[Guarantee]:
     """Return the guarantees of ULDP-NAIVE: each silo clips its update to C and adds noise σC√|S|.
 
     All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
@@ -108,36 +102,24 @@ def uldp_naive_guarantees(
 
     Parameters
     ----------
-    noise_multiplier : float
-        σ.
-    rounds : int
-        Number of releases so far, including discarded ones.
-    plan : NoisedSum, optional
-        The silos' plan, for its secure sums; by default there are no secure sums.
-
-    Raises
-    ------
-    ValueError
-        As `uldp_closed_form`.
+    plan : NoisedSum
+        The mechanism of the silos' sums before it counts all silos' noise and 2C: σ is the user's.
     """
-    published = uldp_closed_form(noise_multiplier=noise_multiplier, rounds=rounds, delta=delta)
-    loss = gaussian_loss(noise_multiplier / 2, releases=rounds, delta=delta)
-    source = (
-        f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of every silo's "
-        "update"
-    )
+    rounds, sigma, delta = run.participations.rounds, plan.noise_multiplier, plan.delta
+    loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
+    source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
     shield = shield_of(plan)
     claims = user_claims(
         delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
-        noise_assumption(secure_noise),
-        not_covered=not_covered,
+        noise_assumption(run.secure_noise),
+        not_covered=run.not_covered,
     )
     sums = [claims.provable(AdversaryView.SUM_ONLY, loss, source, *shield)] if shield else []
     return [
         claims.published(
             AdversaryView.SUM_ONLY,
-            published,
+            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
             assumptions=published_shield(plan),
@@ -154,49 +136,14 @@ def uldp_naive_guarantees(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UserRun:
-    """The facts of a run on users in silos that its guarantees rest on.
-
-    Parameters
-    ----------
-    num_silos : int
-    rounds : int
-        Number of releases so far, including discarded ones.
-    weighting : {"equal", "by-records"}
-    participations : float, optional
-        The most rounds in which any one user was sampled, each weighted by (σ/σ_t)² if the silos
-        supplied another noise σ_t; by default all rounds. In secure sums σ_t is the noise of honest
-        silos only, as `Participations` counts it.
-    in_uploads : float, optional
-        The same number for an adversary that sees each upload; by default ``participations``.
-    secure_noise, secure_sampling : bool
-        True if they come from a cryptographic generator, False if from a seed.
-    secure_sum : str
-        Assumption that hides single uploads from the server.
-    hidden_draw : str
-        Assumption that hides the sample from the server; empty if the server knows the sample.
-    batching : str
-        Assumption under which no bit of a user's training depends on other users (see
-        `batching_assumption`).
-    not_covered : Sequence[str]
-        Values that leave the silos without being covered by a guarantee.
-    """
-
-    num_silos: int
-    rounds: int
-    weighting: Weighting = "equal"
-    participations: float | None = None
-    in_uploads: float | None = None
-    secure_noise: bool = True
-    secure_sampling: bool = True
-    secure_sum: str = SECURE_SUM
-    hidden_draw: str = ""
-    batching: str = ""
-    not_covered: Sequence[str] = ()
-
-
-def uldp_avg_guarantees(plan: NoisedSum, run: UserRun) -> list[Guarantee]:
+def uldp_avg_guarantees(
+    plan: NoisedSum,
+    run: RunFacts,
+    *,
+    secure_sum: str = SECURE_SUM,
+    hidden_draw: str = "",
+    batching: str = "",
+) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and the provable ones by view.
 
     * Released models: amplified by sampling users, because the sample stays secret.
@@ -212,62 +159,74 @@ def uldp_avg_guarantees(plan: NoisedSum, run: UserRun) -> list[Guarantee]:
     ----------
     plan : NoisedSum
         The mechanism of the silos' sums, with sampling of users and noise by the silos.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range, or the plan does not fit these methods.
+    run : RunFacts
+        Of a method with silos. In secure sums, participations count the noise of honest silos only.
+    secure_sum : str
+        Assumption that hides single uploads from the server.
+    hidden_draw : str
+        Assumption that hides the sample from the server; empty if the server knows the sample.
+    batching : str
+        Assumption under which no bit of a user's training depends on other users (see
+        `batching_assumption`).
     """
-    check_user_plan(plan, run.num_silos, run.weighting)
-    loss = privacy_loss_of({plan.release: run.rounds}, delta=plan.delta)
+    rounds = run.participations.rounds
+    amplified = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
     shield = shield_of(plan)
-    in_sums, in_uploads = exposures(
-        plan, run.rounds, run.weighting, run.participations, run.in_uploads
-    )
+    in_sums, in_uploads = exposures(plan, run)
     claims = user_claims(
         plan.delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *filter(None, (run.batching,)),
+        *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
         not_covered=run.not_covered,
     )
     in_rounds = (
-        f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
-        f"{run.rounds} rounds"
+        f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, {rounds} rounds"
     )
 
-    def source_at_server(exposure: float) -> str:
-        return in_rounds if run.hidden_draw else f"most exposed user: {exposure:.4g} sums' worth"
+    def at_server(exposure: float, plan: NoisedSum) -> tuple[PrivacyLoss, str]:
+        """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
+        if hidden_draw:
+            return privacy_loss_of({plan.release: rounds}, delta=plan.delta), in_rounds
+        # Errors of a protocol add up over all rounds, also those without the most exposed user.
+        loss = with_approximation_error(
+            lambda delta: gaussian_loss(
+                plan.release.noise_multiplier, releases=exposure, delta=delta
+            ),
+            total_approximation_error({plan.release: rounds}),
+            plan.delta,
+        )
+        return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
     spread, of_one_share = _share_of_noise(plan, run)
-    from_server = (run.hidden_draw,) if run.hidden_draw else ()
+    to_sums, in_all_sums = at_server(in_sums, plan)
+    in_shares = replace(plan, noise_multiplier=plan.noise_multiplier / spread)
+    to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
+    from_server = (hidden_draw,) if hidden_draw else ()
     return [
-        _theorem_5(plan, run.rounds),
+        _theorem_5(plan, rounds),
         claims.provable(
             AdversaryView.RELEASED_MODELS,
-            loss,
+            amplified,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
             *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
-            *_hidden_sample(plan, run),
+            *_hidden_sample(plan, run.secure_cohorts or bool(hidden_draw)),
         ),
         claims.provable(
             AdversaryView.SUM_ONLY,
-            _loss_at_server(plan, run, in_sums),
-            source_at_server(in_sums) + (", colluders' noise not counted" if shield else ""),
-            *(shield or (WHOLE_UPLOADS, run.secure_sum)),
+            to_sums,
+            in_all_sums + (", colluders' noise not counted" if shield else ""),
+            *(shield or (WHOLE_UPLOADS, secure_sum)),
             *from_server,
             relation=_AT_SERVER,
         ),
         claims.provable(
             AdversaryView.EACH_UPLOAD,
-            _loss_at_server(
-                replace(plan, noise_multiplier=plan.noise_multiplier / spread), run, in_uploads
-            ),
-            f"all uploads together: noise multiplier σ{of_one_share}; "
-            + source_at_server(in_uploads)
+            to_uploads,
+            f"all uploads together: noise multiplier σ{of_one_share}; {in_all_uploads}"
             + (", should all masks fall" if shield else ""),
             *from_server,
             relation=_AT_SERVER,
@@ -275,41 +234,26 @@ def uldp_avg_guarantees(plan: NoisedSum, run: UserRun) -> list[Guarantee]:
     ]
 
 
-def _share_of_noise(plan: NoisedSum, run: UserRun) -> tuple[float, str]:
+def _share_of_noise(plan: NoisedSum, run: RunFacts) -> tuple[float, str]:
     """Return by how much less noise than a sum's hides a user in all uploads, also in words.
 
     With weights by records a user may have all its weight in one silo, whose share hides it.
     """
-    if run.weighting == "equal":
+    if run.method.weighting == "equal":
         return 1.0, ""
     if plan.secure_sum is None:
-        shares, factor = run.num_silos, "/√|S|"
+        assert run.method.num_silos is not None
+        shares, factor = run.method.num_silos, "/√|S|"
     else:
         shares, factor = plan.sum_parameters.least_answers, "/√least answers"
     return math.sqrt(shares), factor if shares > 1 else ""
 
 
-def _loss_at_server(plan: NoisedSum, run: UserRun, exposure: float) -> PrivacyLoss:
-    """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
-    if run.hidden_draw:
-        return privacy_loss_of({plan.release: run.rounds}, delta=plan.delta)
-    return with_approximation_error(
-        lambda delta: participations_loss(
-            noise_multiplier=plan.release.noise_multiplier,
-            participations=exposure,
-            relation=_AT_SERVER,
-            delta=delta,
-        ),
-        total_approximation_error({plan.release: run.rounds}),
-        plan.delta,
-    )
-
-
-def _hidden_sample(plan: NoisedSum, run: UserRun) -> tuple[str, ...]:
+def _hidden_sample(plan: NoisedSum, secure: bool) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if all users take part."""
     if isinstance(plan.sampling, FullParticipation):
         return ()
-    return (HIDDEN_DRAW, _DRAWN if run.secure_sampling else _DRAWN_BY_SEED)
+    return (HIDDEN_DRAW, _DRAWN if secure else _DRAWN_BY_SEED)
 
 
 def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:

@@ -23,17 +23,18 @@ published, and provable.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flower_ext.checks import require_at_least_one, require_count, require_delta
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.perturbation import (
     ObjectivePerturbation,
     OutputPerturbation,
     Perturbation,
 )
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.assumptions import LOADS, ON_A_GRID, OUTLIVES, noise_assumption
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
@@ -97,9 +98,8 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation,
     objective: LocalObjective,
+    run: RunFacts,
     *,
-    num_examples: Mapping[int, int],
-    participations: Mapping[int, int],
     delta: float,
 ) -> dict[int, tuple[float, float]]:
     """Return (published, provable) ε of each client that was asked; infinite without a promise.
@@ -110,8 +110,8 @@ def epsilons(
     covered = all(condition.holds for condition in objective.theorem_6_3_conditions())
     solved = all(condition.holds for condition in objective.solution_conditions())
     by_client = {}
-    for client, uploads in participations.items():
-        size = num_examples.get(client)
+    for client, uploads in run.participations.uploads.items():
+        size = run.num_examples.get(client)
         if isinstance(perturbation, OutputPerturbation):
             published = math.inf
             if size is not None:
@@ -136,33 +136,19 @@ def epsilons(
 def perturbation_guarantees(
     perturbation: Perturbation,
     objective: LocalObjective,
+    run: RunFacts,
     *,
-    num_examples: Mapping[int, int],
-    participations: Mapping[int, int],
     delta: float,
-    secure_noise: bool = True,
-    not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """Return the guarantees for one record of any client: published, and provable.
 
     ε is the largest of any client; the source also names the smallest and the mean.
-
-    Parameters
-    ----------
-    num_examples, participations : Mapping[int, int]
-        |D_i| and number of uploads by client.
     """
-    by_client = epsilons(
-        perturbation,
-        objective,
-        num_examples=num_examples,
-        participations=participations,
-        delta=delta,
-    )
+    by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     output = isinstance(perturbation, OutputPerturbation)
     theorem = f"Yin et al., Upcycled-FL, Theorem 6.{2 if output else 3}"
-    sizes = [num_examples.get(client) for client in participations]
+    sizes = [run.num_examples.get(client) for client in by_client]
     solution = objective.solution_conditions()
     if isinstance(perturbation, OutputPerturbation):
         conditions = [_published_sensitivity(perturbation, objective, sizes)]
@@ -186,9 +172,9 @@ def perturbation_guarantees(
             LOADS,
             OUTLIVES,
             ON_A_GRID if output else _IN_FLOATS,
-            noise_assumption(secure_noise),
+            noise_assumption(run.secure_noise),
         ),
-        not_covered=not_covered,
+        not_covered=run.not_covered,
     )
     loss = PrivacyLoss(
         epsilon=max(provable, default=0.0),
@@ -202,7 +188,7 @@ def perturbation_guarantees(
             accountant="closed form (moments accountant)" if output else "closed form (pure DP)",
             source=f"{theorem}; {_spread(published)}",
             conditions=conditions,
-            not_covered=not_covered,
+            not_covered=run.not_covered,
         ),
         claims.provable(
             AdversaryView.EACH_UPLOAD,

@@ -35,7 +35,8 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.theorems.uldp import UserRun, uldp_avg_guarantees, uldp_closed_form
+from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
 from tests.support.plans import mechanism_of
@@ -506,13 +507,11 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
     )
     run(strategy)
-    facts = UserRun(
-        num_silos=SILOS,
-        rounds=ROUNDS,
-        weighting="by-records",
-        participations=strategy.participations.in_sums,
+    facts = RunFacts(
+        method=strategy.method.traits,
+        participations=strategy.participations,
         secure_noise=False,
-        secure_sampling=False,
+        secure_cohorts=False,
     )
     expected = uldp_avg_guarantees(mechanism_of(plan(sampling), silos=SILOS), facts)
     ours = strategy.guarantees()

@@ -11,16 +11,15 @@ from flower_ext.privacy import (
     NeighboringRelation,
     PoissonSampling,
     Release,
-    privacy_loss,
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.gaussian import (
     EXACT_GAUSSIAN,
     gaussian_loss,
-    participations_loss,
 )
 from flower_ext.privacy.accounting.pld import pld_epsilon
 from tests.support.grids import grid
+from tests.support.losses import privacy_loss
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -200,7 +199,7 @@ def test_no_noise_means_no_privacy_whatever_noise_others_have(accountant):
 
 def test_no_rounds_cost_nothing_and_a_number_below_zero_is_refused():
     assert epsilon(POISSON, rounds=0) == 0.0
-    with pytest.raises(ValueError, match="rounds=-1"):
+    with pytest.raises(ValueError, match="count of a release=-1"):
         epsilon(POISSON, rounds=-1)
 
 
@@ -247,9 +246,7 @@ def test_the_answer_names_the_accountant_that_gave_it(sampling, relation, accoun
 
 def test_participations_compose_like_full_rounds_and_weights_like_more_noise():
     def of(sigma, participations):
-        return participations_loss(
-            noise_multiplier=sigma, participations=participations, relation=SPECIAL, delta=1e-3
-        ).epsilon
+        return gaussian_loss(sigma, releases=participations, delta=1e-3).epsilon
 
     assert of(2.0, 9) == epsilon(EVERYONE, SPECIAL, sigma=2.0, rounds=9)
     assert of(2.0, 36) == pytest.approx(of(1.0, 9))  # a weight of four halves the noise
@@ -281,9 +278,8 @@ def test_absurd_noise_has_an_epsilon_between_nothing_and_no_amplification(
 ):
     facts = {"rounds": 60, "delta": 0.01, "relation": relation}
     loss = privacy_loss(sampling=sampling, noise_multiplier=noise_multiplier, **facts)
-    plain = participations_loss(
-        noise_multiplier=noise_multiplier, participations=60, relation=relation, delta=0.01
-    )
+    alone = noise_multiplier / relation.sensitivity_factor
+    plain = gaussian_loss(alone, releases=60, delta=0.01)
     assert 0 <= loss.epsilon <= plain.epsilon
     assert (loss.epsilon == 0) == (noise_multiplier > 1)
 

@@ -10,9 +10,8 @@ from flower_ext.privacy import (
     TargetOutOfReach,
     calibrate_noise_multiplier,
     gaussian_loss,
-    privacy_loss,
 )
-from flower_ext.privacy.accounting import accountant as accounting
+from flower_ext.privacy.accounting import pld as accounting
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import (
     calibrate_rounds,
@@ -21,6 +20,7 @@ from flower_ext.privacy.accounting.calibration import (
 )
 from flower_ext.privacy.accounting.events import Release
 from tests.support.grids import grid
+from tests.support.losses import privacy_loss
 
 
 def random_settings(number: int, seed: int):

@@ -18,7 +18,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.theorems.client_level import client_level_guarantees
+from tests.support.guarantees import by_view
 from tests.support.plans import mechanism_of
 
 BOUNDS = (("accuracy", 0.0, 1.0), ("loss", 0.5, 4.5))
@@ -164,9 +164,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
         done.record(range(100), 80, asked=90)
     for _ in range(4):
         own.count_answer(SCORES, done)
-    found = {
-        one.view: one for one in client_level_guarantees(own, done, releases=own.releases(done))
-    }
+    found = by_view(own, done)
     precision = 3 / 1.0**2 + 4 / 3.0**2
     for view, factor in (
         (AdversaryView.RELEASED_MODELS, 1.0),

@@ -89,7 +89,7 @@ def test_spent_is_the_mean_and_the_largest_over_clients():
     ]
     assert spent["epsilon_published"] == pytest.approx(max(published))
     assert spent["epsilon_published_mean"] == pytest.approx(sum(published) / 3)
-    provable = [both[1] for both in epsilons(OUTPUT, SOLVED, delta=1e-3, **RUN).values()]
+    provable = [both[1] for both in epsilons(OUTPUT, SOLVED, a_run(), delta=1e-3).values()]
     assert spent["epsilon_provable"] == pytest.approx(max(provable))
     assert spent["epsilon_provable_mean"] == pytest.approx(sum(provable) / 3)
     assert len({round(value, 9) for value in spent.values()}) == 4
@@ -98,10 +98,9 @@ def test_spent_is_the_mean_and_the_largest_over_clients():
 def test_the_guarantees_are_those_of_the_plan_and_agree_with_what_it_spent():
     for perturbation in (OUTPUT, OBJECTIVE):
         the_plan = plan(perturbation=perturbation)
-        guarantees = the_plan.guarantees(a_run(secure_noise=False, not_covered=["scores"]))
-        assert guarantees == perturbation_guarantees(
-            perturbation, SOLVED, delta=1e-3, secure_noise=False, not_covered=["scores"], **RUN
-        )
+        run = a_run(secure_noise=False, not_covered=["scores"])
+        guarantees = the_plan.guarantees(run)
+        assert guarantees == perturbation_guarantees(perturbation, SOLVED, run, delta=1e-3)
         spent = the_plan.spent(a_run())
         for guarantee in guarantees:
             assert spent[f"epsilon_{guarantee.basis}"] == guarantee.epsilon

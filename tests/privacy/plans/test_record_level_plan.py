@@ -12,10 +12,9 @@ from flower_ext.privacy import (
     FullParticipation,
     RecordLevelPlan,
     SeededNoise,
+    gaussian_loss,
 )
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
-from flower_ext.privacy.theorems.clipped_steps import clipped_steps_loss, composed_loss
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_epsilon
 from tests.support.run_facts import run_facts
 
 TARGET = {
@@ -67,18 +66,14 @@ def test_the_provable_target_is_met_and_not_with_less_noise(steps):
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
 def test_published_and_provable_are_those_of_the_calibrations(steps):
     the_plan = plan(steps=steps)
-    published = dp_ditto_epsilon(
-        noise_stddev=the_plan.upload_stddev,
-        delta=0.01,
-        rounds=30,
-        num_clients=20,
-        num_examples=3000,
-        clipping_norm=20.0,
+    for_one = RecordLevelPlan.for_target(
+        **{**TARGET, "epsilon": 1.0, "rounds": 30}, basis="published"
     )
+    published = for_one.noise_stddev / the_plan.upload_stddev
     if steps is None:
-        loss = composed_loss(sensitivity=40.0, noise_stddev=0.1, delta=0.01, releases=30)
+        loss = gaussian_loss(0.1 / 40.0, releases=30, delta=0.01)
     else:
-        loss = clipped_steps_loss(steps, noise_stddev=0.1, delta=0.01, rounds=30)
+        loss = steps.loss(0.1, delta=0.01, rounds=30)
     assert epsilons(the_plan, 30) == {"published": published, "provable": loss.epsilon}
     spent = the_plan.spent(run_facts(rounds=30))
     assert spent == {"epsilon_published": published, "epsilon_provable": loss.epsilon}

@@ -8,11 +8,10 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     PoissonSampling,
-    privacy_loss,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.theorems.client_level import client_level_guarantees
-from tests.support.guarantees import by_view
+from tests.support.guarantees import by_view, client_level
+from tests.support.losses import privacy_loss
 from tests.support.plans import mechanism, mechanism_of, plan
 
 
@@ -85,7 +84,7 @@ def test_fixed_size_sampling_is_accounted_with_twice_the_bound():
 def test_seeded_noise_is_named_as_simulation_in_every_guarantee():
     seen = Participations.worst_case(60, 10)
     for secure, word in ((True, "cryptographic generator"), (False, "SIMULATION")):
-        for guarantee in client_level_guarantees(mechanism(), seen, secure_noise=secure):
+        for guarantee in client_level(mechanism(), seen, secure_noise=secure):
             assert any(word in text for text in guarantee.assumptions)
 
 
@@ -124,7 +123,7 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
 )
 def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):
     with pytest.raises(ValueError, match=said):
-        client_level_guarantees(mechanism_of(plan(), **changes), Participations.worst_case(60, 10))
+        client_level(mechanism_of(plan(), **changes), Participations.worst_case(60, 10))
 
 
 PROTOCOL, OTHERS, CLIENTS = "follows the protocol", "none of those who add noise", "clients clip"

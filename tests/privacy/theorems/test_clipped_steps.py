@@ -4,23 +4,18 @@ import numpy as np
 import pytest
 
 from flower_ext.privacy import gaussian_loss
-from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_loss,
-    clipped_steps_noise_stddev,
-    composed_loss,
-    composed_noise_stddev,
-)
+from flower_ext.privacy.theorems.clipped_steps import composed_noise_stddev
 from tests.support.plans import steps
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0, 100.0])
 @pytest.mark.parametrize("releases", [1, 80])
 def test_the_provable_noise_meets_its_target_and_a_little_less_misses_it(epsilon, releases):
-    facts = {"sensitivity": 0.3, "delta": 1e-3, "releases": releases}
-    stddev = composed_noise_stddev(epsilon=epsilon, **facts)
-    reached = composed_loss(noise_stddev=stddev, **facts).epsilon
+    facts = {"delta": 1e-3, "releases": releases}
+    stddev = composed_noise_stddev(sensitivity=0.3, epsilon=epsilon, **facts)
+    reached = gaussian_loss(stddev / 0.3, **facts).epsilon
     assert epsilon * (1 - 1e-6) < reached <= epsilon
-    assert composed_loss(noise_stddev=0.99 * stddev, **facts).epsilon > epsilon
+    assert gaussian_loss(0.99 * stddev / 0.3, **facts).epsilon > epsilon
 
 
 def test_each_noised_step_is_a_release_of_the_records_it_uses():
@@ -37,7 +32,7 @@ def test_each_noised_step_is_a_release_of_the_records_it_uses():
     ]
     assert full.sensitivity == pytest.approx(2 * 0.1 * 2.0 / 50)
     assert batches.sensitivity == pytest.approx(5 * full.sensitivity)
-    spent = clipped_steps_loss(full, noise_stddev=0.05, delta=1e-3, rounds=8).epsilon
+    spent = full.loss(0.05, delta=1e-3, rounds=8).epsilon
     same = gaussian_loss(0.05 / full.sensitivity, releases=40, delta=1e-3).epsilon
     assert spent == pytest.approx(same, rel=1e-12)
 
@@ -73,7 +68,7 @@ def test_k_full_noised_steps_leave_k_times_the_noise_of_one_in_the_upload():
     target = {"epsilon": 3.0, "delta": 1e-3, "rounds": 10}
     stddevs = []
     for s in (steps(), steps(local_steps=9)):
-        stddevs.append(s.upload_stddev(clipped_steps_noise_stddev(s, **target)))
+        stddevs.append(s.upload_stddev(s.noise_stddev(**target)))
     assert stddevs[1] == pytest.approx(9 * stddevs[0], rel=1e-12)
 
 

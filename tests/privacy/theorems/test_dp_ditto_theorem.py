@@ -14,12 +14,8 @@ from flower_ext.privacy import (
     PrivacyUnit,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.clipped_steps import (
-    clipped_steps_guarantee,
-    clipped_steps_noise_stddev,
-)
+from flower_ext.privacy.theorems.clipped_steps import clipped_steps_guarantee
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
-    dp_ditto_epsilon,
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
@@ -50,8 +46,8 @@ def test_the_published_noise_is_equation_8_and_its_epsilon_the_inverse():
     stddev = dp_ditto_noise_stddev(**TARGET, **FEDERATION)
     printed = (2 * C / D) * math.sqrt(2 * T * N * math.log(1 / 0.01)) / (10.0 * N)
     assert stddev == pytest.approx(printed, rel=1e-12)
-    back = dp_ditto_epsilon(noise_stddev=stddev, delta=0.01, rounds=T, **FEDERATION)
-    assert back == pytest.approx(10.0, rel=1e-12)
+    published, _ = guarantees(stddev=stddev, rounds=T, **FEDERATION)
+    assert published.epsilon == pytest.approx(10.0, rel=1e-12)
 
 
 def test_sigma_z_of_equation_8_is_the_published_noise_of_all_clients_together():
@@ -64,7 +60,7 @@ def test_the_variance_of_both_calibrations_grows_linearly_with_the_rounds():
     # The planner needs it: σ_u²/T is a constant of the budget.
     target = {"epsilon": 2.0, "delta": 1e-3}
     published = [dp_ditto_noise_stddev(**target, rounds=T, **FEDERATION) for T in (1, 9)]
-    provable = [clipped_steps_noise_stddev(steps(), **target, rounds=T) for T in (1, 9)]
+    provable = [steps().noise_stddev(**target, rounds=T) for T in (1, 9)]
     assert published[1] == pytest.approx(3 * published[0], rel=1e-12)
     assert provable[1] == pytest.approx(3 * provable[0], rel=1e-12)
 
@@ -141,8 +137,8 @@ def test_one_noised_step_is_the_same_as_one_noised_upload():
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "epsilon": 0.0}, **FEDERATION), "epsilon=0.0"),
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "delta": 1.0}, **FEDERATION), "delta=1.0"),
         (lambda: dp_ditto_noise_stddev(**{**TARGET, "rounds": 0}, **FEDERATION), "rounds=0"),
-        (lambda: clipped_steps_noise_stddev(steps(), **{**TARGET, "rounds": 0}), "rounds=0"),
-        (lambda: clipped_steps_noise_stddev(steps(), **{**TARGET, "epsilon": -1}), "epsilon=-1"),
+        (lambda: steps().noise_stddev(**{**TARGET, "rounds": 0}), "rounds=0"),
+        (lambda: steps().noise_stddev(**{**TARGET, "epsilon": -1}), "epsilon=-1"),
         (
             lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "clipping_norm": 0.0}),
             "clipping_norm=0.0",
@@ -151,10 +147,7 @@ def test_one_noised_step_is_the_same_as_one_noised_upload():
             lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "num_clients": 0}),
             "num_clients=0",
         ),
-        (
-            lambda: dp_ditto_epsilon(noise_stddev=0.0, delta=0.01, rounds=1, **FEDERATION),
-            "noise_stddev=0.0",
-        ),
+        (lambda: guarantees(stddev=0.0), "noise_stddev=0.0"),
         (lambda: steps(num_examples=0), "num_examples=0: expected"),
         (lambda: guarantees(steps=steps(num_examples=7)), "num_examples=50: expected 7"),
         (lambda: steps(batch_size=51), "batch_size=51: expected"),

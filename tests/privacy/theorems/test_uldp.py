@@ -15,8 +15,10 @@ from flower_ext.privacy import (
     ReleasePlan,
     gaussian_loss,
 )
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.uldp import (
-    UserRun,
+    check_user_plan,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
@@ -24,6 +26,7 @@ from flower_ext.privacy.theorems.uldp import (
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
+from tests.support.run_facts import run_facts
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
@@ -44,13 +47,33 @@ def provable_by_view(guarantees):
     return {g.view: g.epsilon for g in guarantees if g.basis == "provable"}
 
 
-def averaging_guarantees(plan, *, num_silos, sensitivity=1.0, **run):
+def averaging_guarantees(
+    plan,
+    *,
+    rounds,
+    num_silos=5,
+    weighting="equal",
+    drawn=None,
+    hidden_draw="",
+    sensitivity=1.0,
+    **facts,
+):
+    """Return the guarantees of a run in which one user was drawn so many times."""
+    method = MethodTraits(name="UldpAvg", num_silos=num_silos, weighting=weighting)
+    seen = Participations.worst_case(rounds if drawn is None else drawn, 1)
+    seen.rounds = rounds
+    run = RunFacts(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
-    return uldp_avg_guarantees(sums, UserRun(num_silos=num_silos, **run))
+    return uldp_avg_guarantees(sums, run, hidden_draw=hidden_draw)
+
+
+def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
+    sums = mechanism_of(plan(noise_multiplier=noise_multiplier), silos=5)
+    return uldp_naive_guarantees(sums, run_facts(rounds=rounds, **facts))
 
 
 def all_guarantees():
-    yield from uldp_naive_guarantees(noise_multiplier=5.0, rounds=100, delta=DELTA)
+    yield from naive_guarantees()
     yield from uldp_group_guarantees([SILO], group_size=5, delta=DELTA)
     for sampling in (FullParticipation(100), PoissonSampling(100, 0.3)):
         for weighting in ("equal", "by-records"):
@@ -85,9 +108,7 @@ def farthest(clipping_norm, models):
 
 def test_a_user_moves_a_clipped_silo_update_by_2c_so_naive_has_half_the_noise_multiplier():
     assert farthest(1.0, [np.array([5.0]), np.array([-3.0])]) == pytest.approx(2.0)
-    published, provable = by_basis(
-        uldp_naive_guarantees(noise_multiplier=5.0, rounds=10, delta=DELTA)
-    )
+    published, provable = by_basis(naive_guarantees(rounds=10))
     assert provable.epsilon == gaussian_loss(2.5, releases=10, delta=DELTA).epsilon
     assert provable.epsilon > published.epsilon
     assert not published.conditions_hold
@@ -108,7 +129,7 @@ def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
     assert sampled[models] < 0.5 * full[models]
     assert sampled[sums] == full[sums] == full[models]
     seldom = averaging_guarantees(
-        plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100, participations=18
+        plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100, drawn=18
     )
     assert provable_by_view(seldom)[sums] < full[sums]
     assert provable_by_view(seldom)[models] == sampled[models]
@@ -139,13 +160,13 @@ def test_every_guarantee_is_of_the_user_names_all_it_needs_and_survives_json():
 def test_seeds_are_named_as_simulation():
     sampled = plan(PoissonSampling(100, 0.1))
     seeded = [
-        *uldp_naive_guarantees(noise_multiplier=5.0, rounds=1, delta=DELTA, secure_noise=False)[1:],
+        *naive_guarantees(secure_noise=False)[1:],
         *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, secure_noise=False)[1:],
         *averaging_guarantees(sampled, num_silos=2, rounds=1, secure_noise=False)[1:],
     ]
     for guarantee in seeded:
         assert any(text.startswith("SIMULATION: noise") for text in guarantee.assumptions)
-    models = averaging_guarantees(sampled, num_silos=2, rounds=1, secure_sampling=False)[1]
+    models = averaging_guarantees(sampled, num_silos=2, rounds=1, secure_cohorts=False)[1]
     assert any(text.startswith("SIMULATION: sampled users") for text in models.assumptions)
 
 
@@ -160,7 +181,7 @@ def test_seeds_are_named_as_simulation():
 )
 def test_plans_of_other_methods_are_refused(changes, arguments, said):
     with pytest.raises(ValueError, match=said):
-        averaging_guarantees(plan(**changes), **{"num_silos": 5, "rounds": 10, **arguments})
+        check_user_plan(plan(**changes), **{"num_silos": 5, "weighting": "equal", **arguments})
 
 
 @pytest.mark.parametrize(
@@ -169,7 +190,7 @@ def test_plans_of_other_methods_are_refused(changes, arguments, said):
 def test_unfit_numbers_of_the_theorems_are_refused_by_name(field, value):
     facts = {"noise_multiplier": 5.0, "rounds": 10, "delta": DELTA}
     with pytest.raises(ValueError, match=f"{field}="):
-        uldp_naive_guarantees(**{**facts, field: value})
+        uldp_closed_form(**{**facts, field: value})
 
 
 PROTOCOL, OTHERS, DRAWN = (
@@ -209,7 +230,7 @@ def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampl
 def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
     out = {"not_covered": ["scores"]}
     every = [
-        *uldp_naive_guarantees(noise_multiplier=5.0, rounds=1, delta=DELTA, **out),
+        *naive_guarantees(**out),
         *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, **out),
         *averaging_guarantees(plan(), num_silos=2, rounds=1, **out),
     ]
@@ -231,7 +252,7 @@ def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weigh
 
 
 def test_a_draw_that_nobody_knows_amplifies_against_the_server_too():
-    run = {"num_silos": 5, "rounds": 30, "participations": 12.0}
+    run = {"num_silos": 5, "rounds": 30, "drawn": 12}
     sampled = plan(PoissonSampling(100, 0.1))
     known = provable_by_view(averaging_guarantees(sampled, **run))
     hidden = provable_by_view(averaging_guarantees(sampled, hidden_draw=TRANSFER, **run))

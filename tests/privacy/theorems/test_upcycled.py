@@ -29,15 +29,15 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 from flower_ext.privacy.guarantee import PreconditionFailed
+from flower_ext.privacy.theorems import upcycled
 from flower_ext.privacy.theorems.upcycled import (
-    epsilons,
-    perturbation_guarantees,
     sensitivity,
     upcycled_theorem_6_2,
     upcycled_theorem_6_3,
 )
 from flower_ext.training.newton import newton
 from tests.support.perturbed import noiseless
+from tests.support.run_facts import run_facts
 
 # An L2-regularised logistic regression of two classes, solved exactly.
 KNOWN = LocalObjective(
@@ -475,9 +475,13 @@ UPLOADS = {0: 3, 1: 12, 2: 1}
 
 def pair(perturbation, objective=KNOWN, *, sizes=SIZES, uploads=UPLOADS, delta=1e-3, **how):
     """Return the published and the provable guarantee."""
-    return perturbation_guarantees(
-        perturbation, objective, num_examples=sizes, participations=uploads, delta=delta, **how
-    )
+    run = run_facts(uploads, num_examples=sizes, **how)
+    return upcycled.perturbation_guarantees(perturbation, objective, run, delta=delta)
+
+
+def epsilons(perturbation, objective, *, num_examples, participations, delta):
+    run = run_facts(participations, num_examples=num_examples)
+    return upcycled.epsilons(perturbation, objective, run, delta=delta)
 
 
 def spread(values):
@@ -726,17 +730,13 @@ def test_where_theorem_6_3_does_not_apply_the_guarantee_says_so_instead_of_raisi
 
 
 def test_with_no_size_known_the_published_condition_is_not_said_to_hold():
-    published, _ = perturbation_guarantees(
-        OUTPUT, KNOWN, num_examples={}, participations={0: 1}, delta=0.1
-    )
+    published, _ = pair(OUTPUT, sizes={}, uploads={0: 1}, delta=0.1)
     assert not published.conditions_hold
 
 
 def test_the_source_names_the_sensitivity_that_the_largest_epsilon_was_computed_with():
     """Client 0 never reported its size: it counts at 2τ = 3, the source says 'at most 0.4'."""
-    _, provable = perturbation_guarantees(
-        OUTPUT, KNOWN, num_examples={1: 50}, participations={0: 1, 1: 1}, delta=0.1
-    )
+    _, provable = pair(OUTPUT, sizes={1: 50}, uploads={0: 1, 1: 1}, delta=0.1)
     assert "at most 0.4" not in provable.source
 
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flower_ext.privacy import DpSgd
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import check_group
-from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.theorems.uldp_group import largest_renyi, lemma_9
 
 
