@@ -30,7 +30,6 @@ from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
 from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
-from flower_ext.privacy.mechanisms.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
 log = getLogger("flwr")
@@ -314,9 +313,8 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
         unreadable, not finite or beyond `LARGEST_VALUE`.
     """
-    upload = reply.upload if isinstance(reply, UploadReply) else None
-    if upload is not None and _is_sound(upload.arrays, base):
-        return Update(upload.arrays, _checked_metrics(upload.metrics.items()))
+    if isinstance(reply, UploadReply) and (upload := reply.upload) is not None:
+        return Update(_checked(upload.arrays, base), _checked_metrics(upload.metrics.items()))
     content = _content(reply)
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
@@ -419,26 +417,17 @@ def _content(reply: Message) -> RecordDict:
     return reply.content
 
 
-def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
-    """Return True if an update surely passes `_checked`; else call `_checked`, which says why."""
-    layout, dtype = update.layout, update.dtype
-    if len(layout) != len(base):
-        return False
-    for name, expected in base.items():
-        place = layout.get(name)
-        if place is None or place[1] != expected.shape or dtype != expected.dtype:
-            return False
-    return update.square <= _largest(dtype) ** 2
-
-
-def _checked(record: Mapping[str, Array], base: Mapping[str, np.ndarray]) -> Arrays:
+def _checked(
+    record: Mapping[str, Array] | Mapping[str, np.ndarray], base: Mapping[str, np.ndarray]
+) -> Arrays:
     if record.keys() != base.keys():
         missing, extra = sorted(set(base) - set(record)), sorted(set(record) - set(base))
         raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")
     arrays: Arrays = {}
     for name, expected in base.items():
         try:
-            array = read_array(record[name])
+            sent = record[name]
+            array = sent if isinstance(sent, np.ndarray) else read_array(sent)
         except Exception as error:  # a hostile payload may provoke any error
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
         if array.shape != expected.shape or array.dtype != expected.dtype:

@@ -152,11 +152,8 @@ class LocalResult:
         received: Params,
         *,
         whole: bool,
-        minus: Callable[[Params, Params], Params] = difference,
     ) -> Params | BoundedSum | CellSum | HiddenSum:
         """Return the part that the plan bounds: the update, or the ``whole`` model.
-
-        ``minus`` computes the difference of two models.
 
         Raises
         ------
@@ -166,7 +163,7 @@ class LocalResult:
         if (self.model is None) == (self.update is None):
             raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
-            return self.model if whole else minus(self.model, received)
+            return self.model if whole else difference(self.model, received)
         if whole or self.update is None:
             raise tellable(
                 InvalidValue(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
+from flower_ext.federation.arrays import arrays_of
 from flower_ext.federation.client.client_method import (
     ClientMethod,
     ClientWork,
@@ -55,7 +55,7 @@ from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
-from flower_ext.federation.uploads import Rows, Upload, content_of
+from flower_ext.federation.uploads import Upload, content_of
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import CellSum
@@ -124,14 +124,12 @@ class ClientSide:
         other client at the same time; the answer is then a RecordDict.
         """
         requests, works = self._unpack(messages, contexts, alone=alone)
-        models = [request.model for request in requests if isinstance(request, Request)]
-        rows = Rows(models[0], len(models)) if models and not alone else None
 
         def finish(index: int, result: LocalResult) -> RecordDict | Upload:
             request, work = requests[index], works[index]
             assert isinstance(request, Request)
             assert isinstance(work, ClientWork)
-            return self._remembering(contexts[index], request, work, result, rows)
+            return self._remembering(contexts[index], request, work, result, alone=alone)
 
         def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
             protection = request.protection
@@ -235,10 +233,11 @@ class ClientSide:
         request: Request,
         work: ClientWork,
         result: LocalResult,
-        rows: Rows | None,
+        *,
+        alone: bool,
     ) -> RecordDict | Upload:
         """Store the client's memory, then return its reply."""
-        reply, update = self._reply(context, request, work, result, rows)
+        reply, update = self._reply(context, request, work, result, alone=alone)
         memory = result.memory
         try:
             if callable(memory):
@@ -264,17 +263,14 @@ class ClientSide:
         request: Request,
         work: ClientWork,
         result: LocalResult,
-        rows: Rows | None,
+        *,
+        alone: bool,
     ) -> tuple[RecordDict | Upload, Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]]:
         """Return the client's reply and its update as it leaves the client."""
         whole = bounds_models(request.protection)
 
         def bounded(result: LocalResult) -> Any:
-            minus = difference
-            if rows is not None:
-                spare = result.memory is None and result.model is not work.received
-                minus = partial(rows.difference, spare=spare)
-            contribution = result.bounded(work.received, whole=whole, minus=minus)
+            contribution = result.bounded(work.received, whole=whole)
             noise = self.policy(context).noise(request.facts, OF_UPLOADS)
             return contribution, protected(contribution, work.received, request.protection, noise)
 
@@ -310,14 +306,11 @@ class ClientSide:
             else:
                 moved = difference(contribution, work.received) if whole else contribution
             metrics["update-norm"] = l2_norm(moved)
-        reply: RecordDict | Upload | None = None
         if sent is not None:
-            reply = content_of(sent, metrics)
-        elif rows is not None:
-            reply = rows.take(update, metrics)
-        if reply is None:
-            reply = content_of(records.to_record(update), metrics)
-        return reply, update
+            return content_of(sent, metrics), update
+        if alone:
+            return content_of(records.to_record(update), metrics), update
+        return Upload(arrays_of(update), metrics), update
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self.policy(context), self.method.upload_phase

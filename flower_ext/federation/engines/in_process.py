@@ -23,7 +23,6 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import answer_all
 from flower_ext.federation.engines.virtual import together
 from flower_ext.federation.engines.workers import Workers
-from flower_ext.federation.uploads import RequestsToSum
 from flower_ext.training import MEMORY_LIMIT
 
 _YOUNG = 10_000
@@ -108,7 +107,6 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients, and return message ids; replies wait for `pull_messages`."""
-        plan = messages.plan if isinstance(messages, RequestsToSum) else None
         messages, ids = list(messages), []
         for message in messages:
             ids.append(str(next(self._ids)))
@@ -118,7 +116,7 @@ class InProcessGrid(Grid):
         if self.workers.count == 1:
             self._replies |= zip(ids, self._answers(messages), strict=True)
         else:
-            self._coming = zip(ids, self.workers.ask(messages, plan), strict=True)
+            self._coming = zip(ids, self.workers.ask(messages), strict=True)
         return ids
 
     def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
@@ -146,12 +144,10 @@ class InProcessGrid(Grid):
         The first part runs at once, and each other part when the caller has taken the replies
         before it. ``timeout`` has no effect.
         """
-        plan = messages.plan if isinstance(messages, RequestsToSum) else None
         messages = list(messages)
         most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        requests = parts if plan is None else (RequestsToSum(part, plan) for part in parts)
-        replies = (iter(self.pull_messages(self.push_messages(part))) for part in requests)
+        replies = (iter(self.pull_messages(self.push_messages(part))) for part in parts)
         return chain(next(replies, ()), chain.from_iterable(replies))
 
     def _answers(self, messages: list[Message]) -> list[Message]:
