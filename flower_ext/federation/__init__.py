@@ -16,7 +16,6 @@ from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State
-from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Remaining
 from flower_ext.federation.recording import (
@@ -67,8 +66,6 @@ __all__ = [
     "client_level_dp_mod",
     "clients_of",
     "first_config",
-    "objective_perturbation_term",
-    "output_perturbation_mod",
     "recorded",
     "recorded_run",
     "run_in_process",

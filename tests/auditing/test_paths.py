@@ -20,7 +20,6 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 import flower_ext
@@ -44,7 +43,6 @@ from flower_ext.federation import (
     VirtualGrid,
     client_level_dp_mod,
     client_level_mod,
-    output_perturbation_mod,
     records,
 )
 from flower_ext.federation.client import cohort_app, protecting
@@ -281,15 +279,6 @@ def foreign(mod, size):
     return app
 
 
-def by_flower(size):
-    """Flower's own FedAvg over clients with the mod of output perturbation."""
-    mod = output_perturbation_mod(BY_MODELS.perturbation)
-    grid = Messages(foreign(mod, size), CLIENTS)
-    strategy = FedAvg(min_available_nodes=CLIENTS, fraction_evaluate=0.0)
-    moved = start(strategy, grid, {n: np.zeros(shape, np.float32) for n, shape in SHAPES.items()})
-    return {name: array * CLIENTS / NORM for name, array in moved.items()}
-
-
 def linear(size, strategy, factor, *, silos=0, norm=NORM):
     """Run one round of a method that trains a linear model, with one record of ``size``."""
     x = torch.from_numpy(size * norm * AXIS["weight"]).float()
@@ -460,9 +449,6 @@ PATHS = {
     "another ClientApp, a mod clips": Path(
         run=partial(sent, plan=BY_CLIENTS, app=partial(foreign, client_level_dp_mod())),
         through=(ADDED, (client_level_mod, "_update"), (ClipUpdate, "released")),
-    ),
-    "another ClientApp and strategy, a mod clips models": Path(
-        run=by_flower, through=((OutputPerturbation, "apply"),)
     ),
     # Sums that hide their parts from the server.
     "masked sum": Path(

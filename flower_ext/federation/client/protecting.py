@@ -17,7 +17,6 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
 from flower_ext.privacy import (
@@ -191,8 +190,9 @@ def objective_terms(
                 "proximal_weight"
             )
         )
-    perturbation = ObjectivePerturbation(rate=protection.rate)
-    return (objective_perturbation_term(params, perturbation, noise),)
+    arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
+    direction = ObjectivePerturbation(rate=protection.rate).direction(arrays, noise)
+    return (Linear(direction={n: torch.from_numpy(d).to(params[n]) for n, d in direction.items()}),)
 
 
 def protected(
