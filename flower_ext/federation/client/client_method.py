@@ -20,15 +20,7 @@ from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.quantization import CellSum
-from flower_ext.training import (
-    Job,
-    LocalTraining,
-    Params,
-    StepNoise,
-    Task,
-    Term,
-    difference,
-)
+from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, difference
 from flower_ext.training.side_by_side import Steps, Training, check_yielded, local_training
 
 
@@ -230,3 +222,13 @@ class ClientMethod:
     keeps_memory: bool = True
     mirrored: bool = False
     upload_phase: str | None = None
+
+
+def shared_model(work: ClientWork) -> Params:
+    """Return the shared model, as the ``local_model`` of a method without personal models."""
+    return work.received
+
+
+def own_model(work: ClientWork) -> Params:
+    """Return the client's own model, or the shared model if the client never took part."""
+    return work.memory or work.received

@@ -19,12 +19,7 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
-from flower_ext.privacy import (
-    NoiseSource,
-    ObjectivePerturbation,
-    SecureNoise,
-    SeededNoise,
-)
+from flower_ext.privacy import NoiseSource, ObjectivePerturbation, SecureNoise, SeededNoise
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import (

@@ -24,11 +24,7 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import arrays_of
-from flower_ext.federation.client.client_method import (
-    ClientMethod,
-    ClientWork,
-    LocalResult,
-)
+from flower_ext.federation.client.client_method import ClientMethod, ClientWork, LocalResult
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     HiddenSum,
@@ -62,12 +58,7 @@ from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.training import (
-    MEMORY_LIMIT,
-    Params,
-    Task,
-    difference,
-)
+from flower_ext.training import MEMORY_LIMIT, Params, Task, difference
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
