@@ -15,11 +15,9 @@ import torch
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client.protecting import HiddenSum
+from flower_ext.federation.client.protecting import Contribution
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, difference
 from flower_ext.training.side_by_side import Steps, Training, check_yielded, local_training
 
@@ -131,7 +129,7 @@ class LocalResult:
     """
 
     model: Params | None = field(default=None, repr=False)  # not for logs
-    update: Params | BoundedSum | CellSum | HiddenSum | None = field(default=None, repr=False)
+    update: Contribution | None = field(default=None, repr=False)
     memory: Params | Callable[[Params], Params] | None = field(default=None, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -144,7 +142,7 @@ class LocalResult:
         received: Params,
         *,
         whole: bool,
-    ) -> Params | BoundedSum | CellSum | HiddenSum:
+    ) -> Contribution:
         """Return the part that the plan bounds: the update, or the ``whole`` model.
 
         Raises
