@@ -76,7 +76,7 @@ LONGEST_REASON = 1_000
 _NAMES_SHOWN = 3
 """Most names of arrays in a refusal."""
 
-WRAPPED = (
+_WRAPPED = (
     "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
     "state_dict of the model itself"
 )
@@ -318,21 +318,32 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     content = _content(reply)
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
-    elif trust_models and isinstance(sent := content.get(MODEL), ArrayRecord):
-        if missing := sorted(base.keys() - sent.keys()):
-            raise RefusedReply(
-                f"the ClientApp returned {names_in(sent)}, but no {missing[0]!r}: expected every "
-                f"array that it received{WRAPPED}"
-            )
-        model = _checked({name: sent[name] for name in base}, base)  # it may return more
-        arrays = {name: model[name] - base[name] for name in base}
+    elif trust_models and isinstance(model := content.get(MODEL), ArrayRecord):
+        arrays = moved_by(model, base)
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
         raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
     return Update(arrays, _metrics(content))
 
 
-def names_in(arrays: Iterable[str]) -> str:
+def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
+    """Return a trained model minus the ``base`` that its ClientApp received.
+
+    Raises
+    ------
+    RefusedReply
+        The model lacks an array of ``base``, or its arrays are not like those. It may have more.
+    """
+    if missing := sorted(base.keys() - model.keys()):
+        raise RefusedReply(
+            f"the ClientApp returned {_names_in(model)}, but no {missing[0]!r}: expected every "
+            f"array that it received{_WRAPPED}"
+        )
+    trained = _checked({name: model[name] for name in base}, base)
+    return {name: np.asarray(trained[name] - base[name]) for name in base}
+
+
+def _names_in(arrays: Iterable[str]) -> str:
     """Return the first names of a model's arrays, for a message."""
     names = sorted(arrays)
     shown = [repr(name[:LONGEST_NAME]) for name in names[:_NAMES_SHOWN]]

@@ -238,13 +238,7 @@ def _ask_identities(
 
 
 def _by_partition(told: Mapping[int, object], population: int, together: int) -> dict[int, int]:
-    """Return node ids by partition, with ``together`` clients per node.
-
-    Raises
-    ------
-    FederationNotReady
-        Two nodes claim one partition, or a partition is out of range.
-    """
+    """Return node ids by partition, with ``together`` clients per node; refuse false claims."""
     answers: dict[int, int] = {}
     for node, partition in told.items():
         if type(partition) is not int or not 0 <= partition <= population - together:
