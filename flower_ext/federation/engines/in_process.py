@@ -113,10 +113,7 @@ class InProcessGrid(Grid):
             private.set_message_id(message, ids[-1])
         self._replies.update(self._coming)
         self._coming = iter(())  # a zip holds its last reply, whose update would be fetched
-        if self.workers.count == 1:
-            self._replies |= zip(ids, self._answers(messages), strict=True)
-        else:
-            self._coming = zip(ids, self.workers.ask(messages), strict=True)
+        self._coming = zip(ids, self.workers.ask(messages), strict=True)
         return ids
 
     def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
@@ -149,9 +146,6 @@ class InProcessGrid(Grid):
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
         replies = (iter(self.pull_messages(self.push_messages(part))) for part in parts)
         return chain(next(replies, ()), chain.from_iterable(replies))
-
-    def _answers(self, messages: list[Message]) -> list[Message]:
-        return list(self.workers.ask(messages))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]

@@ -100,10 +100,10 @@ class Workers:
     ) -> Iterator[Message]:
         for message in messages:
             if id(message) not in replies:
-                replies |= self._heard(home[id(message)])
+                replies |= self._replies_of(home[id(message)])
             yield replies.pop(id(message))
 
-    def _heard(self, number: int) -> dict[int, Message]:
+    def _replies_of(self, number: int) -> dict[int, Message]:
         """Return another process's replies to its last messages, by ``id`` of the message."""
         messages = self._open.pop(number)
         answers, stateful = self._receive(number)
@@ -114,9 +114,9 @@ class Workers:
         }
 
     def _settle(self) -> None:
-        """Drop the replies for which nobody waited."""
+        """Receive replies for which nobody waited, and drop them."""
         for number in [*self._open]:
-            self._heard(number)
+            self._replies_of(number)
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Divide messages among the processes, with about as much work for each.
@@ -209,7 +209,7 @@ class Workers:
                 return
             if messages is None:
                 break
-            answers = [*map(_told, self._answer(messages))]
+            answers = [*map(_answer_in, self._answer(messages))]
             stateful = self._with_state(messages)
             nodes.update(stateful)
             channel.share((answers, stateful))
@@ -246,19 +246,19 @@ def _has_gradients() -> bool:
     return True
 
 
-def _told(reply: Message) -> Error | RecordDict | Upload:
+def _answer_in(reply: Message) -> Error | RecordDict | Upload:
     if reply.has_error():
         return reply.error
     upload = reply.upload if isinstance(reply, UploadReply) else None
     return reply.content if upload is None else upload
 
 
-def _reply(message: Message, told: Error | RecordDict | Upload) -> Message:
-    if isinstance(told, Error):
-        return Message(told, reply_to=message)
-    if isinstance(told, Upload):
-        return UploadReply(message, told)
-    return private.reply_to(message, told)
+def _reply(message: Message, answer: Error | RecordDict | Upload) -> Message:
+    if isinstance(answer, Error):
+        return Message(answer, reply_to=message)
+    if isinstance(answer, Upload):
+        return UploadReply(message, answer)
+    return private.reply_to(message, answer)
 
 
 class _Channel:
