@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
 
-import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
@@ -171,7 +170,6 @@ def run_in_process(
         state=RecordDict(),
         run_config=config,
     )
-    _keep_freed_memory()
     try:
         with modules_uncollected():
             server_app(grid, context)
@@ -179,16 +177,6 @@ def run_in_process(
     finally:
         grid.workers.abandon()
     return grid
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep up to 64 MB of freed memory for the next round.
-
-    Otherwise it may return the arrays of each round to the system, which clears every page before
-    the next round gets it. glibc keeps twice as much as the largest array, up to 32 MB, that was
-    freed before; other libraries ignore this.
-    """
-    np.empty(2**25 - 2**16, np.uint8)  # with its header, just below 32 MB
 
 
 @contextmanager
