@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.algorithms.one_phase import OnePhase, one_by_one, require_unit_rate
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -41,15 +40,19 @@ from flower_ext.federation import (
     ClientWork,
     Cohort,
     LocalResult,
+    Method,
     Released,
     State,
     Steps,
     Training,
+    one_by_one,
     records,
+    require_unit_rate,
 )
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
+    LocalTraining,
     Params,
     Task,
     clone,
@@ -148,7 +151,7 @@ def local_model(work: ClientWork) -> Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apple(OnePhase):
+class Apple(Method):
     """Core models that all clients share and that each client mixes into a personal model.
 
     Each client learns its own weights for the core models. The reported shared model is their
@@ -177,6 +180,7 @@ class Apple(OnePhase):
     relation_learning_rate: float = 0.01
     penalty: float = 0.1
     penalty_rounds: int = 20
+    local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()

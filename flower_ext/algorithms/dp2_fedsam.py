@@ -127,11 +127,6 @@ class DP2FedSAM(Method):
             raise InvalidValue("personal=(): name the module that is the head, e.g. ('head',)")
 
     @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: the head, then the extractor."""
-        return {"head": self.head, "extractor": self.extractor}
-
-    @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
         """The head's training before evaluation, if ``adapt_before_evaluation`` is set."""
         return {"head": self.head} if self.adapt_before_evaluation else {}

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flower_ext.algorithms.one_phase import own_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -36,6 +35,7 @@ from flower_ext.federation import (
     LocalResult,
     Method,
     Steps,
+    own_model,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.privacy import PrivacyPlan

@@ -21,9 +21,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flower_ext.algorithms.one_phase import OnePhase
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMethod, ClientWork, LocalResult, State, Steps, Summation
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Method,
+    State,
+    Steps,
+    Summation,
+)
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
@@ -45,7 +52,7 @@ def local_model(work: ClientWork) -> Steps[Params]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPFedAvg(OnePhase):
+class DPFedAvg(Method):
     """Federated averaging with client-level DP.
 
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
@@ -72,7 +79,13 @@ class DPFedAvg(OnePhase):
     )
     any_client_app = True
 
+    local: LocalTraining = LocalTraining()
     fine_tuning: LocalTraining | None = None
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The training of the whole model, without the fine-tuning."""
+        return {"local": self.local}
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:

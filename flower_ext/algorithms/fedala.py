@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flower_ext.algorithms.one_phase import one_by_one
 from flower_ext.checks import require_at_least_one, require_positive, require_rate
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -39,6 +38,7 @@ from flower_ext.federation import (
     Method,
     Steps,
     Training,
+    one_by_one,
 )
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (

@@ -27,7 +27,6 @@ from logging import getLogger
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.algorithms.one_phase import OnePhase, own_model, require_unit_rate
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -36,13 +35,16 @@ from flower_ext.federation import (
     ClientWork,
     Cohort,
     LocalResult,
+    Method,
     Released,
     State,
     Steps,
+    own_model,
     records,
+    require_unit_rate,
 )
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.training import Proximal
+from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")
 
@@ -84,7 +86,7 @@ def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAMP(OnePhase):
+class FedAMP(Method):
     """Attentive message passing between clients with similar models.
 
     Attention sets the weights in the cloud models. The reported shared model is the plain mean of
@@ -113,6 +115,7 @@ class FedAMP(OnePhase):
     attention_width: float = 1.0
     attention_step: float | None = None
     attraction: float = 1.0
+    local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -32,12 +31,14 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Method,
     Released,
     State,
     Steps,
+    shared_model,
 )
 from flower_ext.privacy import NonPrivatePlan, PrivacyPlan
-from flower_ext.training import Linear, Params, Proximal, Term
+from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 H = "h"
 REGULARIZATION = "regularization"
@@ -60,7 +61,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDyn(OnePhase):
+class FedDyn(Method):
     """Dynamic regularisation; the mean over a cohort weights every client equally.
 
     Parameters
@@ -78,6 +79,7 @@ class FedDyn(OnePhase):
     )
 
     regularization: float = 0.1
+    local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()

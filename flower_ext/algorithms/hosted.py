@@ -10,19 +10,11 @@ from typing import Any, cast
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import (
-    FedAvg,
-    FedAvgM,
-    FedProx,
-    FedXgbBagging,
-    FedXgbCyclic,
-    QFedAvg,
-)
+from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedXgbBagging, FedXgbCyclic, QFedAvg
 
 from flower_ext.algorithms.dp_fedavg import DPFedAvg
-from flower_ext.algorithms.one_phase import require_unit_rate
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import RefusedReply, Released, State, records
+from flower_ext.federation import RefusedReply, Released, State, records, require_unit_rate
 from flower_ext.privacy import PoissonSampling, PrivacyPlan
 
 _STEPS = "steps"

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flower_ext.algorithms.one_phase import one_by_one, own_model
 from flower_ext.checks import require_positive
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
@@ -33,6 +32,8 @@ from flower_ext.federation import (
     Method,
     Steps,
     Training,
+    one_by_one,
+    own_model,
 )
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
@@ -64,7 +65,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         training=work.training["local"],
         generator=work.generator,
         terms=work.terms,
-        personal=work.training["personal"],
+        personal=work.training["personal_training"],
         attraction=work.settings[ATTRACTION],
     )
     solve = minimise_apart if work.steady else minimise_envelopes
@@ -176,11 +177,6 @@ class PFedMe(Method):
             raise InvalidValue(f"{name} is set: expected plain SGD, as in pFedMe; leave it out")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The local training: of the shared model's copy, and of the personal model inside it."""
-        return {"local": self.local, "personal": self.personal_training}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return λ, for the clients."""

@@ -25,20 +25,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
     ClientWork,
     LocalResult,
+    Method,
     RefusedReply,
     Released,
     State,
     Steps,
     Update,
+    shared_model,
 )
-from flower_ext.training import Linear, Params, difference
+from flower_ext.training import Linear, LocalTraining, Params, difference
 from flower_ext.training.local import SGD
 
 STEPS = "local-steps"
@@ -66,7 +67,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(OnePhase):
+class Scaffold(Method):
     """Stochastic controlled averaging; the mean over a cohort weights every client equally.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
@@ -83,6 +84,8 @@ class Scaffold(OnePhase):
         name="scaffold", local_update=local_update, local_model=shared_model, mirrored=True
     )
     needs_each_update = True
+
+    local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()

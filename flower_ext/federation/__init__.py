@@ -7,6 +7,8 @@ from flower_ext.federation.client import (
     LocalResult,
     Question,
     client_app,
+    own_model,
+    shared_model,
 )
 from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.client_level_mod import client_level_dp_mod
@@ -15,23 +17,17 @@ from flower_ext.federation.engines.in_process import InProcessGrid, run_in_proce
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
-from flower_ext.federation.method import Connected, Method, Released, State
-from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
+from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Remaining
-from flower_ext.federation.recording import (
-    first_config,
-    recorded_run,
-    save_outcome,
-    settings_of,
-)
+from flower_ext.federation.recording import first_config, recorded_run, save_outcome, settings_of
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.training.side_by_side import Steps, Training
+from flower_ext.training.side_by_side import Steps, Training, one_by_one
 
 __all__ = [
     "Arrays",
@@ -67,11 +63,13 @@ __all__ = [
     "client_level_dp_mod",
     "clients_of",
     "first_config",
-    "objective_perturbation_term",
-    "output_perturbation_mod",
+    "one_by_one",
+    "own_model",
     "recorded",
     "recorded_run",
+    "require_unit_rate",
     "run_in_process",
     "save_outcome",
     "settings_of",
+    "shared_model",
 ]

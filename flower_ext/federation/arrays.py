@@ -63,12 +63,17 @@ def _name(dtype: np.dtype) -> str:
 
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
     """Return tensors or arrays as an ArrayRecord on the CPU, in order. Do not change them later."""
-    arrays = {
-        # NumPy may turn arrays without dimensions into numbers, but Flower takes only arrays.
-        name: UnsentArray(np.asarray(v.numpy(force=True) if isinstance(v, Tensor) else v))
-        for name, v in params.items()
+    arrays = arrays_of(params)
+    return record_of(ArrayRecord, {name: UnsentArray(array) for name, array in arrays.items()})
+
+
+def arrays_of(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> Arrays:
+    """Return tensors or arrays as arrays on the CPU, in order. Do not change them later."""
+    # NumPy may turn arrays without dimensions into numbers, but Flower takes only arrays.
+    return {
+        name: np.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value)
+        for name, value in params.items()
     }
-    return record_of(ArrayRecord, arrays)
 
 
 def to_params(record: ArrayRecord) -> Params:

@@ -115,15 +115,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 def _asked(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
-    """Return the facts, the protection and the noise that a training message asks for.
-
-    Raises
-    ------
-    InvalidValue, TypeError
-        The message asks for no protection, or for one that a mod cannot apply.
-    PermissionError
-        The owner of the node requires more noise, or secure noise.
-    """
+    """Return the facts, the protection and the noise that a training message asks for."""
     check_addressee(message, context)
     facts = facts_for_mods(message)
     protection = check_facts(facts) if facts else None
@@ -151,28 +143,16 @@ def _without_facts(message: Message) -> Message:
 
 
 def _update(reply: Message, received: records.Arrays) -> records.Arrays:
-    """Return the change of each floating-point array that the ClientApp received.
-
-    Raises
-    ------
-    InvalidValue
-        An array is missing in the reply, or has another shape or dtype.
-    """
-    returned = _model_in(reply)
-    for name, base in received.items():
-        if name not in returned:
-            raise InvalidValue(
-                f"the ClientApp returned {records.names_in(returned)}, but no {name!r}: expected "
-                f"every received array{records.WRAPPED}"
-            )
-        array = returned[name]
-        if array.shape != base.shape or array.dtype != base.dtype:
-            raise InvalidValue(
-                f"the ClientApp returned {name!r} as {array.dtype}{array.shape}: expected "
-                f"{base.dtype}{base.shape}"
-            )
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for NaN and inf
-        return {name: np.asarray(returned[name] - received[name]) for name in _floating(received)}
+    """Return the change of each floating-point array that the ClientApp received."""
+    if reply.has_error():
+        raise InvalidValue(f"the ClientApp answered with an error: {reply.error.reason}")
+    arrays = reply.content.array_records
+    if len(arrays) != 1 and records.MODEL not in arrays:
+        raise InvalidValue(
+            f"the ClientApp returned the array records {sorted(arrays)}: expected {records.MODEL!r}"
+        )
+    model = arrays[records.MODEL] if records.MODEL in arrays else next(iter(arrays.values()))
+    return records.moved_by(model, {name: received[name] for name in _floating(received)})
 
 
 def _zeros(arrays: records.Arrays) -> records.Arrays:
@@ -181,22 +161,3 @@ def _zeros(arrays: records.Arrays) -> records.Arrays:
 
 def _floating(arrays: records.Arrays) -> list[str]:
     return [name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)]
-
-
-def _model_in(reply: Message) -> records.Arrays:
-    """Return the model in a ClientApp's reply.
-
-    Raises
-    ------
-    InvalidValue
-        The reply is an error, or has no model or several array records.
-    """
-    if reply.has_error():
-        raise InvalidValue(f"the ClientApp answered with an error: {reply.error.reason}")
-    arrays = reply.content.array_records
-    if len(arrays) != 1 and records.MODEL not in arrays:
-        raise InvalidValue(
-            f"the ClientApp returned the array records {sorted(arrays)}: expected {records.MODEL!r}"
-        )
-    record = arrays[records.MODEL] if records.MODEL in arrays else next(iter(arrays.values()))
-    return records.to_arrays(record)

@@ -31,12 +31,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
-from flower_ext.federation.recording import (
-    base_of,
-    first_config,
-    record,
-    recorded_run,
-)
+from flower_ext.federation.recording import base_of, first_config, record, recorded_run
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from logging import getLogger
+
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
@@ -9,10 +11,12 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, record_of
 from flower_ext.federation.method import Connected
-from flower_ext.federation.roster import refuse_foreign
+from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.training import matches
+
+log = getLogger("flwr")
 
 
 def shared_part(run: Run, arrays: ArrayRecord) -> ArrayRecord:
@@ -87,13 +91,23 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
             "ClientApp does not use this package and cannot mask its uploads; build it by "
             "client_app(task)"
         )
-    refuse_foreign(
-        run.method.name,
-        roster.said,
-        any_client_app=run.method.any_client_app,
-        client_protects=mechanism.client_protects and not roster.protects,
-        mod=mod,
-    )
+    said = f" (the first to fail said: {roster.said})" if roster.said else ""
+    fix = f"build the ClientApp with {run.method.name}.client_app(task)"
+    if not run.method.any_client_app:
+        raise FederationNotReady(
+            f"the ClientApp does not know {run.method.name}, which trains in its own way on the "
+            f"clients: {fix}{said}"
+        )
+    if mechanism.client_protects and not roster.protects:
+        mods = (
+            "give it mods=[flower_ext.federation.client_level_dp_mod(), ...], that mod before all "
+            "others of ClientApp(mods=...), "
+        )
+        raise FederationNotReady(
+            "the plan leaves noise to the clients, but the ClientApp does not know how: "
+            f"{mods if mod else ''}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
+        )
+    log.info("the ClientApp is not of this package: it gets plain train and evaluate messages")
 
 
 def _check_frozen(run: Run, grid: Grid) -> None:

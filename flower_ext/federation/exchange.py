@@ -13,13 +13,7 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, messages_like, replies
 from flower_ext.federation.failures import said, unlogged
 from flower_ext.federation.progress import Progress
-from flower_ext.federation.roster import (
-    FOR_MODS,
-    REHEARSAL,
-    FederationNotReady,
-    Roster,
-    addressed,
-)
+from flower_ext.federation.roster import FOR_MODS, REHEARSAL, FederationNotReady, Roster, addressed
 
 _REHEARSALS = 3
 """Clients that may try to train before round 1, until one can."""

@@ -24,7 +24,7 @@ resumed runs and `Upcycled` therefore treat every method alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import numpy as np
@@ -158,7 +158,7 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of methods: subclass it as a frozen dataclass, and name the client side and phases.
+    """Base of methods: subclass it as a frozen dataclass, with a client side and local trainings.
 
     Parameters
     ----------
@@ -205,8 +205,9 @@ class Method:
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training, by the names that the client side uses."""
-        raise NotImplementedError
+        """The phases of local training by name; by default all fields that are a training."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: one for name, one in values.items() if isinstance(one, LocalTraining)}
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
@@ -354,4 +355,18 @@ class Method:
         """Return a ClientApp that answers this method's messages (see `federation.client_app`)."""
         return client_app(
             cls.client, task=task, allow_seeded_noise=allow_seeded_noise, queries=queries
+        )
+
+
+def require_unit_rate(method: Method, because: str) -> None:
+    """Refuse a ``server_learning_rate`` other than 1, which would have no effect.
+
+    Raises
+    ------
+    InvalidValue
+        The rate is not 1; the message says ``because`` of what.
+    """
+    if method.server_learning_rate != 1.0:
+        raise InvalidValue(
+            f"server_learning_rate={method.server_learning_rate!r}: expected 1.0, because {because}"
         )

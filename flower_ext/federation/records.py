@@ -30,7 +30,6 @@ from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
 from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
-from flower_ext.privacy.mechanisms.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
 log = getLogger("flwr")
@@ -77,7 +76,7 @@ LONGEST_REASON = 1_000
 _NAMES_SHOWN = 3
 """Most names of arrays in a refusal."""
 
-WRAPPED = (
+_WRAPPED = (
     "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
     "state_dict of the model itself"
 )
@@ -314,27 +313,37 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
         unreadable, not finite or beyond `LARGEST_VALUE`.
     """
-    upload = reply.upload if isinstance(reply, UploadReply) else None
-    if upload is not None and _is_sound(upload.arrays, base):
-        return Update(upload.arrays, _checked_metrics(upload.metrics.items()))
+    if isinstance(reply, UploadReply) and (upload := reply.upload) is not None:
+        return Update(_checked(upload.arrays, base), _checked_metrics(upload.metrics.items()))
     content = _content(reply)
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
-    elif trust_models and isinstance(sent := content.get(MODEL), ArrayRecord):
-        if missing := sorted(base.keys() - sent.keys()):
-            raise RefusedReply(
-                f"the ClientApp returned {names_in(sent)}, but no {missing[0]!r}: expected every "
-                f"array that it received{WRAPPED}"
-            )
-        model = _checked({name: sent[name] for name in base}, base)  # it may return more
-        arrays = {name: model[name] - base[name] for name in base}
+    elif trust_models and isinstance(model := content.get(MODEL), ArrayRecord):
+        arrays = moved_by(model, base)
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
         raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
     return Update(arrays, _metrics(content))
 
 
-def names_in(arrays: Iterable[str]) -> str:
+def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
+    """Return a trained model minus the ``base`` that its ClientApp received.
+
+    Raises
+    ------
+    RefusedReply
+        The model lacks an array of ``base``, or its arrays are not like those. It may have more.
+    """
+    if missing := sorted(base.keys() - model.keys()):
+        raise RefusedReply(
+            f"the ClientApp returned {_names_in(model)}, but no {missing[0]!r}: expected every "
+            f"array that it received{_WRAPPED}"
+        )
+    trained = _checked({name: model[name] for name in base}, base)
+    return {name: np.asarray(trained[name] - base[name]) for name in base}
+
+
+def _names_in(arrays: Iterable[str]) -> str:
     """Return the first names of a model's arrays, for a message."""
     names = sorted(arrays)
     shown = [repr(name[:LONGEST_NAME]) for name in names[:_NAMES_SHOWN]]
@@ -419,26 +428,17 @@ def _content(reply: Message) -> RecordDict:
     return reply.content
 
 
-def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
-    """Return True if an update surely passes `_checked`; else call `_checked`, which says why."""
-    layout, dtype = update.layout, update.dtype
-    if len(layout) != len(base):
-        return False
-    for name, expected in base.items():
-        place = layout.get(name)
-        if place is None or place[1] != expected.shape or dtype != expected.dtype:
-            return False
-    return update.square <= _largest(dtype) ** 2
-
-
-def _checked(record: Mapping[str, Array], base: Mapping[str, np.ndarray]) -> Arrays:
+def _checked(
+    record: Mapping[str, Array] | Mapping[str, np.ndarray], base: Mapping[str, np.ndarray]
+) -> Arrays:
     if record.keys() != base.keys():
         missing, extra = sorted(set(base) - set(record)), sorted(set(record) - set(base))
         raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")
     arrays: Arrays = {}
     for name, expected in base.items():
         try:
-            array = read_array(record[name])
+            sent = record[name]
+            array = sent if isinstance(sent, np.ndarray) else read_array(sent)
         except Exception as error:  # a hostile payload may provoke any error
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
         if array.shape != expected.shape or array.dtype != expected.dtype:

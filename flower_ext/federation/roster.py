@@ -93,50 +93,6 @@ def _how(grid: Grid, expected: int) -> str:
     return "start more SuperNodes, or lower the plan's population"
 
 
-def refuse_foreign(
-    method: str, said: str, *, any_client_app: bool, client_protects: bool, mod: bool = False
-) -> None:
-    """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package.
-
-    Parameters
-    ----------
-    method : str
-        Name of the strategy.
-    said : str
-        The first error that a node sent in place of an answer.
-    any_client_app : bool
-        True if the method trains as every ClientApp does.
-    client_protects : bool
-        True if the plan leaves noise to the clients, and they have no mod that adds it.
-    mod : bool
-        True if `client_level_dp_mod` can do what the plan asks.
-
-    Raises
-    ------
-    FederationNotReady
-        The ClientApp is refused; the message says how to build one that fits.
-    """
-    said = f" (the first to fail said: {said})" if said else ""
-    fix = f"build the ClientApp with {method}.client_app(task)"
-    if not any_client_app:
-        raise FederationNotReady(
-            f"the ClientApp does not know {method}, which trains in its own way on the clients: "
-            f"{fix}{said}"
-        )
-    if client_protects:
-        mods = (
-            "give it mods=[flower_ext.federation.client_level_dp_mod(), ...], that mod before all "
-            "others of ClientApp(mods=...), "
-            if mod
-            else ""
-        )
-        raise FederationNotReady(
-            "the plan leaves noise to the clients, but the ClientApp does not know how: "
-            f"{mods}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
-        )
-    log.info("the ClientApp is not of this package: it gets plain train and evaluate messages")
-
-
 @dataclass(frozen=True)
 class Roster:
     """Node ids by partition.
@@ -238,13 +194,7 @@ def _ask_identities(
 
 
 def _by_partition(told: Mapping[int, object], population: int, together: int) -> dict[int, int]:
-    """Return node ids by partition, with ``together`` clients per node.
-
-    Raises
-    ------
-    FederationNotReady
-        Two nodes claim one partition, or a partition is out of range.
-    """
+    """Return node ids by partition, with ``together`` clients per node; refuse false claims."""
     answers: dict[int, int] = {}
     for node, partition in told.items():
         if type(partition) is not int or not 0 <= partition <= population - together:

@@ -23,7 +23,7 @@ from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import Release
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.updates import Row, l2_norm
+from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import LocalTraining
 
 _ROUNDING = 1.0001
@@ -235,7 +235,7 @@ def read_update(
         received = exchange.sent(reply)
         norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
     else:
-        norm = update.arrays.norm if isinstance(update.arrays, Row) else l2_norm(update.arrays)
+        norm = l2_norm(update.arrays)
     if norm > limit * _ROUNDING:
         raise records.RefusedReply(
             f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "

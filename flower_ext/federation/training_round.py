@@ -29,9 +29,7 @@ from flower_ext.federation.round import (
 )
 from flower_ext.federation.run import Run
 from flower_ext.federation.state.checkpoint import AskedUnits
-from flower_ext.federation.sums.plain import adds_only
 from flower_ext.federation.sums.summation import Opening
-from flower_ext.federation.uploads import RequestsToSum
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.plan import Aggregate
 from flower_ext.privacy.randomness import derived_seed
@@ -97,10 +95,7 @@ class TrainingRound:
         run.progress.row["cohort"] = len(cohort.asked)
         if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:
             run.progress.row["users"] = len(drawn.units)
-        messages = self._round.ask(contents)
-        if run.method.needs_each_update or not adds_only(run.summation):
-            return messages
-        return RequestsToSum(messages, run.mechanism)
+        return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:
         """Add up the replies, and take the server's step; None if the round is discarded."""

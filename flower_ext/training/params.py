@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -40,13 +39,6 @@ class FlatParams(Params):
             parts = [numbers[..., place].view(*outer, *shape) for place, shape in places]
         super().__init__(zip(layout, parts, strict=True))
         self.numbers, self.layout, self._parts = numbers, layout, parts
-
-    def lies_by(self, layout: Layout) -> bool:
-        """Return True if ``numbers`` holds all parameters by this layout: none was replaced."""
-        if not (len(self) == len(self._parts) and all(map(is_, self.values(), self._parts))):
-            return False
-        mine = self.layout
-        return mine is layout or (mine == layout and [*mine] == [*layout])
 
     def models(self) -> list[FlatParams]:
         """Return the parameters of each model."""

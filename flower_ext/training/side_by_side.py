@@ -21,6 +21,7 @@ from flower_ext.training.task import Task
 
 T = TypeVar("T")
 R = TypeVar("R")
+Work = TypeVar("Work", bound=Job)
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
@@ -87,6 +88,19 @@ class Training:
     def without_noise(self) -> bool:
         """True if the training adds no noise of its own to the model."""
         return self.solve in (train_each, _train_steadily)
+
+
+def one_by_one(
+    solve: Callable[[Task, Work, Callable[[str], bool]], R],
+) -> Callable[..., list[R]]:
+    """Turn a function that solves one job into one that solves a `Training`'s jobs in sequence."""
+
+    def solve_each(
+        task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
+    ) -> list[R]:
+        return [solve(task, job, trained) for job in jobs]
+
+    return solve_each
 
 
 def local_training(

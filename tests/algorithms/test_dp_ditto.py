@@ -89,8 +89,8 @@ PAIRS = [(m, p) for m in METHODS for p in ("plain", "noised")] + [("ditto", "ste
 class OneByOne(InProcessGrid):
     """A grid whose clients answer one by one, as on separate nodes."""
 
-    def _answers(self, messages):
-        return [super(OneByOne, self)._answers([message])[0] for message in messages]
+    def _answer_here(self, messages):
+        return [super(OneByOne, self)._answer_here([message])[0] for message in messages]
 
 
 def run(strategy, grid=InProcessGrid):

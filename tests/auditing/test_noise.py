@@ -27,17 +27,18 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     client_level_dp_mod,
-    objective_perturbation_term,
     recorded_run,
     records,
 )
+from flower_ext.federation.client.protecting import objective_terms
 from flower_ext.privacy import (
     FullParticipation,
-    ObjectivePerturbation,
     ReleasePlan,
+    SecureNoise,
     SecureScores,
     SecureSum,
 )
+from flower_ext.privacy.mechanisms.protections import PerturbObjective
 from flower_ext.training import LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
@@ -370,8 +371,9 @@ def test_masked_scores_have_their_noise_on_each_number(monkeypatch):
 
 def test_noise_in_the_objective_has_no_direction():
     params = {name: value for name, value in INITIAL.items() if name in TESTED}
-    draws = [objective_perturbation_term(params, ObjectivePerturbation(rate=2.0)) for _ in range(8)]
-    arrays = [{name: part.numpy() for name, part in one.direction.items()} for one in draws]
+    protection = PerturbObjective(rate=2.0, least_examples=0.0)
+    draws = [objective_terms(params, 1, protection, SecureNoise()) for _ in range(8)]
+    arrays = [{name: part.numpy() for name, part in one.direction.items()} for (one,) in draws]
     check_independence(arrays)
     norms = [math.sqrt(sum(float((part**2).sum()) for part in one.values())) for one in arrays]
     size = sum(value.numel() for value in params.values())

@@ -20,7 +20,6 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 import flower_ext
@@ -44,13 +43,13 @@ from flower_ext.federation import (
     VirtualGrid,
     client_level_dp_mod,
     client_level_mod,
-    output_perturbation_mod,
     records,
 )
 from flower_ext.federation.client import cohort_app, protecting
+from flower_ext.federation.engines import workers
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
-from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Rows, Upload
+from flower_ext.federation.uploads import Upload, UploadReply
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
@@ -75,7 +74,6 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipUpdate,
     Protection,
 )
-from flower_ext.privacy.mechanisms.updates import Row, Summed
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
@@ -281,15 +279,6 @@ def foreign(mod, size):
     return app
 
 
-def by_flower(size):
-    """Flower's own FedAvg over clients with the mod of output perturbation."""
-    mod = output_perturbation_mod(BY_MODELS.perturbation)
-    grid = Messages(foreign(mod, size), CLIENTS)
-    strategy = FedAvg(min_available_nodes=CLIENTS, fraction_evaluate=0.0)
-    moved = start(strategy, grid, {n: np.zeros(shape, np.float32) for n, shape in SHAPES.items()})
-    return {name: array * CLIENTS / NORM for name, array in moved.items()}
-
-
 def linear(size, strategy, factor, *, silos=0, norm=NORM):
     """Run one round of a method that trains a linear model, with one record of ``size``."""
     x = torch.from_numpy(size * norm * AXIS["weight"]).float()
@@ -394,61 +383,50 @@ def scores(size):
     return {"score": 2 * told["scored_clients"] * (told["accuracy_mean"] - 0.5)}
 
 
-ADDED, CLIPPED = (plans, "total"), (noised_sum, "sum_clipped")
+AVERAGED, ADDED, CLIPPED = (plans, "total"), (noised_sum, "total"), (noised_sum, "sum_clipped")
 LOST = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.25)}
 PAILLIER = PrivateWeighting(
     key_bits=512, allow_insecure_key_size=True, max_records_per_user=SILOS, precision=1e-6
 )
 PATHS = {
-    # One process, where an update is a row of numbers.
-    "rows, the server clips": Path(run=sent, through=(CLIPPED, (Rows, "take"))),
-    "rows, the clients clip": Path(
+    # One process, where an update stays plain arrays.
+    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "upload"))),
+    "arrays, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS),
         through=(ADDED, (ClipUpdate, "released"), (protections, "clip")),
     ),
-    "rows of float64, the server clips": Path(
-        run=partial(sent, dtype=np.float64), through=(CLIPPED, (Rows, "take"))
+    "arrays of float64, the server clips": Path(
+        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "upload"))
     ),
-    "rows, a few at a time": Path(
+    "arrays, a few at a time": Path(
         run=partial(sent, memory_limit=1),
         through=(CLIPPED, (InProcessGrid, "push_messages")),
     ),
-    "rows, as they are": Path(
+    "arrays, as they are": Path(
         run=partial(sent, plan=NonPrivatePlan(sampling=EVERYONE)),
-        through=(ADDED, (NonPrivatePlan, "aggregate")),
+        through=(AVERAGED, (NonPrivatePlan, "aggregate")),
         bound=math.inf,
     ),
-    "rows, weighted by examples": Path(
+    "arrays, weighted by examples": Path(
         run=partial(
             sent,
             plan=NonPrivatePlan(sampling=EVERYONE, weighting="examples"),
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(ADDED, (plain, "times_examples"), (plain, "weighted_mean")),
+        through=(AVERAGED, (plain, "times_examples"), (plain, "weighted_mean")),
         bound=math.inf,
     ),
-    "rows, whole models": Path(
+    "arrays, whole models": Path(
         run=partial(sent, plan=BY_MODELS, method=SentModels),
-        through=(ADDED, (ClipModel, "released"), (PerturbationPlan, "protection")),
+        through=(AVERAGED, (ClipModel, "released"), (PerturbationPlan, "protection")),
     ),
-    # Several processes, which add up their own rows.
-    "workers' sums, the server clips": Path(
-        run=partial(sent, workers=2),
-        through=(CLIPPED, (bounds, "_check_bound"), (plain, "in_parts")),
-        around=((Elsewhere, "rows"),),
+    # Several processes, which share the clients.
+    "workers, the server clips": Path(
+        run=partial(sent, grid=Lossy, workers=2), through=(CLIPPED, (workers, "_reply"))
     ),
-    "workers' sums, the clients clip": Path(
-        run=partial(sent, plan=BY_CLIENTS, workers=2),
-        through=(ADDED, (RowElsewhere, "norm")),
-        around=((Elsewhere, "rows"),),
-    ),
-    "workers' rows, the server clips": Path(
-        run=partial(sent, grid=Lossy, workers=2), through=(CLIPPED, (RowElsewhere, "numbers"))
-    ),
-    "workers' rows, the clients clip": Path(
-        run=partial(sent, plan=BY_CLIENTS, grid=Lossy, workers=2),
-        through=(ADDED, (RowElsewhere, "numbers")),
+    "workers, the clients clip": Path(
+        run=partial(sent, plan=BY_CLIENTS, workers=2), through=(ADDED, (workers, "_reply"))
     ),
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
@@ -471,9 +449,6 @@ PATHS = {
     "another ClientApp, a mod clips": Path(
         run=partial(sent, plan=BY_CLIENTS, app=partial(foreign, client_level_dp_mod())),
         through=(ADDED, (client_level_mod, "_update"), (ClipUpdate, "released")),
-    ),
-    "another ClientApp and strategy, a mod clips models": Path(
-        run=by_flower, through=((OutputPerturbation, "apply"),)
     ),
     # Sums that hide their parts from the server.
     "masked sum": Path(
@@ -592,8 +567,8 @@ def test_an_update_counts_as_one_norm_at_most_and_a_short_one_as_it_is(path, mon
 @pytest.mark.parametrize(
     ("name", "plant"),
     [
-        ("rows, the server clips", faults.updates_clipped_late),
-        ("rows, a few at a time", faults.updates_clipped_late),
+        ("arrays, the server clips", faults.updates_clipped_late),
+        ("arrays, a few at a time", faults.updates_clipped_late),
         ("users' sum", faults.weights_of_two),
     ],
 )
@@ -608,8 +583,6 @@ NOT_HERE = {
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
     "BoundedSum": "returned by sum_clipped and sum_clipped_rows",
-    "Summed": "returned by total",
-    "Row": "only carries numbers, on the paths of rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
     "check_cell": "adds nothing",
@@ -623,7 +596,7 @@ def classes():
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
         if module.name.split(".")[1] in ("privacy", "federation"):
             import_module(module.name)
-    found, waiting = set(), [Protection, RoundMechanism, Row, Summed, Grid, Summation]
+    found, waiting = set(), [Protection, RoundMechanism, bounds.BoundedSum, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()

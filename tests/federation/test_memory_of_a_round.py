@@ -60,9 +60,9 @@ class Watching(InProcessGrid):
         self.alive: list[int] = []
         self.seen: list[weakref.ref] = []
 
-    def _answers(self, messages):
+    def _answer_here(self, messages):
         self.alive.append(sum(one() is not None for one in self.seen))
-        replies = super()._answers(messages)
+        replies = super()._answer_here(messages)
         self.seen += map(weakref.ref, replies)
         return replies
 

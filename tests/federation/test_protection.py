@@ -635,12 +635,12 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             WHOLE,
-            "the plan expects 0",
+            "the plan expects none",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             replace(UNITS, clipping_norm=1.9),
-            "a bound of 2: the plan expects 1.9",
+            "a bound of 2: the plan expects one of 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),
@@ -651,9 +651,9 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             HiddenSum(bound=2.0, encrypt=dict),
             WHOLE,
-            "the plan expects 0",
+            "the plan expects none",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan expects 0"),
+        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan expects none"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):

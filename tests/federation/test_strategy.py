@@ -538,13 +538,13 @@ def test_a_foreign_client_app_and_flowers_own_strategy_get_the_same_records():
     seen = {"train": [], "evaluate": []}
 
     class Reading(InProcessGrid):
-        def _answers(self, messages):
+        def _answer_here(self, messages):
             for message in messages:
                 kind = message.metadata.message_type
                 if kind in seen:
                     config = message.content["config"].items()
                     seen[kind].append({n: v for n, v in config if not n.startswith(FOR_MODS)})
-            return super()._answers(messages)
+            return super()._answer_here(messages)
 
     config = ConfigRecord({"lr": 0.1})
     FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))).start(
@@ -704,9 +704,9 @@ def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
     asked = []
 
     class Counting(InProcessGrid):
-        def _answers(self, messages):
+        def _answer_here(self, messages):
             asked.extend(message.metadata.message_type for message in messages)
-            return super()._answers(messages)
+            return super()._answer_here(messages)
 
     grid = Counting(foreign_app(), num_clients=CLIENTS)
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))

@@ -87,7 +87,7 @@ class Meddler(InProcessGrid):
 class FreshProcesses(InProcessGrid):
     """Every message reaches a new process, which knows the stored context alone."""
 
-    def _answers(self, messages):
+    def _answer_here(self, messages):
         replies = []
         for message in messages:
             party_ends._cache.clear()
@@ -97,7 +97,7 @@ class FreshProcesses(InProcessGrid):
             context.state = RecordDict()
             if stored is not None:
                 vault(self, context.node_id - 1_000).store(bytes(stored))
-            replies += super()._answers([message])
+            replies += super()._answer_here([message])
         return replies
 
 

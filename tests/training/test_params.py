@@ -58,18 +58,3 @@ def test_models_in_one_tensor_are_views_of_its_rows():
     one["b"].fill_(-1)
     assert models["b"].tolist() == [-1, 13]
     assert models.numbers[0, 6] == one.numbers[6] == -1
-
-
-def test_parameters_of_which_one_was_replaced_lie_in_their_tensor_no_longer():
-    layout = layout_of({"a": torch.zeros(2, 3), "b": torch.zeros(())})
-    (model, _) = flat().models()
-    assert model.lies_by(model.layout)
-    assert model.lies_by(layout)
-    assert not model.lies_by(layout_of({"b": torch.zeros(()), "a": torch.zeros(2, 3)}))
-    assert not model.lies_by(layout_of({"a": torch.zeros(3, 2), "b": torch.zeros(())}))
-    (replaced, less) = flat().models()
-    replaced["b"] = torch.tensor(6.0)
-    del less["b"]
-    more = flat().models()[0]
-    more["c"] = torch.zeros(1)
-    assert not any(changed.lies_by(layout) for changed in (replaced, less, more))

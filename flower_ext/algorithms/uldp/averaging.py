@@ -31,7 +31,6 @@ from logging import getLogger
 
 import numpy as np
 
-from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.algorithms.uldp import private_silo
 from flower_ext.algorithms.uldp.silo_training import (
     CELL,
@@ -60,6 +59,7 @@ from flower_ext.federation import (
     Cohort,
     Connected,
     LocalResult,
+    Method,
     Population,
     Question,
     Released,
@@ -67,6 +67,7 @@ from flower_ext.federation import (
     Steps,
     Summation,
     Training,
+    shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
@@ -116,7 +117,7 @@ def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> floa
 
 
 @dataclass(frozen=True, kw_only=True)
-class UldpAvg(OnePhase):
+class UldpAvg(Method):
     """Federated averaging over silos with user-level DP.
 
     All users count alike, whatever their number of records. ``weighting`` divides a user's weight
@@ -151,6 +152,7 @@ class UldpAvg(OnePhase):
 
     num_silos: int
     weighting: Weighting | WeightSource = "equal"
+    local: LocalTraining = LocalTraining()
 
     @property
     def weights(self) -> WeightSource:

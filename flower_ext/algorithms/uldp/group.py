@@ -25,7 +25,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.one_phase import shared_model
 from flower_ext.algorithms.uldp.weights import USERS, answer_counts, ask_silos, owned
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
@@ -42,6 +41,7 @@ from flower_ext.federation import (
     State,
     Summation,
     records,
+    shared_model,
 )
 from flower_ext.privacy import (
     DpSgd,
@@ -52,11 +52,7 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.training import (
-    DpSgdTraining,
-    LocalTraining,
-    train_dp_sgd,
-)
+from flower_ext.training import DpSgdTraining, LocalTraining, train_dp_sgd
 
 LIMITS = "limits"
 DP_SGD = "dp-sgd."

@@ -20,18 +20,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
-from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMethod, State, Summation
+from flower_ext.federation import ClientMethod, Method, State, Summation, shared_model
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
+from flower_ext.training import LocalTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class UldpNaive(OnePhase):
+class UldpNaive(Method):
     """Clip each silo's update as a whole, and noise it for a user with records in every silo.
 
     All silos have the same weight in the mean. The plan is one of users, as for `UldpAvg`, without
@@ -59,6 +59,7 @@ class UldpNaive(OnePhase):
     )
 
     num_silos: int
+    local: LocalTraining = LocalTraining()
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that is not one of users, or that samples them."""

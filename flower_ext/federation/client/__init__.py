@@ -6,6 +6,8 @@ from flower_ext.federation.client.client_method import (
     ClientWork,
     LocalResult,
     Question,
+    own_model,
+    shared_model,
 )
 
 __all__ = [
@@ -14,4 +16,6 @@ __all__ = [
     "LocalResult",
     "Question",
     "client_app",
+    "own_model",
+    "shared_model",
 ]

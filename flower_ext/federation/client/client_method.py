@@ -15,26 +15,16 @@ import torch
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client.protecting import HiddenSum
+from flower_ext.federation.client.protecting import Contribution
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.quantization import CellSum
-from flower_ext.training import (
-    Job,
-    LocalTraining,
-    Params,
-    StepNoise,
-    Task,
-    Term,
-    difference,
-)
+from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, difference
 from flower_ext.training.side_by_side import Steps, Training, check_yielded, local_training
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # a frozen class would take six times as long to make
 class ClientWork:
-    """The input of a method on one client in one round.
+    """The input of a method on one client in one round, which the method must not change.
 
     Attributes
     ----------
@@ -139,7 +129,7 @@ class LocalResult:
     """
 
     model: Params | None = field(default=None, repr=False)  # not for logs
-    update: Params | BoundedSum | CellSum | HiddenSum | None = field(default=None, repr=False)
+    update: Contribution | None = field(default=None, repr=False)
     memory: Params | Callable[[Params], Params] | None = field(default=None, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -152,11 +142,8 @@ class LocalResult:
         received: Params,
         *,
         whole: bool,
-        minus: Callable[[Params, Params], Params] = difference,
-    ) -> Params | BoundedSum | CellSum | HiddenSum:
+    ) -> Contribution:
         """Return the part that the plan bounds: the update, or the ``whole`` model.
-
-        ``minus`` computes the difference of two models.
 
         Raises
         ------
@@ -166,7 +153,7 @@ class LocalResult:
         if (self.model is None) == (self.update is None):
             raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
-            return self.model if whole else minus(self.model, received)
+            return self.model if whole else difference(self.model, received)
         if whole or self.update is None:
             raise tellable(
                 InvalidValue(
@@ -233,3 +220,13 @@ class ClientMethod:
     keeps_memory: bool = True
     mirrored: bool = False
     upload_phase: str | None = None
+
+
+def shared_model(work: ClientWork) -> Params:
+    """Return the shared model, as the ``local_model`` of a method without personal models."""
+    return work.received
+
+
+def own_model(work: ClientWork) -> Params:
+    """Return the client's own model, or the shared model if the client never took part."""
+    return work.memory or work.received

@@ -17,15 +17,9 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
-from flower_ext.privacy import (
-    NoiseSource,
-    ObjectivePerturbation,
-    SecureNoise,
-    SeededNoise,
-)
+from flower_ext.privacy import NoiseSource, ObjectivePerturbation, SecureNoise, SeededNoise
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import (
@@ -128,6 +122,12 @@ class HiddenSum:
     encrypt: Callable[[Params], Mapping[str, np.ndarray]]
 
 
+Contribution = Params | BoundedSum | CellSum | HiddenSum
+"""A client's update, or its whole model, before bound and noise."""
+Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
+"""A client's update as it leaves the client."""
+
+
 def protects(protection: Protection | None) -> bool:
     """Return True if the client or the server protects the upload as a whole.
 
@@ -191,16 +191,17 @@ def objective_terms(
                 "proximal_weight"
             )
         )
-    perturbation = ObjectivePerturbation(rate=protection.rate)
-    return (objective_perturbation_term(params, perturbation, noise),)
+    arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
+    direction = ObjectivePerturbation(rate=protection.rate).direction(arrays, noise)
+    return (Linear(direction={n: torch.from_numpy(d).to(params[n]) for n, d in direction.items()}),)
 
 
 def protected(
-    update: Params | BoundedSum | CellSum | HiddenSum,
+    update: Contribution,
     received: Params,
     protection: Protection | None,
     noise: NoiseSource,
-) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
+) -> Protected:
     """Return the update as it leaves the client.
 
     If the protection `bounds_models`, ``update`` is the whole trained model. Rebuilding that model
@@ -213,9 +214,8 @@ def protected(
         The plan bounds each unit's part of the update and the method does not, or the method does
         and the plan asks for something else.
     """
-    if isinstance(protection, ClipUnitsToCells) or isinstance(update, CellSum):
-        return _noised_cells(update, protection, noise)
-    if isinstance(protection, ClipUnits) or isinstance(update, BoundedSum | HiddenSum):
+    sums_units = isinstance(update, BoundedSum | CellSum | HiddenSum)
+    if sums_units or isinstance(protection, ClipUnits | ClipUnitsToCells):
         return _noised_sum(update, received, protection, noise)
     if protection is None:
         return update
@@ -225,47 +225,38 @@ def protected(
     return {name: value - received[name] for name, value in released.items()}
 
 
-def _noised_cells(
-    update: Params | BoundedSum | CellSum | HiddenSum,
-    protection: Protection | None,
-    noise: NoiseSource,
-) -> Mapping[str, np.ndarray]:
-    """Return a sum over units, each bounded and rounded already, with this client's share."""
-    if not isinstance(update, CellSum):
-        error = "the plan asks for a sum over units in whole numbers of cells; the method made none"
-    elif not isinstance(protection, ClipUnitsToCells):
-        error = "the update is a sum in whole numbers of cells, which the plan does not ask for"
-    elif update.bound > protection.clipping_norm or update.cell != protection.cell:
-        error = (
-            f"each unit's part of the update has a bound of {update.bound:g} in cells of "
-            f"{update.cell:g}; the plan asks for {protection.clipping_norm:g} in cells of "
-            f"{protection.cell:g}"
-        )
-    else:
-        return protection.noised(update.value, noise)
-    raise tellable(InvalidValue(error))
-
-
 def _noised_sum(
-    update: Params | BoundedSum | HiddenSum,
+    update: Contribution,
     received: Params,
     protection: Protection | None,
     noise: NoiseSource,
-) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
+) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    expected = protection if isinstance(protection, ClipUnits) else None
-    norm = 0.0 if expected is None else expected.clipping_norm
-    if (
-        expected is None
-        or not isinstance(update, BoundedSum | HiddenSum)
-        or not update.bound <= norm
-    ):
-        bounded = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
-        bound = "none" if bounded is None else f"a bound of {bounded:g}"
-        error = f"each unit's part of the update has {bound}: the plan expects {norm:g}"
-        raise tellable(InvalidValue(error))
-    if isinstance(update, HiddenSum):
-        nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
-        return update.encrypt(noise.gaussian(nothing, expected.noise_stddev))
-    noised = expected.noised(update.value, noise)
-    return {name: value.to(received[name].dtype) for name, value in noised.items()}
+    if isinstance(update, CellSum) and isinstance(protection, ClipUnitsToCells):
+        if update.bound <= protection.clipping_norm and update.cell == protection.cell:
+            return protection.noised(update.value, noise)
+    elif isinstance(protection, ClipUnits) and isinstance(update, BoundedSum | HiddenSum):
+        if update.bound <= protection.clipping_norm and isinstance(update, HiddenSum):
+            zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
+            return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
+        if update.bound <= protection.clipping_norm:
+            noised = protection.noised(update.value, noise)
+            return {name: value.to(received[name].dtype) for name, value in noised.items()}
+    raise tellable(
+        InvalidValue(
+            f"each unit's part of the update has {_bound_of(update)}: the plan expects "
+            f"{_bound_of(protection)}"
+        )
+    )
+
+
+def _bound_of(value: object) -> str:
+    """Return the bound on each unit's part, by a sum or by a protection, for an error."""
+    if isinstance(value, BoundedSum | CellSum | HiddenSum):
+        bound = f"a bound of {value.bound:g}"
+    elif isinstance(value, ClipUnits | ClipUnitsToCells):
+        bound = f"one of {value.clipping_norm:g}"
+    else:
+        return "none"
+    cell = getattr(value, "cell", None)
+    return bound if cell is None else f"{bound} in cells of {cell:g}"

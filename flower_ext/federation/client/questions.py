@@ -77,13 +77,7 @@ def _company(side: ClientSide, message: Message, context: Context) -> ArrayRecor
 
 
 def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Confirm that this node's model has the frozen part that the server names.
-
-    Raises
-    ------
-    ValueError
-        The node's model has another frozen part.
-    """
+    """Confirm that this node's model has the frozen part that the server names."""
     expected = message.content.config_records[records.FROZEN]["fingerprint"]
     if (fingerprint := side.task_of(context).fingerprint) != expected:
         raise tellable(

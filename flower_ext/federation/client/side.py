@@ -14,25 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.client.client_method import (
-    ClientMethod,
-    ClientWork,
-    LocalResult,
-)
+from flower_ext.federation.arrays import arrays_of
+from flower_ext.federation.client.client_method import ClientMethod, ClientWork, LocalResult
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
+    Contribution,
     HiddenSum,
     NodePolicy,
+    Protected,
     bounds_models,
     check_size,
     objective_terms,
@@ -55,19 +52,14 @@ from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
-from flower_ext.federation.uploads import Rows, Upload, content_of
+from flower_ext.federation.uploads import Upload, content_of
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.training import (
-    MEMORY_LIMIT,
-    Params,
-    Task,
-    difference,
-)
+from flower_ext.training import MEMORY_LIMIT, Params, Task, difference
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
@@ -124,14 +116,12 @@ class ClientSide:
         other client at the same time; the answer is then a RecordDict.
         """
         requests, works = self._unpack(messages, contexts, alone=alone)
-        models = [request.model for request in requests if isinstance(request, Request)]
-        rows = Rows(models[0], len(models)) if models and not alone else None
 
         def finish(index: int, result: LocalResult) -> RecordDict | Upload:
             request, work = requests[index], works[index]
             assert isinstance(request, Request)
             assert isinstance(work, ClientWork)
-            return self._remembering(contexts[index], request, work, result, rows)
+            return self._finished(contexts[index], request, work, result, alone=alone)
 
         def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
             protection = request.protection
@@ -217,107 +207,91 @@ class ClientSide:
         task = self.task_of(contexts[first])
         read = reader(task)
 
-        def own(
-            message: Message, context: Context, device: str | None
-        ) -> tuple[Request, ClientWork]:
+        def request_of(message: Message, context: Context, device: str | None) -> Request:
             check_addressee(message, context)
-            request = read(message)
+            return read(message)
+
+        def work_of(request: Request, context: Context) -> ClientWork:
             steady = not alone and protects(request.protection)
-            return request, self._work(request, context, task, steady=steady)
+            return self._work(request, context, task, steady=steady)
 
-        both = each(own, messages, contexts, devices)
-        requests = [one if isinstance(one, Exception) else one[0] for one in both]
-        return requests, [one if isinstance(one, Exception) else one[1] for one in both]
+        requests = each(request_of, messages, contexts, devices)
+        return requests, each(work_of, requests, contexts)
 
-    def _remembering(
+    def _finished(
         self,
         context: Context,
         request: Request,
         work: ClientWork,
         result: LocalResult,
-        rows: Rows | None,
+        *,
+        alone: bool,
     ) -> RecordDict | Upload:
-        """Store the client's memory, then return its reply."""
-        reply, update = self._reply(context, request, work, result, rows)
+        """Protect the client's update and store its memory, then return its reply."""
+        contribution, update = self._protected(context, request, work, result)
+        reply: RecordDict | Upload
+        metrics = _metrics(request, work, result, contribution)
+        if isinstance(request.protection, ClipToCells):
+            of_sum = arrays_of(request.state[records.SECURE_SUM])
+            sealed = masked.seal(arrays_of(update), of_sum, context, self.method.name)
+            reply, cell = content_of(sealed, metrics), request.protection.cell
+            update = {name: value * cell for name, value in arrays_of(update).items()}
+        elif alone:
+            reply = content_of(records.to_record(update), metrics)
+        else:
+            reply = Upload(arrays_of(update), metrics)
+        self._remember(context, request, work, result, update)
+        return reply
+
+    def _protected(
+        self, context: Context, request: Request, work: ClientWork, result: LocalResult
+    ) -> tuple[Contribution, Protected]:
+        """Return the client's update before and after its protection."""
+        protection = request.protection
+
+        def protect(result: LocalResult) -> tuple[Contribution, Protected]:
+            contribution = result.bounded(work.received, whole=bounds_models(protection))
+            noise = self.policy(context).noise(request.facts, OF_UPLOADS)
+            return contribution, protected(contribution, work.received, protection, noise)
+
+        try:
+            return protect(result)
+        except Exception as error:  # a difference of two finite models may overflow
+            if is_tellable(error) or protection is None:
+                raise
+            if not (protection.hides_failures and protection.takes_models):
+                raise
+            log_unmoved(error)
+            return protect(LocalResult(model=work.received))
+
+    def _remember(
+        self,
+        context: Context,
+        request: Request,
+        work: ClientWork,
+        result: LocalResult,
+        update: Protected,
+    ) -> None:
+        """Store the client's new memory, which may depend on the ``update`` that it sends."""
         memory = result.memory
         try:
             if callable(memory):
-                memory = memory(_as_params(update, work.received))
+                released = {name: torch.as_tensor(value) for name, value in update.items()}
+                memory = memory({n: v.to(work.received[n].dtype) for n, v in released.items()})
             check_finite(memory)
         except Exception as error:  # the upload is on its way: a missing one would reveal the error
             if not hides_failures(request.protection):
                 raise
             log_unmoved(error)
             memory = work.memory
-        if memory is not None:
-            if not self.method.keeps_memory:
-                raise tellable(
-                    InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
-                )
-            kept = ClientMemory(context, self.method.name, request.run)
-            kept.store(memory, request.round, and_before=self.method.mirrored)
-        return reply
-
-    def _reply(
-        self,
-        context: Context,
-        request: Request,
-        work: ClientWork,
-        result: LocalResult,
-        rows: Rows | None,
-    ) -> tuple[RecordDict | Upload, Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]]:
-        """Return the client's reply and its update as it leaves the client."""
-        whole = bounds_models(request.protection)
-
-        def bounded(result: LocalResult) -> Any:
-            minus = difference
-            if rows is not None:
-                spare = result.memory is None and result.model is not work.received
-                minus = partial(rows.difference, spare=spare)
-            contribution = result.bounded(work.received, whole=whole, minus=minus)
-            noise = self.policy(context).noise(request.facts, OF_UPLOADS)
-            return contribution, protected(contribution, work.received, request.protection, noise)
-
-        try:
-            contribution, update = bounded(result)
-        except Exception as error:  # a difference of two finite models may overflow
-            protection = request.protection
-            if is_tellable(error) or protection is None:
-                raise
-            if not (protection.hides_failures and protection.takes_models):
-                raise
-            log_unmoved(error)
-            contribution, update = bounded(LocalResult(model=work.received))
-        sent = None
-        if isinstance(request.protection, ClipToCells):
-            cells = {name: np.asarray(array) for name, array in update.items()}
-            of_sum = _plain(request.state[records.SECURE_SUM])
-            sent = masked.seal(cells, of_sum, context, self.method.name)
-            cell = request.protection.cell
-            update = {name: torch.as_tensor(array * cell) for name, array in cells.items()}
-        metrics: dict[str, float] = {}
-        if request.facts.get("report-size"):
-            metrics |= {"num-examples": _num_examples(request, work), **result.metrics}
-        if request.facts.get("diagnostics"):
-            if isinstance(contribution, HiddenSum):
-                raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
-            if isinstance(contribution, BoundedSum | CellSum):
-                moved = (
-                    contribution.value
-                    if isinstance(contribution, BoundedSum)
-                    else contribution.in_numbers()
-                )
-            else:
-                moved = difference(contribution, work.received) if whole else contribution
-            metrics["update-norm"] = l2_norm(moved)
-        reply: RecordDict | Upload | None = None
-        if sent is not None:
-            reply = content_of(sent, metrics)
-        elif rows is not None:
-            reply = rows.take(update, metrics)
-        if reply is None:
-            reply = content_of(records.to_record(update), metrics)
-        return reply, update
+        if memory is None:
+            return
+        if not self.method.keeps_memory:
+            raise tellable(
+                InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
+            )
+        kept = ClientMemory(context, self.method.name, request.run)
+        kept.store(memory, request.round, and_before=self.method.mirrored)
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self.policy(context), self.method.upload_phase
@@ -338,8 +312,7 @@ class ClientSide:
             check_size(len(data.train), request.protection)
         if request.kind == "train" and request.protection is not None and len(data.train):
             data = _kept_apart(task, data, hidden=_hides_missing_data(request))
-        made = object.__new__(ClientWork)  # __init__ of a frozen class takes six times as long
-        vars(made).update(
+        return ClientWork(
             task=task,
             data=data,
             received=request.model,
@@ -357,7 +330,6 @@ class ClientSide:
             config=request.config,
             steady=steady,
         )
-        return made
 
     def _remembered(self, request: Request, context: Context) -> Params | None:
         """Load the memory from before this training round; an evaluation includes this round's."""
@@ -386,21 +358,30 @@ def _hides_missing_data(request: Request) -> bool:
     return request.protection is not None and request.protection.hides_missing_data
 
 
-def _num_examples(request: Request, work: ClientWork) -> int:
-    """Return the number of training examples: the agreed one also of a client without its data."""
-    agreed = None if request.protection is None else request.protection.num_examples
-    return len(work.data.train) if agreed is None else agreed
-
-
-def _as_params(
-    released: Mapping[str, torch.Tensor] | Mapping[str, np.ndarray], like: Params
-) -> Params:
-    """Return the released arrays as tensors of the model's types."""
-    return {name: torch.as_tensor(v).to(like[name].dtype) for name, v in released.items()}
-
-
-def _plain(params: Params) -> dict[str, np.ndarray]:
-    return {name: value.numpy() for name, value in params.items()}
+def _metrics(
+    request: Request, work: ClientWork, result: LocalResult, contribution: Contribution
+) -> dict[str, float]:
+    """Return the numbers that leave the client beside its update."""
+    metrics: dict[str, float] = {}
+    if request.facts.get("report-size"):
+        # Of a client without its data, the agreed number.
+        agreed = None if request.protection is None else request.protection.num_examples
+        size = len(work.data.train) if agreed is None else agreed
+        metrics |= {"num-examples": size, **result.metrics}
+    if request.facts.get("diagnostics"):
+        if isinstance(contribution, HiddenSum):
+            raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
+        moved: Mapping[str, Any]
+        if isinstance(contribution, BoundedSum):
+            moved = contribution.value
+        elif isinstance(contribution, CellSum):
+            moved = contribution.in_numbers()
+        elif bounds_models(request.protection):
+            moved = difference(contribution, work.received)
+        else:
+            moved = contribution
+        metrics["update-norm"] = l2_norm(moved)
+    return metrics
 
 
 def _go_back(memory: ClientMemory, used: int) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
 
-import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
@@ -23,7 +22,6 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import answer_all
 from flower_ext.federation.engines.virtual import together
 from flower_ext.federation.engines.workers import Workers
-from flower_ext.federation.uploads import RequestsToSum
 from flower_ext.training import MEMORY_LIMIT
 
 _YOUNG = 10_000
@@ -108,17 +106,13 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients, and return message ids; replies wait for `pull_messages`."""
-        plan = messages.plan if isinstance(messages, RequestsToSum) else None
         messages, ids = list(messages), []
         for message in messages:
             ids.append(str(next(self._ids)))
             private.set_message_id(message, ids[-1])
         self._replies.update(self._coming)
         self._coming = iter(())  # a zip holds its last reply, whose update would be fetched
-        if self.workers.count == 1:
-            self._replies |= zip(ids, self._answers(messages), strict=True)
-        else:
-            self._coming = zip(ids, self.workers.ask(messages, plan), strict=True)
+        self._coming = zip(ids, self.workers.ask(messages), strict=True)
         return ids
 
     def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
@@ -146,16 +140,11 @@ class InProcessGrid(Grid):
         The first part runs at once, and each other part when the caller has taken the replies
         before it. ``timeout`` has no effect.
         """
-        plan = messages.plan if isinstance(messages, RequestsToSum) else None
         messages = list(messages)
         most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        requests = parts if plan is None else (RequestsToSum(part, plan) for part in parts)
-        replies = (iter(self.pull_messages(self.push_messages(part))) for part in requests)
+        replies = (iter(self.pull_messages(self.push_messages(part))) for part in parts)
         return chain(next(replies, ()), chain.from_iterable(replies))
-
-    def _answers(self, messages: list[Message]) -> list[Message]:
-        return list(self.workers.ask(messages))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
@@ -181,7 +170,6 @@ def run_in_process(
         state=RecordDict(),
         run_config=config,
     )
-    _keep_freed_memory()
     try:
         with modules_uncollected():
             server_app(grid, context)
@@ -189,16 +177,6 @@ def run_in_process(
     finally:
         grid.workers.abandon()
     return grid
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep up to 64 MB of freed memory for the next round.
-
-    Otherwise it may return the arrays of each round to the system, which clears every page before
-    the next round gets it. glibc keeps twice as much as the largest array, up to 32 MB, that was
-    freed before; other libraries ignore this.
-    """
-    np.empty(2**25 - 2**16, np.uint8)  # with its header, just below 32 MB
 
 
 @contextmanager

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain
 from logging import getLogger
-from math import inf
 from typing import Any
 
 from flwr.app import Error, Message, RecordDict
@@ -60,9 +59,6 @@ class VirtualGrid(Grid):
             raise InvalidValue(f"clients_per_node={clients_per_node!r}: expected an integer >= 1")
         self._grid, self.clients_per_node = grid, clients_per_node
         self._nodes: dict[int, int] = {}
-        self._packed: dict[str, dict[str, Message]] = {}
-        self._replies: dict[str, Message] = {}
-        self._ids = count(1)
 
     def set_run(self, run: Any) -> None:
         """Set the run of the grid below."""
@@ -97,33 +93,12 @@ class VirtualGrid(Grid):
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send one message per node and turn, and return the ids of the single messages."""
-        messages, ids = list(messages), []
-        parcels: dict[tuple[int, int], dict[str, Message]] = defaultdict(dict)
-        for message, place in zip(messages, self._parcels(messages), strict=True):
-            ids.append(f"virtual-{next(self._ids)}")
-            parcels[place][ids[-1]] = message
-        sent = [self._pack(node, list(own.values())) for (_, node), own in parcels.items()]
-        for sent_id, parcel in zip(self._grid.push_messages(sent), parcels.values(), strict=True):
-            if sent_id:
-                self._packed[sent_id] = parcel
-            else:  # Flower could not send it; its messages have no ids, as Flower's would have none
-                ids = ["" if message_id in parcel else message_id for message_id in ids]
-        return ids
+        """Refuse to send without waiting; call `send_and_receive`."""
+        raise NotImplementedError("VirtualGrid: call send_and_receive")
 
-    def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
-        self,
-        reply_to_message_ids: Iterable[str] | None = None,
-        *,
-        message_ids: Iterable[str] | None = None,
-    ) -> Iterable[Message]:
-        """Return the replies to these messages, or to all, that have arrived, each only once."""
-        for reply in self._grid.pull_messages(list(self._packed)):
-            parcel = self._packed.pop(reply.metadata.reply_to_message_id, {})
-            self._replies |= zip(parcel, self._unpack(reply, list(parcel.values())), strict=True)
-        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        wanted = [*self._replies] if wanted is None else wanted
-        return [self._replies.pop(each) for each in wanted if each in self._replies]
+    def pull_messages(self, *arguments: Any, **options: Any) -> Iterable[Message]:
+        """Refuse to fetch replies that were not waited for; call `send_and_receive`."""
+        raise NotImplementedError("VirtualGrid: call send_and_receive")
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -141,7 +116,7 @@ class VirtualGrid(Grid):
         answers = (self._answered(turns[turn], timeout) for turn in sorted(turns))
         return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
-    def _parcels(self, messages: Sequence[Message], most: float = inf) -> list[tuple[int, int]]:
+    def _parcels(self, messages: Sequence[Message], most: int) -> list[tuple[int, int]]:
         """Return the turn and the node of each message, so that no turn asks a client twice.
 
         About ``most`` messages go to a node in a turn.
@@ -151,7 +126,7 @@ class VirtualGrid(Grid):
         parcels = []
         for message in messages:
             client, node = message.metadata.dst_node_id, self._place(message)[0]
-            parcels.append((turns[client] + int(sent[node] // most), node))
+            parcels.append((turns[client] + sent[node] // most, node))
             turns[client] += 1
             sent[node] += 1
         return parcels

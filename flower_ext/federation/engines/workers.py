@@ -16,11 +16,9 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -28,14 +26,7 @@ from flwr.app import Context, Error, Message, RecordDict
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Upload, UploadReply
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.updates import Layout, Summed
-
-_ROWS = "rows"
-"""Request to another process for the updates that it kept."""
-_Facts = tuple[tuple[Layout, np.dtype, float, float], Mapping[str, float], int]
-"""Facts of an upload whose numbers stay in another process; plain tuples, which travel fastest."""
+from flower_ext.federation.uploads import Upload, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):
@@ -72,25 +63,14 @@ class Workers:
         }
         self._homes: dict[int, int] = {}  # process of each client with a state
         self._others: list[tuple[BaseProcess, _Channel]] = []
-        self._open: dict[
-            int, Sequence[Message]
-        ] = {}  # messages that other processes must still answer
-        self._kept: dict[int, ref[Elsewhere]] = {}
+        self._open: dict[int, Sequence[Message]] = {}  # to answer yet, by process
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
-    def ask(
-        self, messages: Sequence[Message], plan: RoundMechanism | None = None
-    ) -> Iterator[Message]:
+    def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
         """Return replies in the order of ``messages``; those of other processes come later.
 
         This process answers its share before the function returns, while the others work. The
         iterator waits for another process when the caller takes the first of its replies.
-
-        Parameters
-        ----------
-        plan : RoundMechanism, optional
-            Lets each other process add up its updates by this plan. The updates stay there until a
-            caller reads one, or until the process gets its next messages.
 
         Raises
         ------
@@ -106,7 +86,7 @@ class Workers:
         home = {id(each): number for number, share in enumerate(shares) for each in share}
         for number in range(1, self.count):
             if shares[number]:
-                self._send(number, (shares[number], plan))
+                self._send(number, shares[number])
                 self._open[number] = shares[number]
         replies_here = self._answer(shares[0])
         replies = {
@@ -120,43 +100,23 @@ class Workers:
     ) -> Iterator[Message]:
         for message in messages:
             if id(message) not in replies:
-                replies |= self._heard(home[id(message)])
+                replies |= self._replies_of(home[id(message)])
             yield replies.pop(id(message))
 
-    def _heard(self, number: int) -> dict[int, Message]:
+    def _replies_of(self, number: int) -> dict[int, Message]:
         """Return another process's replies to its last messages, by ``id`` of the message."""
         messages = self._open.pop(number)
-        answers, stateful, summed = self._receive(number)
+        answers, stateful = self._receive(number)
         self._homes |= dict.fromkeys(stateful, number)
-        kept = sum(isinstance(each, tuple) for each in answers)
-        there = Elsewhere(partial(self._fetched, number), summed, kept)
-        if kept:
-            self._kept[number] = ref(there)
-        replies, index = {}, 0
-        for message, each in zip(messages, answers, strict=True):
-            if isinstance(each, tuple):
-                facts, metrics, payload = each
-                each = Upload(RowElsewhere(there, index, *facts), metrics, payload)
-                index += 1
-            replies[id(message)] = _reply(message, each)
-        return replies
-
-    def _fetched(self, number: int) -> list[np.ndarray]:
-        """Return the updates that another process kept."""
-        del self._kept[number]
-        self._send(number, _ROWS)
-        rows: list[np.ndarray] = self._receive(number)
-        return rows
+        return {
+            id(message): _reply(message, answer)
+            for message, answer in zip(messages, answers, strict=True)
+        }
 
     def _settle(self) -> None:
-        """Fetch replies and updates that a caller may still read, before processes drop them."""
+        """Receive replies for which nobody waited, and drop them."""
         for number in [*self._open]:
-            self._heard(number)
-        for there in [
-            kept_rows for kept in [*self._kept.values()] if (kept_rows := kept()) is not None
-        ]:
-            there.rows()
-        self._kept.clear()
+            self._replies_of(number)
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Divide messages among the processes, with about as much work for each.
@@ -242,31 +202,17 @@ class Workers:
             other.connection.close()  # else this process would never see the server's end close
         channel.share(_has_gradients())
         nodes: set[int] = set()
-        kept: list[Upload] = []
         while True:
             try:
-                request = pickle.loads(channel.connection.recv_bytes())
+                messages = pickle.loads(channel.connection.recv_bytes())
             except EOFError:
                 return
-            if request is None:
+            if messages is None:
                 break
-            if request == _ROWS:
-                channel.share([upload.arrays.numbers for upload in kept])
-                continue
-            messages, plan = request
-            answers, summed = [*map(_told, self._answer(messages))], None
-            kept = [each for each in answers if plan is not None and isinstance(each, Upload)]
-            if kept:
-                summed = _sum(plan, kept)
-            sent = [
-                _facts(each, with_norm=plan.client_protects)
-                if isinstance(each, Upload) and plan is not None
-                else each
-                for each in answers
-            ]
+            answers = [*map(_answer_in, self._answer(messages))]
             stateful = self._with_state(messages)
             nodes.update(stateful)
-            channel.share((sent, stateful, summed))
+            channel.share((answers, stateful))
         channel.share({node: self._contexts[node].state for node in nodes})
 
     def _send(self, number: int, asked: object) -> None:
@@ -300,35 +246,19 @@ def _has_gradients() -> bool:
     return True
 
 
-def _facts(upload: Upload, *, with_norm: bool) -> _Facts:
-    """Return the arguments of a `RowElsewhere` and its `Upload`."""
-    row = upload.arrays
-    square = row.square
-    norm = row.norm if with_norm and math.isfinite(square) else math.inf
-    return (row.layout, row.dtype, square, norm), upload.metrics, upload.payload
-
-
-def _told(reply: Message) -> Error | RecordDict | Upload:
+def _answer_in(reply: Message) -> Error | RecordDict | Upload:
     if reply.has_error():
         return reply.error
     upload = reply.upload if isinstance(reply, UploadReply) else None
     return reply.content if upload is None else upload
 
 
-def _reply(message: Message, told: Error | RecordDict | Upload) -> Message:
-    if isinstance(told, Error):
-        return Message(told, reply_to=message)
-    if isinstance(told, Upload):
-        return UploadReply(message, told)
-    return private.reply_to(message, told)
-
-
-def _sum(plan: RoundMechanism, uploads: Sequence[Upload]) -> Summed | None:
-    """Return the sum of updates, or None if an update is invalid, so that the server refuses it."""
-    try:
-        return plan.part((upload.arrays for upload in uploads), like=uploads[0].arrays)
-    except (ValueError, TypeError):
-        return None
+def _reply(message: Message, answer: Error | RecordDict | Upload) -> Message:
+    if isinstance(answer, Error):
+        return Message(answer, reply_to=message)
+    if isinstance(answer, Upload):
+        return UploadReply(message, answer)
+    return private.reply_to(message, answer)
 
 
 class _Channel:

@@ -107,8 +107,6 @@ class Checkpoints:
         self.open: AskedUnits | None = None
         """The round that the server began, until its answers are counted."""
 
-    # While the run goes on ----------------------------------------------------------------
-
     def asked(self, asked: AskedUnits) -> None:
         """Record durably which units' data the server is about to ask for.
 
@@ -164,8 +162,6 @@ class Checkpoints:
         for old in self._rounds()[:-_KEPT]:
             (folder / f"{old}.checkpoint").unlink()
 
-    # When it goes on ----------------------------------------------------------------------
-
     def newest(self) -> RunState | None:
         """Read the newest intact checkpoint; return None if there never was one.
 
@@ -219,8 +215,6 @@ class Checkpoints:
             return 0
         noted = map(json.loads, whole_lines(self._folder() / ASKED))
         return max((e["number"] for e in noted if e.get(QUERY) == query), default=0)
-
-    # Parts --------------------------------------------------------------------------------
 
     def _folder(self) -> Path:
         assert self.run is not None

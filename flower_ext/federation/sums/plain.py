@@ -1,7 +1,6 @@
 """Sums of contributions that arrive in the clear, bounded and noised as the plan says.
 
-The server adds each contribution when it arrives, and drops it. Worker processes may each add up
-their part first; their sums are added like contributions.
+The server adds each contribution when it arrives, and drops it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from flwr.app import Message
 
 from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.federation.uploads import in_parts
 from flower_ext.privacy.mechanisms.plan import (
     Aggregate,
     RoundMechanism,
@@ -46,19 +44,9 @@ class _OpenPlainSum(OpenSum):
             noise=self._opening.noise,
         )
         if not self._mechanism.weighs_examples:
-            return aggregate(in_parts(update.arrays for _, update in contributions), like=like)
+            return aggregate((update.arrays for _, update in contributions), like=like)
         uploads = (
             times_examples(update.arrays, update.metrics["num-examples"])
             for _, update in contributions
         )
         return weighted_mean(lambda wider: aggregate(uploads, like=wider), like=like)
-
-
-def adds_only(summation: Summation) -> bool:
-    """Return True if a process may replace the contributions that it holds by their sum."""
-    mechanism = summation.mechanism
-    return (
-        isinstance(summation, PlainSum)
-        and not mechanism.weighs_examples
-        and not mechanism.bounds_models
-    )

@@ -30,7 +30,6 @@ import numpy as np
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.updates import (
-    Summed,
     Update,
     as_float64,
     check_arrays,
@@ -58,8 +57,8 @@ class BoundedUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSum(Summed):
-    """Sum of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
+class BoundedSum:
+    """Sum in float64 of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
 
     Guarantees
     ----------
@@ -67,6 +66,8 @@ class BoundedSum(Summed):
     moves it by at most ``2 * bound``.
     """
 
+    value: Update
+    count: int
     bound: float
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
@@ -104,31 +105,21 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         slack = min(2 * slack, 0.5)
 
 
-def sum_clipped(
-    updates: Iterable[Update | Summed], clipping_norm: float, *, like: Update
-) -> BoundedSum:
+def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
     """Clip every update and return the sum, in float64.
 
     Each update is clipped, added and dropped before the next one is read, so memory stays bounded.
-    ``updates`` may also yield a `Summed`, the sum of several updates that were clipped before. It
-    is added as it is.
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `clip` and `total`; or the bound of a sum is above ``clipping_norm``.
+        As `clip` and `total`.
     """
     require_positive("clipping_norm", clipping_norm)
     layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
     with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
         for update in updates:
-            if isinstance(update, Summed):
-                _check_bound(update, clipping_norm)
-                write_numbers(update.value, like, layout, wide)
-                summed += wide
-                count += update.count
-                continue
             check_arrays(update)
             write_numbers(update, like, layout, wide)
             norm = math.sqrt(float(wide @ wide)) / clipping_norm
@@ -141,14 +132,6 @@ def sum_clipped(
             count += 1
     value = taken_apart(summed, layout, like)
     return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
-
-
-def _check_bound(part: Summed, clipping_norm: float) -> None:
-    """Refuse a sum that one unit may move by more than ``clipping_norm``."""
-    if not isinstance(part, BoundedSum):
-        raise TypeError("a Summed says nothing of how far one unit moves it: expected BoundedSum")
-    if part.bound > clipping_norm:
-        raise InvalidValue(f"bound={part.bound!r}: expected <= {clipping_norm!r}")
 
 
 def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:

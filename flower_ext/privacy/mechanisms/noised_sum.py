@@ -26,7 +26,7 @@ from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundM
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
-from flower_ext.privacy.mechanisms.updates import Summed, Update, l2_norm
+from flower_ext.privacy.mechanisms.updates import Update, l2_norm, total
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -318,15 +318,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         share = self.client_noise_stddev(cohort_size)
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
-    def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
-        """Return `RoundMechanism.part`, of clipped uploads if the server adds the noise."""
-        if self.noised_by_server:
-            return sum_clipped(uploads, self.clipping_norm, like=like)
-        return super().part(uploads, like=like)
-
     def aggregate(
         self,
-        uploads: Iterable[Update | Summed],
+        uploads: Iterable[Update],
         *,
         cohort_size: int,
         noise: NoiseSource,
@@ -346,15 +340,18 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         if self.secure_sum is not None:
             raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
         by_server = self.noised_by_server
-        summed = self.part(uploads, like=like)
-        answered = summed.count
+        if by_server:
+            clipped = sum_clipped(uploads, self.clipping_norm, like=like)
+            summed, answered = clipped.value, clipped.count
+        else:
+            summed, answered = total(uploads, like=like)
         if answered > cohort_size:
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
             )
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
+        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
         value = divided(noised, self.sampling.expected_cohort_size, like)
         topped_up = 0.0 if by_server else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

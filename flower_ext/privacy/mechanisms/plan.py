@@ -17,7 +17,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.mechanisms.updates import Summed, Update, as_float64, total
+from flower_ext.privacy.mechanisms.updates import Update, as_float64, total
 
 
 class RoundDiscarded(RuntimeError):
@@ -153,21 +153,10 @@ class RoundMechanism(ABC):
         """
         return math.inf
 
-    def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
-        """Return the sum of some of a round's uploads, which `aggregate` takes in their place.
-
-        Raises
-        ------
-        NonFiniteUpdate, TypeError, ValueError
-            An upload is not finite, or not like ``like``.
-        """
-        value, count = total(uploads, like=like)
-        return Summed(value=value, count=count)
-
     @abstractmethod
     def aggregate(
         self,
-        uploads: Iterable[Update | Summed],
+        uploads: Iterable[Update],
         *,
         cohort_size: int,
         noise: NoiseSource,
@@ -177,9 +166,8 @@ class RoundMechanism(ABC):
 
         Parameters
         ----------
-        uploads : Iterable[Update | Summed]
-            At most one per client, or sums that `part` made of some; each is added as it comes and
-            then dropped.
+        uploads : Iterable[Update]
+            At most one per client; each is added as it comes and then dropped.
         cohort_size : int
             Number of clients that were asked.
         like : Update
@@ -227,7 +215,7 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
 
     def aggregate(
         self,
-        uploads: Iterable[Update | Summed],
+        uploads: Iterable[Update],
         *,
         cohort_size: int,
         noise: NoiseSource,
@@ -240,11 +228,11 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
         RoundDiscarded
             No client answered.
         """
-        summed = self.part(uploads, like=like)
-        if not summed.count:
+        summed, answered = total(uploads, like=like)
+        if not answered:
             raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
-        mean = divided(summed.value, summed.count, like)
-        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
+        mean = divided(summed, answered, like)
+        return Aggregate(value=mean, answered=answered, topped_up_stddev=0.0)
 
 
 def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:

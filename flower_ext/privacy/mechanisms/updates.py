@@ -8,8 +8,7 @@ precision goes unnoticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -26,58 +25,8 @@ Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
 """By name, the place of an array among all numbers of an update, and its shape."""
 
 
-class Row(Mapping[str, np.ndarray]):
-    """An update whose NumPy arrays lie one after the other in one array.
-
-    Parameters
-    ----------
-    numbers : ndarray
-        All numbers, of shape (numbers,).
-    layout : Layout
-        Covers them without gaps, in order.
-    """
-
-    __slots__ = ("layout", "numbers")
-
-    def __init__(self, numbers: np.ndarray, layout: Layout) -> None:
-        self.numbers, self.layout = numbers, layout
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of the numbers."""
-        return self.numbers.dtype
-
-    @property
-    def square(self) -> float:
-        """Sum of all squares, in the precision of the numbers."""
-        return float(np.vdot(self.numbers, self.numbers))
-
-    @property
-    def norm(self) -> float:
-        """As `l2_norm`."""
-        return l2_norm(self)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        place, shape = self.layout[name]
-        return self.numbers[place].reshape(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout)
-
-    def __len__(self) -> int:
-        return len(self.layout)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summed:
-    """Sum in float64 of ``count`` updates, each of another unit."""
-
-    value: Update
-    count: int
-
-
 def layout_of(like: Update) -> Layout:
-    """Return the layout of a `Row` with the names and shapes of ``like``, in its order."""
+    """Return the layout of all arrays of ``like``, one after the other in its order."""
     ends = accumulate(map(_size, like.values()))
     return {
         name: (slice(end - _size(array), end), tuple(array.shape))
@@ -99,8 +48,6 @@ def check_arrays(update: Update) -> None:
     ValueError
         The update has no elements at all.
     """
-    if isinstance(update, Row) and update.numbers.dtype.kind == "f" and update.numbers.size:
-        return
     for name, array in update.items():
         if isinstance(array, np.ma.MaskedArray):  # norms and noise would skip masked elements
             raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
@@ -155,11 +102,10 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
     return rounded
 
 
-def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str, Any], int]:
+def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], int]:
     """Return the sum in float64 and the number of updates; zeros like ``like`` without any.
 
     Each update is added and dropped before the next one is read, so memory stays bounded.
-    ``updates`` may also yield a `Summed`, the sum of several updates. It is added as it is.
 
     Raises
     ------
@@ -167,12 +113,12 @@ def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str
         Names or shapes differ from those of ``like``, or ``like`` is empty.
     """
     layout, summed = laid_out(like)
-    wide, count = summed * 0.0, 0
+    count = 0
     for update in updates:
-        part = update if isinstance(update, Summed) else Summed(value=update, count=1)
-        write_numbers(part.value, like, layout, wide)
-        summed += wide
-        count += part.count
+        check_like(update, like)
+        for name, (place, _) in layout.items():
+            summed[place] += update[name].reshape(-1)
+        count += 1
     return taken_apart(summed, layout, like), count
 
 
@@ -184,9 +130,6 @@ def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> No
     ValueError
         Names or shapes differ from those of ``like``.
     """
-    if isinstance(update, Row) and isinstance(into, np.ndarray) and update.layout == layout:
-        into[:] = update.numbers
-        return
     check_like(update, like)
     for name, (place, _) in layout.items():
         into[place] = update[name].reshape(-1)

@@ -111,8 +111,8 @@ def test_two_messages_to_one_client_are_answered_one_after_the_other():
     replies = list(grid.send_and_receive(ask(grid, [clients[1], clients[0], clients[1]])))
     assert [reply.content.config_records["own"]["seen"] for reply in replies] == [1, 1, 2]
     assert [reply.metadata.src_node_id for reply in replies] == [clients[1], *clients[:2]]
-    pulled = grid.pull_messages(grid.push_messages(ask(grid, [clients[1], clients[1]])))
-    assert [reply.content.config_records["own"]["seen"] for reply in pulled] == [3, 4]
+    replies = grid.send_and_receive(ask(grid, [clients[1], clients[1]]))
+    assert [reply.content.config_records["own"]["seen"] for reply in replies] == [3, 4]
 
 
 def test_what_a_client_deletes_from_its_state_stays_deleted():
@@ -132,24 +132,6 @@ def test_what_a_client_deletes_from_its_state_stays_deleted():
         assert {reply.content.config_records["own"]["had"] for reply in replies} == {had}
 
 
-def test_replies_can_be_pulled_each_once():
-    grid = on_virtual_nodes(counting())
-    clients = list(grid.get_node_ids())
-    ids = list(grid.push_messages(ask(grid, clients[2:6])))
-    (first,) = grid.pull_messages(ids[:1])
-    assert first.metadata.src_node_id == clients[2]
-    assert len(list(grid.pull_messages(ids))) == 3
-    assert list(grid.pull_messages(ids)) == []
-
-
-def test_all_replies_can_be_pulled_without_their_ids():
-    grid = on_virtual_nodes(counting())
-    clients = list(grid.get_node_ids())
-    grid.push_messages(ask(grid, clients[2:6]))
-    assert [reply.metadata.src_node_id for reply in grid.pull_messages()] == clients[2:6]
-    assert list(grid.pull_messages()) == []
-
-
 @pytest.mark.parametrize("unsent", [None, ""], ids=["before 1.43", "since 1.43"])
 def test_clients_of_nodes_that_flower_could_not_reach_are_silent(unsent):
     class Lossy(InProcessGrid):
@@ -159,10 +141,8 @@ def test_clients_of_nodes_that_flower_could_not_reach_are_silent(unsent):
 
     grid = VirtualGrid(Lossy(counting(), num_clients=CLIENTS // PER_NODE), PER_NODE)
     clients = list(grid.get_node_ids())
-    ids = list(grid.push_messages(ask(grid, clients)))
-    assert [bool(message_id) for message_id in ids] == [4 <= n < 8 for n in range(CLIENTS)]
-    pulled = [reply.metadata.src_node_id for reply in grid.pull_messages(filter(None, ids))]
-    assert pulled == clients[4:8]
+    replies = grid.send_and_receive(ask(grid, clients))
+    assert [reply.metadata.src_node_id for reply in replies] == clients[4:8]
 
 
 class Counting(InProcessGrid):

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Scaffold
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records, run_in_process
 from flower_ext.federation.engines import workers
-from flower_ext.federation.engines.workers import WorkerLost, Workers
+from flower_ext.federation.engines.workers import WorkerLost
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
@@ -153,24 +153,6 @@ def test_a_run_in_several_processes_is_that_in_one(strategy):
     for ours, theirs in zip(*finals, strict=True):
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_updates_that_are_only_added_up_are_not_fetched_from_their_process(monkeypatch):
-    fetched, usual = [], Workers._fetched
-
-    def counting(self, number):
-        fetched.append(number)
-        return usual(self, number)
-
-    monkeypatch.setattr(Workers, "_fetched", counting)
-    run = FederatedStrategy(
-        DPFedAvg(local=SGD), NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1
-    )
-    grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=9, workers=2)
-    run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
-    grid.workers.gather()
-    assert run.refusals == []
-    assert fetched == []
 
 
 def test_processes_that_cannot_train_end_the_run_before_its_first_round(monkeypatch):
