@@ -6,7 +6,10 @@ import numpy as np
 
 from benchmarks.lattice.runs import timed
 from flower_ext.privacy import seeded_generator
-from flower_ext.secure import WeightingServer, WeightingSettings, WeightingSilo
+from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.paillier import ZeroPool
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 
 def round_cost(*, coordinates: int, users: int, silos: int) -> tuple[float, float, int]:
@@ -34,9 +37,9 @@ def round_cost(*, coordinates: int, users: int, silos: int) -> tuple[float, floa
         [silo.mask_counts(own.tolist()) for silo, own in zip(parties, counts, strict=True)]
     )
     weights, opening = timed(server.open_round, 1)
-    pool, spent, sums = parties[0].prepare(), 0.0, []
+    pool, spent, sums = ZeroPool(server.public_key.public), 0.0, []
     for silo in parties:
-        silo.prepare(pool)
+        silo._sums.zeros = pool  # set up before the round
         drawn = rng.standard_normal((users, coordinates))
         drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
         own = dict(enumerate(drawn))

@@ -27,15 +27,13 @@ import phe
 from gmpy2 import mpz
 
 from flower_ext.runs.page import table
-from flower_ext.secure import (
-    WeightingServer,
-    WeightingSettings,
-    WeightingSilo,
-    estimate_round,
-)
 from flower_ext.secure.threads import map_slices
+from flower_ext.secure.weighting import encrypted_sums
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts, choose_windows
 from flower_ext.secure.weighting.paillier import PrivateKey, ZeroPool, generate_key
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 BASE = WeightingSettings(
     run="benchmark",
@@ -124,9 +122,10 @@ class Parties:
         self.server.receive_counts(
             [s.mask_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
         )
-        if pool is not None:
-            for silo in self.silos:
-                silo.prepare(pool)
+        encrypted_sums._POOL_PAYS = math.inf if pool is None else 0
+        for silo in self.silos:
+            if pool is not None:
+                silo._sums.zeros = pool
         self.updates = rng.uniform(-1, 1, (settings.silos, settings.users, settings.coordinates))
         self.noise = rng.normal(0, 3, (settings.silos, settings.coordinates))
 
@@ -249,21 +248,10 @@ def side_by_side(
 
 
 def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
-    """Print the parts of a round, for all silos, timed one by one, and the estimate."""
+    """Print the parts of a round, for all silos, timed one by one."""
     alone, together = (parts(settings, key, pool, threads) for threads in (1, workers))
-    guess = estimate_round(settings)
-    guesses = {
-        "encrypt (server)": guess.encrypt,
-        "fold": settings.silos * guess.fold,
-        "tables": settings.silos * guess.tables,
-        "products": settings.silos * guess.products,
-        "re-randomise": settings.silos * guess.rerandomise,
-        "decrypt (server)": guess.decrypt,
-    }
-    rows = [
-        (name, str(alone[name]), str(together[name]), f"{guesses[name]:.2f}") for name in guesses
-    ]
-    print(table(("part, all silos", "1 thread, s", f"{workers} threads, s", "estimate, s"), rows))
+    rows = [(name, str(alone[name]), str(together[name])) for name in alone]
+    print(table(("part, all silos", "1 thread, s", f"{workers} threads, s"), rows))
     largest = settings.encoding.largest
     windows = choose_windows(
         bases=settings.users,

@@ -30,10 +30,8 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
-    private_silo,
     silo_training,
 )
-from flower_ext.algorithms.uldp.weighted import WeightedSum
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
     ClientMethod,
@@ -50,6 +48,7 @@ from flower_ext.federation import (
 from flower_ext.federation.client import cohort_app, masked_scores, protecting
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
+from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Rows, Upload
 from flower_ext.privacy import (
     ClippedSteps,
@@ -523,7 +522,7 @@ PATHS = {
             plan={"dropout_policy": "discard"},
         ),
         through=(
-            (private_silo, "clip_each_row"),
+            (silo_training, "clip_each_row"),
             (protecting.HiddenSum, "__init__"),
             (WeightedSum, "open"),
         ),

@@ -7,9 +7,11 @@ from functools import cache
 import numpy as np
 from gmpy2 import invert, mpz, powmod
 
-from flower_ext.secure import WeightingServer, WeightingSettings, WeightingSilo
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import MaskedSum
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 KEY_BITS = 512
 
@@ -55,7 +57,7 @@ class World:
 
     settings: WeightingSettings
     counts: np.ndarray
-    save: Callable[[bytes], None] | None = None
+    save: Callable[[bytes], None] = lambda state: None
     sent: list = field(default_factory=list)
 
     def __post_init__(self):

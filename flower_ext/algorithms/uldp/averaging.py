@@ -27,18 +27,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import getLogger
 
 import numpy as np
 
 from flower_ext.algorithms.one_phase import OnePhase, shared_model
-from flower_ext.algorithms.uldp import private_silo
 from flower_ext.algorithms.uldp.silo_training import (
-    CELL,
-    CLIPPING_NORM,
-    cells_over_users,
-    silo_job,
-    sums_over_users,
+    CellTotal,
+    ClippedTotal,
+    SealedTotal,
+    users_training,
 )
 from flower_ext.algorithms.uldp.weights import (
     USERS,
@@ -47,11 +46,13 @@ from flower_ext.algorithms.uldp.weights import (
     ask_company,
     ask_silos,
     check_weights,
+    counts_of,
     owned,
     read_weights,
     users_records,
     weight_source,
 )
+from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
@@ -59,6 +60,7 @@ from flower_ext.federation import (
     ClientWork,
     Cohort,
     Connected,
+    HiddenSum,
     LocalResult,
     Population,
     Question,
@@ -66,12 +68,11 @@ from flower_ext.federation import (
     State,
     Steps,
     Summation,
-    Training,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
+from flower_ext.federation.sums import silo_part
+from flower_ext.federation.sums.weighted import STEP, WEIGHTED
 from flower_ext.privacy import Guarantee, PrivacyPlan, ReleasePlan
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, among_silos, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
@@ -84,6 +85,8 @@ from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
 
+CLIPPING_NORM, CELL = "clipping-norm", "cell"
+"""Settings of silos besides `USERS`."""
 SILOS, ONE_BY_ONE, WEIGHTS = "silos", "one-by-one", "weights"
 """A group of the state: whether a silo's users train one by one, and w_{s,u} if the server knows
 them."""
@@ -93,24 +96,47 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
-    if private_silo.is_weighted(work):
-        return (yield from private_silo.local_update(work))
-    num_users = int(work.settings[USERS])
-    data, weights = owned(work.data, num_users), read_weights(work)
+    num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
+    data = owned(work.data, num_users)
+    if WEIGHTED in work.state:
+        return (yield from _sealed_update(work, data, num_users, bound))
+    weights = read_weights(work).tolist()
     users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
-    job = silo_job(work, users, dict(enumerate(weights.tolist())))
-    solve = sums_over_users if job.cell is None else cells_over_users
-    summed: BoundedSum | CellSum = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=solve
+    cell = work.settings.get(CELL)
+    total = (
+        ClippedTotal(work.received, bound, weights)
+        if cell is None
+        else CellTotal(work.received, bound, weights, cell)
     )
-    return LocalResult(update=summed)
+    yield users_training(work, users, total, num_users)
+    return LocalResult(update=total.value)
+
+
+def _sealed_update(
+    work: ClientWork, data: SiloData, num_users: int, bound: float
+) -> Steps[LocalResult]:
+    """Return the silo's part of a weighted sum, in which the protocol weighs each user."""
+    part = silo_part.open_part(work.state, work.vault, number=work.round, users=num_users)
+    if part is None:
+        lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
+        return LocalResult(update=lost)
+    total = SealedTotal(part, bound)
+    yield users_training(work, data.by_user(), total, num_users)
+    return LocalResult(update=total.value)
 
 
 def answer(question: Question) -> Mapping[str, object]:
     """Answer a question before a round: take a step of a weighted sum, or count the records."""
-    if private_silo.is_step(question):
-        return private_silo.answer(question)
-    return answer_counts(question)
+    if STEP not in question.asked:
+        return answer_counts(question)
+    return silo_part.answer(
+        str(question.asked[STEP]),
+        question.arrays,
+        question.vault,
+        silo=question.partition,
+        may_simulate=question.may_simulate,
+        counts=partial(counts_of, question.data),
+    )
 
 
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:

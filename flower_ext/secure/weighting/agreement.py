@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
-from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
 from flower_ext.secure.weighting.party_settings import PartySettings
 from flower_ext.secure.weighting.plaintext_packing import Packing
@@ -45,8 +45,6 @@ class WeightingSettings(PartySettings):
         Length of the Paillier modulus.
     coordinates_per_plaintext : int, optional
         By default as many as fit.
-    table_memory_limit : int
-        Bytes that a silo may use for tables of powers.
     allow_insecure_key_size : bool
         Accept short keys. Set it in tests only.
 
@@ -56,6 +54,8 @@ class WeightingSettings(PartySettings):
         A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
     """
 
+    protocol: ClassVar[str] = "paillier"
+
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
@@ -64,7 +64,6 @@ class WeightingSettings(PartySettings):
     precision: float = 1e-10
     key_bits: int = SECURE_KEY_BITS
     coordinates_per_plaintext: int | None = None
-    table_memory_limit: int = DEFAULT_TABLE_MEMORY
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
@@ -122,6 +121,18 @@ class WeightingSettings(PartySettings):
         rounding the sum to whole steps at random, which moves a coordinate by less than one step.
         """
         return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
+
+    @property
+    def sensitivity(self) -> float:
+        """Most clipping norms by which one user moves a decoded sum."""
+        return self.contribution_bound(self.update_bound) / self.update_bound
+
+    @property
+    def insecurity(self) -> str:
+        """Reason why the keys protect nobody, if they may be short."""
+        if not self.allow_insecure_key_size:
+            return ""
+        return f"keys of {self.key_bits} bits that may be insecure"
 
     @property
     def sum_bound(self) -> int:

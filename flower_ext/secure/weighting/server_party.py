@@ -1,15 +1,36 @@
-"""The server's set-up, draws and rounds, which are the same under every scheme."""
+"""The server's set-up, draws and rounds, which are the same under every scheme.
+
+=========  ==================================  =====================================================
+step       message of the server               answer of a silo
+=========  ==================================  =====================================================
+``begin``  the settings                        its public key
+``keys``   the server's key and all silos'     of silo 0: sealed seeds, and what its scheme adds
+``count``  the seed sealed for the silo        masked counts
+``draw``   an offer, to silo 0                 the silos' choices; before a round or epoch
+=========  ==================================  =====================================================
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.weighting.oblivious import Sender
-from flower_ext.secure.weighting.party import Party, SettingsT
-from flower_ext.secure.weighting.party_state import Stage
+from flower_ext.secure.weighting.party import (
+    BEGIN,
+    COUNT,
+    DRAW,
+    KEYS,
+    Dialogue,
+    Party,
+    SettingsT,
+    Stage,
+    Step,
+)
 from flower_ext.secure.weighting.weighting_messages import (
     DrawAnswer,
     DrawOffer,
@@ -20,6 +41,7 @@ from flower_ext.secure.weighting.weighting_messages import (
     check_all_there,
     check_keys,
     check_senders,
+    read_from,
     unpack_numbers,
 )
 
@@ -29,27 +51,95 @@ SumT = TypeVar("SumT", bound=Message)
 class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
     """The party with the secret key: it relays messages and decrypts sums.
 
-    Call `relay_keys`, `relay_seed`, `receive_counts` once, in this order. A scheme adds the rounds.
+    Call `set_up` once, or the steps that it takes: `relay_keys`, `relay_seed`, `receive_counts`.
+    Then call `begin_round`, `read_sum` and `close_round` for every round. Keys last for one
+    process: after a restart, set up anew.
 
     Parameters
     ----------
-    settings, save, workers
+    settings, **options
         As for `Party`.
     """
 
-    def __init__(
-        self,
-        settings: SettingsT,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> None:
-        super().__init__(settings, save=save, workers=workers)
+    sum_type: ClassVar[type[Message]]
+    """Message with a silo's masked sum."""
+
+    def __init__(self, settings: SettingsT, **options: Any) -> None:
+        super().__init__(settings, **options)
         self._open_round: int | None = None
         self._drawing: tuple[int, Sender] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(run={self.settings.run!r}, last_round={self._last_round})"
+
+    @property
+    @abstractmethod
+    def public_key(self) -> Message:
+        """The server's public key, for all silos."""
+
+    def set_up(self) -> Dialogue[None]:
+        """Exchange keys and the silos' seed, and collect masked counts for all later rounds."""
+        settings, silos = self.settings, range(self.settings.silos)
+        greeting = dict.fromkeys(silos, settings.to_bytes())
+        keys = yield Step(name=BEGIN, questions=greeting, length=SiloKey.size(settings))
+        relayed = self.relay_keys(
+            [read_from(silo, SiloKey, key, settings) for silo, key in keys.items()]
+        )
+        public = self.public_key.to_bytes() + b"".join(key.to_bytes() for key in relayed)
+        size = SealedSeed.size(settings)
+        of_seeds = size * (settings.silos - 1)
+        answers = yield Step(
+            name=KEYS,
+            questions=dict.fromkeys(silos, public),
+            length=of_seeds + self._added_bytes,
+            answering=(0,),
+        )
+        sealed = answers[0]
+        seeds = self.relay_seed(
+            [
+                SealedSeed.from_bytes(sealed[at : at + size], settings)
+                for at in range(0, of_seeds, size)
+            ]
+        )
+        self._take_added(sealed[of_seeds:])
+        for_silos = {0: b""} | {seed.receiver: seed.to_bytes() for seed in seeds}
+        length = MaskedCounts.size(settings)
+        counts = yield Step(name=COUNT, questions=for_silos, length=length)
+        self.receive_counts(
+            [read_from(silo, MaskedCounts, masked, settings) for silo, masked in counts.items()]
+        )
+
+    @abstractmethod
+    def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
+        """Begin a round, and return the encrypted weights, the same for all silos.
+
+        Parameters
+        ----------
+        number : int
+            Higher than the number of every earlier round.
+        places : Collection[int], optional
+            Places, in the silos' secret order, of the users that take part. By default all users
+            take part, or the protocol draws them.
+        """
+
+    @abstractmethod
+    def close_round(self, messages: Sequence[SumT]) -> NDArray[Any]:
+        """Return the weighted and noised sum over all silos, of shape (coordinates,).
+
+        Raises
+        ------
+        IncompleteRound
+            A silo's sum is missing; nothing was decrypted.
+        OverflowError
+            The sum is out of bounds: some user has more records than the settings allow, or a silo
+            sent what is no sum.
+        """
+
+    def read_sum(self, silo: int, data: bytes) -> SumT:
+        """Return a silo's sum if it is well formed and of the open round; else as `check_sum`."""
+        message: Any = read_from(silo, self.sum_type, data, self.settings)
+        self.check_sum(message)
+        return message  # type: ignore[no-any-return]
 
     def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:
         """Return the silos' public keys, for all silos.
@@ -66,7 +156,7 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
             key.check(self.settings)
         check_senders([key.silo for key in keys], range(self.settings.silos))
         check_keys({key.silo: key.public for key in keys})
-        self._advance(Stage.KEYED)
+        self._stage = Stage.KEYED
         return tuple(sorted(keys, key=lambda key: key.silo))
 
     def relay_seed(self, seeds: Sequence[SealedSeed]) -> tuple[SealedSeed, ...]:
@@ -83,7 +173,7 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
         for seed in seeds:
             seed.check(self.settings)
         check_senders([seed.receiver for seed in seeds], range(1, self.settings.silos))
-        self._advance(Stage.SEEDED)
+        self._stage = Stage.SEEDED
         return tuple(sorted(seeds, key=lambda seed: seed.receiver))
 
     def receive_counts(self, messages: Sequence[MaskedCounts]) -> None:
@@ -112,7 +202,7 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
                 )
             totals = [(t + count) % modulus for t, count in zip(totals, counts, strict=True)]
         self._take_totals(totals)
-        self._advance(Stage.COUNTED)
+        self._stage = Stage.COUNTED
 
     def check_sum(self, message: SumT) -> None:
         """Check one silo's sum as soon as it arrives, before the other silos have answered.
@@ -154,6 +244,20 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
     @abstractmethod
     def _check_sum_of_round(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
+
+    @property
+    def _added_bytes(self) -> int:
+        """Length of what silo 0 adds to the sealed seeds."""
+        return 0
+
+    def _take_added(self, data: bytes) -> None:
+        """Take what silo 0 added to the sealed seeds; nothing by default."""
+
+    def _ask_draw(self, offer: DrawOffer) -> Dialogue[DrawAnswer]:
+        """Ask silo 0 for the silos' choices of a secret draw."""
+        length = DrawAnswer.size(self.settings)
+        answers = yield Step(name=DRAW, questions={0: offer.to_bytes()}, length=length)
+        return DrawAnswer.from_bytes(answers[0], self.settings)
 
     def _drawn_places(self, sampled: Collection[int] | None) -> set[int]:
         """Return the places in the silos' secret order of users that the server named."""

@@ -5,20 +5,29 @@ from __future__ import annotations
 import operator
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import ClassVar, Generic, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from logging import getLogger
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from gmpy2 import mpz
+from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.pair_keys import PairKeys
-from flower_ext.secure.weighting.blinds import user_order
+from flower_ext.secure.stored_state import StoredState
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.party import Party, SettingsT
-from flower_ext.secure.weighting.party_state import SiloState, Stage
-from flower_ext.secure.weighting.secret_draw import draw_receiver
+from flower_ext.secure.weighting.party import (
+    BEGIN,
+    COUNT,
+    DRAW,
+    KEYS,
+    Party,
+    SettingsT,
+    Stage,
+)
+from flower_ext.secure.weighting.party_settings import PartySettings
 from flower_ext.secure.weighting.weighting_messages import (
     SEED_BYTES,
     DrawAnswer,
@@ -31,10 +40,51 @@ from flower_ext.secure.weighting.weighting_messages import (
     pack_numbers,
 )
 
+log = getLogger("flwr")
+
 ServerKeyT = TypeVar("ServerKeyT", bound=Message)
 _SEED = "seed"
 _COUNTS = "counts"
 _SEEDING_SILO = 0
+
+
+class SiloSum(Protocol):
+    """A silo's sum of one round, which takes updates while other users still train."""
+
+    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Add clipped updates (coordinates,) of users with records here, each once."""
+        ...
+
+    def finish(self, noise: NDArray[Any]) -> bytes:
+        """Return the masked sum with this silo's share of the noise; the round is then used."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiloState(StoredState):
+    """State that a silo needs after a restart, at any stage."""
+
+    readers: ClassVar = {"Stage": Stage.__getitem__, "str": str}
+
+    protocol: str
+    settings: str
+    index: int
+    stage: Stage
+    private: bytes
+    silo_keys: list[bytes]
+    server_key: bytes
+    seed: bytes
+    counts: list[int]
+    last_round: int
+
+
+def user_order(seed: bytes, users: int) -> list[int]:
+    """Return the users in an order that is uniform to a party without ``seed``.
+
+    The server numbers users by their place in this order. It therefore cannot tell which user has
+    no records, or which user it drew.
+    """
+    return sorted(range(users), key=lambda user: derive(seed, "order", user))
 
 
 class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
@@ -48,7 +98,10 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
     ----------
     index : int
         Number of this silo, from zero.
-    settings, save, workers
+    save : callable, optional
+        Stores `export_state` durably. The silo calls it before it returns a message that must not
+        be made twice, so that a silo restored from the stored state reuses nothing.
+    settings, **options
         As for `Party`.
 
     Raises
@@ -57,6 +110,7 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
         ``index`` is out of range.
     """
 
+    settings_type: ClassVar[type[PartySettings]]
     server_key_type: ClassVar[type[Message]]
     """Message with the server's public key."""
     state_type: ClassVar[type[SiloState]] = SiloState
@@ -67,15 +121,15 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
         settings: SettingsT,
         index: int,
         *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
+        save: Callable[[bytes], None] = lambda state: None,
+        **options: Any,
     ) -> None:
         if not 0 <= index < settings.silos:
             raise InvalidValue(
                 f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
             )
-        super().__init__(settings, save=save, workers=workers)
-        self.index = index
+        super().__init__(settings, **options)
+        self.index, self.save = index, save
         self._pairs = PairKeys(context=settings.context, index=index)
         self._silo_keys: dict[int, bytes] = {}
         self._server_key: ServerKeyT | None = None
@@ -101,6 +155,47 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
     def counted(self) -> tuple[int, ...]:
         """Users with records in this silo, each of whom has an update in every sum."""
         return tuple(user for user, count in enumerate(self._counts) if count)
+
+    def answer(self, step: str, question: bytes, counts: Callable[[int], Sequence[int]]) -> bytes:
+        """Take one step of the set-up, or of a secret draw, and return the answer.
+
+        Parameters
+        ----------
+        step : str
+        question : bytes
+            The server's message.
+        counts : Callable[[int], Sequence[int]]
+            Returns each user's number of records in this silo, up to a limit.
+
+        Raises
+        ------
+        ProtocolError
+            The step is unknown or out of order.
+        ValueError
+            The message is malformed.
+        """
+        settings = self.settings
+        if step == BEGIN:
+            return self.key.to_bytes()
+        if step == KEYS:
+            return self._answer_keys(question)
+        if step == COUNT:
+            if self.index != _SEEDING_SILO:
+                self.open_seed(SealedSeed.from_bytes(question, settings))
+            return self.mask_counts(counts(settings.record_limit(self.index))).to_bytes()
+        if step == DRAW:
+            return self.answer_draw(DrawOffer.from_bytes(question, settings)).to_bytes()
+        raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")
+
+    @abstractmethod
+    def open_sum(self, number: int, weights: bytes) -> SiloSum:
+        """Begin this silo's sum of round ``number``. The round does not count as used yet.
+
+        Parameters
+        ----------
+        weights : bytes
+            The server's message of the round, of `ServerParty.begin_round`.
+        """
 
     def receive_keys(self, server_key: ServerKeyT, silo_keys: Sequence[SiloKey]) -> None:
         """Take the server's public key and all silos' public keys.
@@ -219,12 +314,14 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
         return DrawAnswer(number=message.number, answer=receiver.answer)
 
     def export_state(self) -> bytes:
-        """Return the state that a restart needs, at any stage.
+        """Return the state that a restart needs, at any stage, with the settings of the run.
 
         It holds secrets in the clear. Store it where nobody else can read it, and never send it.
         """
         added = {name: getattr(self, f"_{name}") for name in self._added_fields()}
         state = self.state_type(
+            protocol=self.settings.protocol,
+            settings=self.settings.to_bytes().decode(),
             index=self.index,
             stage=self._stage,
             private=self._pairs.private,
@@ -235,38 +332,30 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
             last_round=self._last_round,
             **added,
         )
-        return state.encode(self.settings)
+        return state.encode()
 
     @classmethod
-    def from_state(
-        cls,
-        settings: SettingsT,
-        state: bytes,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> Self:
+    def from_state(cls, state: bytes, **options: Any) -> Self:
         """Return a silo at the stage of the exported one. What it used stays used.
 
         Raises
         ------
         ValueError
-            ``state`` is malformed or was exported under other settings.
+            ``state`` is malformed or of another protocol.
         """
-        stored = cls.state_type.decode(state, settings)
-        silo = cls(settings, stored.index, workers=workers)
+        stored = cls.state_type.decode(state)
+        settings: Any = cls.settings_type.from_bytes(stored.settings.encode())
+        silo = cls(settings, stored.index, **options)
         silo._pairs = PairKeys(context=settings.context, index=stored.index, private=stored.private)
         if stored.stage is not Stage.NEW:
             server_key = cls.server_key_type.from_bytes(stored.server_key, settings)
             silo._take_keys(server_key, dict(enumerate(stored.silo_keys)))  # type: ignore[arg-type]
         if stored.stage in (Stage.SEEDED, Stage.COUNTED):
             silo._take_seed(stored.seed)
-        silo._counts = stored.counts
-        silo._last_round = stored.last_round
+        silo._counts, silo._last_round = stored.counts, stored.last_round
         for name in cls._added_fields():
             setattr(silo, f"_{name}", getattr(stored, name))
         silo._stage = stored.stage
-        silo._save = save
         return silo
 
     @property
@@ -296,6 +385,29 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
     def _check_draw(self, number: int) -> None:
         """Raise a ProtocolError if a draw is for a round or epoch that was used."""
 
+    def _added(self) -> bytes:
+        """Return what silo 0 adds to the sealed seeds; a scheme may add something."""
+        return b""
+
+    def _answer_keys(self, question: bytes) -> bytes:
+        settings, size = self.settings, SiloKey.size(self.settings)
+        end = len(question) - size * settings.silos
+        keys = [question[at : at + size] for at in range(max(0, end), len(question), size)]
+        self.receive_keys(
+            self.server_key_type.from_bytes(question[: max(0, end)], settings),  # type: ignore[arg-type]
+            [SiloKey.from_bytes(key, settings) for key in keys],
+        )
+        # A warning, so that no setting of the log hides it.
+        log.warning(
+            "silo %d: the fingerprint of all silos' keys is %s; the silos' owners see another one "
+            "if somebody swapped a key on the way",
+            self.index,
+            self.fingerprint,
+        )
+        if self.index != _SEEDING_SILO:
+            return b""
+        return b"".join(seed.to_bytes() for seed in self.seal_seed()) + self._added()
+
     def _take_keys(self, server_key: ServerKeyT, silo_keys: dict[int, bytes]) -> None:
         """Agree on keys with all silos, and keep the public ones."""
         self._pairs.agree(silo_keys, server_key=server_key.to_bytes())
@@ -317,8 +429,30 @@ class SiloParty(Party[SettingsT], Generic[SettingsT, ServerKeyT]):
         self._seed = seed
         self._order = user_order(seed, self.settings.users)
 
-    def _draw_receiver(self, number: int, public: bytes) -> Receiver:
-        return draw_receiver(self.settings, self._seed, number, public, workers=self._workers)
+    def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
+        """Return the receiver of one draw's transfers, which is the same at all silos.
+
+        ``number`` is that of the round or epoch that the draw is for.
+        """
+        if self.settings.draw_choices is None:
+            raise ProtocolError(
+                "the settings have no draw_choices: expected weights of users that the server named"
+            )
+        return Receiver(
+            offer,
+            derive(self._seed, "draw", number),
+            run=self.settings.context,
+            transfers=self.settings.users,
+            places=self.settings.draw_choices,
+            workers=self._workers,
+        )
+
+    def _advance(self, stage: Stage) -> None:
+        self._stage = stage
+        self._store()
+
+    def _store(self) -> None:
+        self.save(self.export_state())
 
     @classmethod
     def _added_fields(cls) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
@@ -19,6 +19,7 @@ from flower_ext.secure.weighting.party_settings import PartySettings
 
 SEED_BYTES = 32
 """Length in bytes of seeds and X25519 keys."""
+MessageT = TypeVar("MessageT", bound="Message")
 _SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
 
 
@@ -178,6 +179,21 @@ class DrawAnswer(Message):
     @classmethod
     def _lengths(cls, settings: PartySettings) -> tuple[int, ...]:
         return (settings.users * POINT_BYTES,)
+
+
+def read_from(silo: int, kind: type[MessageT], data: bytes, settings: PartySettings) -> MessageT:
+    """Return a silo's message.
+
+    Raises
+    ------
+    ValueError
+        The message is malformed, or names another silo than the one that sent it.
+    """
+    message = kind.from_bytes(data, settings)
+    named = vars(message)["silo"]
+    if named != silo:
+        raise InvalidValue(f"{kind.__name__} of silo {named}: expected silo {silo}, its sender")
+    return message
 
 
 def pack_numbers(numbers: Sequence[int], size: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from random import SystemRandom
+from typing import Any
 
 import gmpy2
 import numpy as np
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.fixed_point import from_residue
-from flower_ext.secure.threads import Progress
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (
@@ -23,7 +23,7 @@ from flower_ext.secure.weighting.paillier_messages import (
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.party_state import Stage
+from flower_ext.secure.weighting.party import Dialogue, Stage
 from flower_ext.secure.weighting.server_party import ServerParty
 from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer, check_later
 
@@ -36,17 +36,18 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
 
     Parameters
     ----------
-    settings : WeightingSettings
     key : PrivateKey, optional
         By default a fresh key of ``settings.key_bits`` bits.
-    workers : int
-        Number of threads.
+    settings, **options
+        As for `ServerParty`.
     """
 
+    sum_type = MaskedSum
+
     def __init__(
-        self, settings: WeightingSettings, *, key: PrivateKey | None = None, workers: int = 1
+        self, settings: WeightingSettings, *, key: PrivateKey | None = None, **options: Any
     ) -> None:
-        super().__init__(settings, workers=workers)
+        super().__init__(settings, **options)
         self._key = key or generate_key(
             settings.key_bits, allow_insecure_key_size=settings.allow_insecure_key_size
         )
@@ -59,12 +60,15 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         """Paillier modulus, for all silos."""
         return PaillierKey.of(self._key.public, self.settings)
 
+    def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
+        """Encrypt the weights of the round's users, whom the settings may have the silos draw."""
+        if self.settings.draw_choices is None:
+            return self.open_round(number, sampled=places).to_bytes()
+        answer = yield from self._ask_draw(self.offer_draw(number))
+        return self.open_drawn_round(answer).to_bytes()
+
     def open_round(
-        self,
-        round_number: int,
-        *,
-        sampled: Collection[int] | None = None,
-        progress: Progress | None = None,
+        self, round_number: int, *, sampled: Collection[int] | None = None
     ) -> EncryptedWeights:
         """Return encryptions of the users' inverse totals, for all silos.
 
@@ -94,7 +98,7 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         if sampled is None and self._weights_of_all is not None:
             return EncryptedWeights(round_number=round_number, weights=self._weights_of_all)
         messages = [x if place in drawn else mpz(0) for place, x in enumerate(self._inverses)]
-        encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
+        encrypted = self._encrypt(messages)
         weights = pack_ciphertexts(encrypted, self.settings)
         if sampled is None:
             self._weights_of_all = weights
@@ -113,9 +117,7 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         self._expect_secret_draw()
         return self._offer_draw(round_number)
 
-    def open_drawn_round(
-        self, message: DrawAnswer, *, progress: Progress | None = None
-    ) -> SealedWeights:
+    def open_drawn_round(self, message: DrawAnswer) -> SealedWeights:
         """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
 
         Only the server knows their order, and only the silos know which one they open. No party
@@ -136,16 +138,14 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         for user, inverse in enumerate(self._inverses):
             for place in SystemRandom().sample(range(choices), self.settings.winning_choices):
                 messages[user * choices + place] = inverse
-        encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
+        encrypted = self._encrypt(messages)
         texts = [pack_ciphertexts([ciphertext], self.settings) for ciphertext in encrypted]
         of_users = [texts[at : at + choices] for at in range(0, len(texts), choices)]
         sealed = sender.seal(message.answer, of_users, workers=self._workers)
         joined = b"".join(text for of_user in sealed for text in of_user)
         return SealedWeights(round_number=message.number, public=sender.public, sealed=joined)
 
-    def close_round(
-        self, messages: Sequence[MaskedSum], *, progress: Progress | None = None
-    ) -> NDArray[np.float64]:
+    def close_round(self, messages: Sequence[MaskedSum]) -> NDArray[np.float64]:
         """Return the weighted, noised sum over all silos, of shape (coordinates,).
 
         Raises
@@ -172,6 +172,7 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         self._open_round = None
+        progress = self._watch("decryption")
         decrypted = self._key.decrypt(totals, workers=self._workers, progress=progress)
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
@@ -190,13 +191,13 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         super().check_sum(message)
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
 
-    def export_state(self) -> bytes:
-        """Raise an error: the key of Protocol 1's server lasts for one process."""
-        raise ProtocolError("the server's state is not stored: set up anew after a restart")
-
     @property
     def _count_modulus(self) -> int:
         return int(self._key.public.n)
+
+    def _encrypt(self, messages: list[mpz]) -> list[mpz]:
+        progress = self._watch(f"round {self._open_round}: encryptions")
+        return self._key.encrypt(messages, workers=self._workers, progress=progress)
 
     def _take_totals(self, totals: list[int]) -> None:
         n = self._key.public.n

@@ -51,8 +51,7 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
-An epoch lasts until other users are drawn. Every new draw and every restart of the server begin a
-new epoch. A silo that restarted accepts the weights of its last epoch again if they are the same to
+An epoch lasts until other users are drawn. Every new draw begins a new epoch. A silo that restarted accepts the weights of its last epoch again if they are the same to
 the last bit.
 
 Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
@@ -61,8 +60,8 @@ few users at a time, and last ``finish(noise)``. It then never holds all users' 
 The transport must be confidential and authenticated between each silo and the server. Otherwise an
 eavesdropper on one silo that colludes with all other silos learns this silo's record counts.
 
-`LatticeServer` and `LatticeSilo` are the parties. They use neither torch nor Flower; `weighting`
-and `silo_end` run them over Flower.
+`LatticeServer` and `LatticeSilo` are the parties. They use neither torch nor Flower;
+`flower_ext.federation.sums.weighted` runs them over Flower.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.threads import Progress
 from flower_ext.secure.weighting.oblivious import Sender
-from flower_ext.secure.weighting.party_state import Stage
+from flower_ext.secure.weighting.party import Dialogue, Stage
 from flower_ext.secure.weighting.server_party import ServerParty
 from flower_ext.secure.weighting.weighting_messages import (
     SEED_BYTES,
@@ -35,7 +34,6 @@ from flower_ext_lattice.messages import (
     check_round_number,
 )
 from flower_ext_lattice.settings import LatticeSettings
-from flower_ext_lattice.state import LatticeServerState
 
 
 class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
@@ -48,31 +46,26 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
 
     Parameters
     ----------
-    settings, save, workers
+    settings, **options
         As for `ServerParty`.
     """
 
-    def __init__(
-        self,
-        settings: LatticeSettings,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> None:
-        super().__init__(settings, save=save, workers=workers)
+    sum_type = LatticeSum
+
+    def __init__(self, settings: LatticeSettings, **options: Any) -> None:
+        super().__init__(settings, **options)
         self._key_seed = secrets.token_bytes(SEED_BYTES)
         self._public_seed = secrets.token_bytes(SEED_BYTES)
         self._sender = Sender(settings.context)
-        self._answer = b""
-        self._keys: list[bytes] | None = None
+        self._keys: list[bytes] = []
         self._shifted: list[int] = []
         self._last_epoch = 0
         self._epoch: int | None = None
+        self._weights = b""
 
     @cached_property
     def public_key(self) -> LatticeKey:
         """The server's public key, for all silos."""
-        self._store()
         return LatticeKey(
             public_seed=self._public_seed,
             transfer=self._sender.public,
@@ -81,8 +74,17 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
 
     @property
     def epoch(self) -> int | None:
-        """Number of the open epoch; None before the first epoch and after a restart."""
+        """Number of the open epoch; None before the first epoch."""
         return self._epoch
+
+    def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
+        """Encrypt the weights of the round's users, in a new epoch if users are drawn."""
+        if self.settings.draw_choices is not None:
+            answer = yield from self._ask_draw(self.offer_draw())
+            self._weights = self.open_drawn_epoch(answer).to_bytes()
+        elif places is not None or not self._weights:
+            self._weights = self.open_epoch(sampled=places).to_bytes()
+        return self._weights + self.open_round(number).to_bytes()
 
     def receive_answer(self, message: TransferAnswer) -> None:
         """Take the silos' choices and compute the keys of all places, which takes seconds.
@@ -95,12 +97,11 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
             The message is malformed.
         """
         self._expect(Stage.SEEDED)
-        if self._answer:
+        if self._keys:
             raise ProtocolError("the silos' choices were received before: expected them once")
         message.check(self.settings)
-        self._keys = self._transfer_keys(message.answer)
-        self._answer = message.answer
-        self._store()
+        places = [self.settings.table_size] * self.settings.users
+        self._keys = self._sender.keys(message.answer, places, workers=self._workers)
 
     def receive_counts(self, messages: Sequence[MaskedCounts]) -> None:
         """Add the masked counts of all silos: N_u + ρ_u modulo M.
@@ -114,7 +115,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         ValueError
             A message is malformed, comes from a silo that the run does not have, or was sent twice.
         """
-        if not self._answer:
+        if not self._keys:
             raise ProtocolError("the silos' choices are missing: call receive_answer first")
         super().receive_counts(messages)
 
@@ -187,21 +188,18 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         Raises
         ------
         ProtocolError
-            The server opened no epoch since its start, or the round number is not above the last
+            The server opened no epoch, or the round number is not above the last
             one or is above the settings' ``rounds``.
         """
         self._expect(Stage.COUNTED)
         if self._epoch is None:
-            raise ProtocolError("open_round: expected open_epoch before it, also after a restart")
+            raise ProtocolError("open_round: expected open_epoch before it")
         check_round_number(round_number, self._last_round, self.settings)
         self._last_round = round_number
-        self._store()
         self._open_round = round_number
         return RoundOpening(round_number=round_number, epoch=self._epoch)
 
-    def close_round(
-        self, messages: Sequence[LatticeSum], *, progress: Progress | None = None
-    ) -> NDArray[np.float64]:
+    def close_round(self, messages: Sequence[LatticeSum]) -> NDArray[np.float64]:
         """Return the weighted, noised sum over all silos, (coordinates,), in whole steps.
 
         Raises
@@ -215,58 +213,10 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         """
         self._check_sums(messages)
         self._open_round = None
+        progress = self._watch("decryption")
         return decrypted(
             self.settings, self._secret, messages, workers=self._workers, progress=progress
         )
-
-    def export_state(self) -> bytes:
-        """Return the state that a restart needs, at any stage.
-
-        It holds the secret key in the clear. Store it where nobody else can read it.
-        """
-        state = LatticeServerState(
-            stage=self._stage,
-            key_seed=self._key_seed,
-            public_seed=self._public_seed,
-            transfer_secret=self._sender.secret,
-            answer=self._answer,
-            shifted=self._shifted,
-            last_epoch=self._last_epoch,
-            last_round=self._last_round,
-        )
-        return state.encode(self.settings)
-
-    @classmethod
-    def from_state(
-        cls,
-        settings: LatticeSettings,
-        state: bytes,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> Self:
-        """Return a server at the stage of the exported one.
-
-        Its epochs and rounds stay used, so call `open_epoch` first. That computes the keys of the
-        transfer again, which takes seconds.
-
-        Raises
-        ------
-        ValueError
-            ``state`` is malformed or was exported under other settings.
-        """
-        stored = LatticeServerState.decode(state, settings)
-        server = cls(settings, workers=workers)
-        server._stage = stored.stage
-        server._key_seed = stored.key_seed
-        server._public_seed = stored.public_seed
-        server._sender = Sender(settings.context, secret=stored.transfer_secret)
-        server._answer = stored.answer
-        server._shifted = stored.shifted
-        server._last_epoch = stored.last_epoch
-        server._last_round = stored.last_round
-        server._save = save
-        return server
 
     @cached_property
     def _secret(self) -> SecretKey:
@@ -275,6 +225,13 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     @property
     def _count_modulus(self) -> int:
         return self.settings.table_size
+
+    @property
+    def _added_bytes(self) -> int:
+        return TransferAnswer.size(self.settings)
+
+    def _take_added(self, data: bytes) -> None:
+        self.receive_answer(TransferAnswer.from_bytes(data, self.settings))
 
     def _take_totals(self, totals: list[int]) -> None:
         self._shifted = totals
@@ -287,14 +244,11 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
             )
 
     def _use_epoch(self) -> None:
-        """Store that a new epoch is used; abandon the open round and draw."""
+        """Abandon the open round and draw, and use a new epoch."""
         self._open_round = self._epoch = self._drawing = None
         self._last_epoch += 1
-        self._store()
 
     def _encrypt(self, drawn: Columns) -> LatticeWeights:
-        if self._keys is None:
-            self._keys = self._transfer_keys(self._answer)
         message = weights.encrypt(
             self.settings,
             self._secret,
@@ -306,7 +260,3 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         )
         self._epoch = self._last_epoch
         return message
-
-    def _transfer_keys(self, answer: bytes) -> list[bytes]:
-        places = [self.settings.table_size] * self.settings.users
-        return self._sender.keys(answer, places, workers=self._workers)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from numpy.typing import ArrayLike
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.threads import Progress
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.party_state import Stage
+from flower_ext.secure.weighting.party import Stage
 from flower_ext.secure.weighting.silo_party import SiloParty
 from flower_ext.secure.weighting.weighting_messages import check_later
 from flower_ext_lattice import columns
@@ -44,22 +44,16 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     Parameters
     ----------
-    settings, index, save, workers
+    settings, index, **options
         As for `SiloParty`.
     """
 
+    settings_type = LatticeSettings
     server_key_type = LatticeKey
     state_type = LatticeSiloState
 
-    def __init__(
-        self,
-        settings: LatticeSettings,
-        index: int,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> None:
-        super().__init__(settings, index, save=save, workers=workers)
+    def __init__(self, settings: LatticeSettings, index: int, **options: Any) -> None:
+        super().__init__(settings, index, **options)
         self._last_epoch = 0
         self._weights_digest = b""
         self._weights: OpenedWeights | None = None
@@ -109,6 +103,19 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         if self._weights is None:
             self._weights = self._open(message)
 
+    def open_sum(self, number: int, weights: bytes) -> LatticeOpenSum:
+        """Begin this silo's sum of round ``number``; its epoch then counts as used.
+
+        The server sends the weights with every round. A silo opens weights of a known epoch again,
+        which takes a fraction of a second, unless its process still holds them.
+        """
+        size = LatticeWeights.size(self.settings)
+        opening = RoundOpening.from_bytes(weights[size:], self.settings)
+        if opening.round_number != number:
+            raise ProtocolError(f"round {opening.round_number}: expected round {number}")
+        self.receive_weights(LatticeWeights.from_bytes(weights[:size], self.settings))
+        return LatticeOpenSum(self.begin(opening))
+
     def begin(self, opening: RoundOpening) -> Weighing:
         """Begin a round. Add users' updates to the result, a few at a time.
 
@@ -137,8 +144,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         opening: RoundOpening,
         updates: Mapping[int, ArrayLike],
         noise: ArrayLike,
-        *,
-        progress: Progress | None = None,
     ) -> LatticeSum:
         """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
 
@@ -149,8 +154,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             (coordinates,) and an L2 norm of at most C. Arrays may be memory-mapped.
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
-        progress : callable, optional
-            Called with the number of finished parts of the work, and of all parts.
 
         Raises
         ------
@@ -163,7 +166,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         """
         weighing = self.begin(opening)
         weighing.check_noise(noise)
-        weighing.add(updates, progress=progress)
+        weighing.add(updates)
         return weighing.finish(noise)
 
     @property
@@ -194,6 +197,9 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _check_draw(self, number: int) -> None:
         check_later("epoch", number, self._last_epoch)
 
+    def _added(self) -> bytes:
+        return self.answer_transfer().to_bytes()
+
     def _check_server_key(self, server_key: LatticeKey) -> None:
         public_key(server_key.public_seed, server_key.words)
 
@@ -213,7 +219,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         opened_columns = []
         if self.settings.draw_choices is not None:
             receiver = self._draw_receiver(message.epoch, message.offer)
-            opened_columns = columns.open_columns(self.settings, receiver, message.columns)
+            opened_columns = columns.open_columns(receiver, message.columns)
         return OpenedWeights(
             self.settings,
             self._known_server_key.public_seed,
@@ -237,3 +243,18 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         self._last_round = opening.round_number
         self._store()
         return self._pairs.mask_keys(_SUM, opening.round_number)
+
+
+class LatticeOpenSum:
+    """A silo's sum of one round, as bytes. It adds updates under encryption and keeps none."""
+
+    def __init__(self, weighing: Weighing) -> None:
+        self._weighing = weighing
+
+    def add(self, updates: Mapping[int, ArrayLike]) -> None:
+        """Add updates of some users under encryption."""
+        self._weighing.add(updates)
+
+    def finish(self, noise: ArrayLike) -> bytes:
+        """Return the masked sum; the round then counts as used."""
+        return self._weighing.finish(noise).to_bytes()

@@ -26,13 +26,20 @@ def lattice_settings(**changes) -> LatticeSettings:
     return LatticeSettings(**facts | changes)
 
 
+def draw_receiver(settings, seed, number, offer):
+    """Return the receiver that a silo of that seed has for a draw."""
+    silo = LatticeSilo(settings, 0)
+    silo._seed = seed
+    return silo._draw_receiver(number, offer)
+
+
 @dataclass
 class LatticeWorld:
     """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
 
     settings: LatticeSettings
     counts: np.ndarray
-    save: Callable[[bytes], None] | None = None
+    save: Callable[[bytes], None] = lambda state: None
     workers: int = 1
     sent: list = field(default_factory=list)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from flower_ext.algorithms.uldp import (
     UldpGroup,
     UldpNaive,
     WeightsByRecords,
-    private_silo,
     silo_training,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
@@ -579,21 +579,21 @@ class Scaled(nn.Module):
 
 
 def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
-    """Return one silo with a user of each size, whose updates have weight 1/2."""
+    """Return one silo with a user of each size, whose clipped updates have weight 1/2."""
     draw = torch.Generator().manual_seed(0)
     users = {
         user: Examples(torch.randn(size, 4, generator=draw), torch.arange(size) % 3)
         for user, size in enumerate(sizes)
     }
+    params = task.initial_params(1)
     return silo_training.SiloJob(
-        params=task.initial_params(1),
+        params=params,
         examples=users[0],
         training=training,
         generator=draw,
         users=users,
-        weights=dict.fromkeys(users, 0.5),
         seeds=list(users),
-        clipping_norm=0.1,
+        total=silo_training.ClippedTotal(params, 0.1, [0.5] * len(sizes)),
     )
 
 
@@ -601,9 +601,8 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
 def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job = silo_job(task)
-    (total,) = silo_training.sums_over_users(
-        task, [job], trained=lambda name: True, memory_limit=limit
-    )
+    silo_training.add_users(task, [job], trained=lambda name: True, memory_limit=limit)
+    total = job.total.value
     assert not total.value["scale"].any()
     assert total.value["layer.weight"].any()
     assert job.params["scale"] == 2.0
@@ -611,10 +610,9 @@ def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
 
 def test_a_silos_sum_stays_in_double_precision_until_it_is_noised():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
-    (total,) = silo_training.sums_over_users(
-        task, [silo_job(task)], trained=lambda name: True, memory_limit=2**30
-    )
-    assert {value.dtype for value in total.value.values()} == {torch.float64}
+    job = silo_job(task)
+    silo_training.add_users(task, [job], trained=lambda name: True, memory_limit=2**30)
+    assert {value.dtype for value in job.total.value.value.values()} == {torch.float64}
 
 
 class Convolutional(nn.Module):
@@ -714,8 +712,9 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    hidden = private_silo.HiddenJob(**vars(job), into=clipped.update)
-    private_silo.add_clipped(task, [hidden], trained=lambda name: True, memory_limit=2**30)
+    part = SimpleNamespace(add=clipped.update)
+    hidden = replace(job, total=silo_training.SealedTotal(part, 0.1))
+    silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]
 

@@ -2,7 +2,8 @@ import numpy as np
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure.weighting.blinds import user_blinds, user_order
+from flower_ext.secure.weighting.silo_party import user_order
+from flower_ext.secure.weighting.weighting_silo import user_blinds
 from tests.support.weighting import key
 
 

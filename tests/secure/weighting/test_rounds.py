@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from gmpy2 import mpz, next_prime
 
-from flower_ext.secure import IncompleteRound, ProtocolError, WeightingServer, WeightingSilo
+from flower_ext.secure import IncompleteRound, ProtocolError
+from flower_ext.secure.weighting import encrypted_sums
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_messages import (
     EncryptedWeights,
@@ -13,6 +14,8 @@ from flower_ext.secure.weighting.paillier_messages import (
     PaillierKey,
 )
 from flower_ext.secure.weighting.weighting_messages import MaskedCounts, SealedSeed, SiloKey
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weighting_settings
 
@@ -28,7 +31,7 @@ def world(rng):
 
 
 @pytest.mark.parametrize("seed", grid(range(50), lambda seed: seed < 5))
-def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
+def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed, monkeypatch):
     """20 rounds in each of 50 random worlds: a thousand cases."""
     rng = np.random.default_rng(seed)
     facts = weighting_settings(
@@ -43,9 +46,7 @@ def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
     )
     world = World(facts, draw_counts(rng, facts))
     if seed % 2:
-        pool = world.silos[0].prepare()
-        for silo in world.silos[1:]:
-            silo.prepare(pool)
+        monkeypatch.setattr(encrypted_sums, "_POOL_PAYS", 0)
     rounding = 1e-13 * (facts.update_bound * facts.users + facts.noise_bound * facts.silos)
     for number in range(1, 21):
         updates, noise = world.draw(rng)
@@ -246,7 +247,6 @@ def test_steps_out_of_order_are_refused(rng):
         lambda: silos[1].open_seed(SealedSeed(receiver=1, sealed=bytes(60))),
         lambda: silos[0].mask_counts([1] * 4),
         lambda: silos[0].weigh(EncryptedWeights(round_number=1, weights=b""), {}, []),
-        lambda: silos[0].prepare(),
     )
     for step in early:
         with pytest.raises(ProtocolError):
@@ -360,10 +360,10 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
     world.run_round(5, updates, noise)
     assert [json.loads(state)["last_round"] for state in saved] == [5, 5, 5]
     message = dataclasses.replace(world.server.open_round(6), round_number=5)
-    restarted = WeightingSilo.from_state(facts, saved[1], save=saved.append)
+    restarted = WeightingSilo.from_state(saved[1], save=saved.append)
     with pytest.raises(ProtocolError, match="expected a number above 5"):
         restarted.weigh(message, world.own(1, updates), noise[1])
-    world.silos = [WeightingSilo.from_state(facts, state) for state in saved[:3]]
+    world.silos = [WeightingSilo.from_state(state) for state in saved[:3]]
     assert [silo.index for silo in world.silos] == [0, 1, 2]
     assert world.run_round(7, updates, noise) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
@@ -373,7 +373,7 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
 def restarted(silo):
     """Return a party restored from its state only, which the restoration does not change."""
     state = silo.export_state()
-    again = WeightingSilo.from_state(silo.settings, state)
+    again = WeightingSilo.from_state(state)
     assert again.export_state() == state
     return again
 
@@ -425,32 +425,24 @@ def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
 
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     updates, noise = world.draw(rng)
-    world.silos[0]._save = fail
+    world.silos[0].save = fail
     with pytest.raises(OSError, match="disk is full"):
         world.silos[0].weigh(world.server.open_round(1), world.own(0, updates), noise[0])
 
 
-def test_states_of_other_settings_and_other_bytes_are_refused(world):
+def test_states_of_other_protocols_and_other_bytes_are_refused(world):
     state = world.silos[0].export_state()
-    with pytest.raises(ValueError, match="same settings"):
-        WeightingSilo.from_state(weighting_settings(run="other"), state)
-    for wrong in (
-        b"",
-        b"{}",
-        b"[]",
-        state[:-1],
-        b'{"context": "' + weighting_settings().context.hex().encode(),
-    ):
-        with pytest.raises(ValueError, match="state"):
-            WeightingSilo.from_state(weighting_settings(), wrong)
-
-
-def test_pools_of_another_key_are_refused(world):
-    other = World(
-        weighting_settings(key_bits=256, max_records_per_user=10), np.ones((3, 4), dtype=int)
-    )
-    with pytest.raises(ValueError, match="this server's key"):
-        world.silos[0].prepare(other.silos[0].prepare())
+    values = json.loads(state)
+    changed = [
+        {**values, "stage": "DONE"},
+        {**values, "settings": values["settings"].replace("paillier", "another")},
+        {**values, "settings": "{}"},
+        {**values, "seed": "no digits"},
+        {**values, "surplus": 1},
+    ]
+    for wrong in (b"", b"{}", b"[]", state[:-1], *(json.dumps(one).encode() for one in changed)):
+        with pytest.raises(ValueError, match="state: expected|settings: expected"):
+            WeightingSilo.from_state(wrong)
 
 
 def test_a_server_of_another_key_size_is_refused():
@@ -469,13 +461,10 @@ def test_a_silo_without_records_and_users_without_records_take_part(rng):
 def test_progress_is_reported(world, rng):
     updates, noise = world.draw(rng)
     seen = []
-    world.silos[0].weigh(
-        world.server.open_round(1),
-        world.own(0, updates),
-        noise[0],
-        progress=lambda *at: seen.append(at),
-    )
-    assert seen[-1] == (world.settings.coordinates, world.settings.coordinates)
+    world.silos[0]._watch = lambda work: lambda *at: seen.append((work, *at))
+    world.silos[0].weigh(world.server.open_round(1), world.own(0, updates), noise[0])
+    coordinates = world.settings.coordinates
+    assert seen[-1] == ("silo 0, round 1: coordinates", coordinates, coordinates)
 
 
 def test_messages_hold_bytes_and_integers_only(world, rng):

@@ -7,15 +7,15 @@ import pytest
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure import ProtocolError, WeightingSilo
+from flower_ext.secure import ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier_messages import (
     EncryptedWeights,
     MaskedSum,
     SealedWeights,
 )
-from flower_ext.secure.weighting.secret_draw import draw_receiver
 from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weighting_settings
 
@@ -107,7 +107,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
     assert len(sealed) == 5 * 3 * (size + SEAL_BYTES)
     assert not any(text in sealed for text in taken)
     silo, public = world.silos[1], messages[0].public
-    receiver = draw_receiver(silo.settings, silo._seed, 1, public, workers=1)
+    receiver = silo._draw_receiver(1, public)
     texts = [sealed[at : at + size + SEAL_BYTES] for at in range(0, len(sealed), size + SEAL_BYTES)]
     for user in range(5):
         own = texts[3 * user : 3 * user + 3]
@@ -162,7 +162,7 @@ def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_roun
     again = dataclasses.replace(message, public=world.server.offer_draw(2).public)
     for wrong, said in (
         (again, "sealed texts"),
-        (dataclasses.replace(message, sealed=message.sealed[:-1]), "sealed weights of"),
+        (dataclasses.replace(message, sealed=message.sealed[:-1]), "sealed texts of"),
         (dataclasses.replace(message, sealed=bytes(len(message.sealed))), "sealed texts"),
         (dataclasses.replace(message, public=bytes(32)), "offer: expected points"),
         (dataclasses.replace(message, round_number=2), "sealed texts"),

@@ -1,7 +1,7 @@
 import secrets
 
-from flower_ext.secure import WeightingSilo
 from flower_ext.secure.weighting.paillier_messages import PaillierKey
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.weighting import key, weighting_settings
 
 

@@ -8,12 +8,13 @@ import pytest
 from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
-from flower_ext.secure import WeightingSilo
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.pair_keys import PairKeys
+from flower_ext.secure.weighting import encrypted_sums
 from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
 from flower_ext.secure.weighting.paillier_messages import EncryptedWeights, MaskedSum
 from flower_ext.secure.weighting.weighting_messages import MaskedCounts
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 
 ROUNDS = 3
@@ -280,12 +281,12 @@ def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
 
 
 @pytest.fixture(params=[True, False], ids=["pool", "single"])
-def round_of(request):
+def round_of(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(encrypted_sums, "_POOL_PAYS", 0)
+
     def play():
         world = world_of(COUNTS, coordinates=6, coordinates_per_plaintext=1)
-        if request.param:
-            for silo in world.silos:
-                silo.prepare()
         updates, noise = world.draw(np.random.default_rng(5))
         message = world.server.open_round(1)
         return world, message, world.weigh(message, updates, noise), updates

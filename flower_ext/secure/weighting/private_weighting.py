@@ -1,0 +1,138 @@
+"""Protocol 1 over Paillier: what a user decides, from which the settings of a run follow."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.protocol import WeightingProtocol, winning_choices
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+
+_NOISE_ROOM = 64.0
+"""Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
+_LARGEST_STEP = 0.25
+"""Largest step of the encoding in standard deviations of a silo's noise; larger ones lose noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateWeighting(WeightingProtocol):
+    """Settings of Protocol 1 over Paillier. Sums that could overflow are refused before any run.
+
+    Parameters
+    ----------
+    max_records_per_user : int
+        N_max: the most records that one user may have over all silos.
+    allowed_totals : tuple of int, optional
+        Numbers of records that a user may have over all silos, besides zero. A short list saves
+        work.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo, with a sum of at most N_max, so that no user can
+        exceed N_max. Without them, an excess spoils every sum, and the run ends after three.
+    precision : float
+        P: largest rounding error of a coordinate of the sum over silos. It must be fine against the
+        silos' noise.
+    draw_choices : int, optional
+        As for `WeightingProtocol`.
+    key_bits : int
+        Length of the Paillier modulus.
+    allow_insecure_key_size : bool
+        Accept short keys in tests and simulations. Silos that refuse seeded noise refuse them.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
+    """
+
+    server_type = WeightingServer
+    silo_type = WeightingSilo
+    secure_sum: ClassVar[str] = (
+        "private weighting: no silo colludes with the server, which relays keys unchanged; "
+        "Paillier encryption, X25519 and ChaCha20 are not broken"
+    )
+
+    allowed_totals: tuple[int, ...] | None = None
+    precision: float = 1e-10
+    key_bits: int = 3072
+    allow_insecure_key_size: bool = False
+
+    def __post_init__(self) -> None:
+        silos = 2 if self.silo_record_limits is None else len(self.silo_record_limits)
+        sizes = {"users": 1, "silos": silos, "coordinates": 1}
+        bounds = {"update_bound": self.precision, "noise_bound": self.precision}
+        self._settings(run="check", **sizes, **bounds)
+
+    @property
+    def assumed_totals(self) -> str:
+        """Assumption on users' totals that no silo can check by itself; empty if there is none.
+
+        A total that breaks it makes a sum out of bounds, and a server may then try totals on it.
+        """
+        if self.allowed_totals is not None:
+            totals = " or ".join(str(total) for total in self.allowed_totals)
+            foreseen = f"{totals} records over all silos, or none"
+        elif self.silo_record_limits is None:
+            foreseen = f"at most {self.max_records_per_user} records over all silos"
+        else:
+            return ""
+        return (
+            f"every user has {foreseen}: otherwise the run ends, and the server may find that "
+            "user's number of records"
+        )
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """Facts that no guarantee covers: users without records, drawn places, running times."""
+        nobody = "how many users have no record in any silo (not which): the server"
+        return nobody, *super().shown
+
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""
+        return tuple(filter(None, (HONEST_COUNTS, self.assumed_totals)))
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        totals = self.allowed_totals
+        return (
+            f"private weighting: keys of {self.key_bits} bits"
+            + (" (INSECURE: simulation only)" if self.allow_insecure_key_size else "")
+            + f", precision {self.precision:g}, at most {self.max_records_per_user} records a user"
+            + (f", one of {totals}" if totals else "")
+            + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
+        )
+
+    def settings_of(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> WeightingSettings:
+        """Return the settings of a new run.
+
+        Raises
+        ------
+        ValueError
+            As `WeightingSettings`; or the encoding's steps are coarse against a silo's noise.
+        """
+        stddev = plan.client_noise_stddev(silos)
+        settings = self._settings(
+            run=secrets.token_hex(16),
+            users=plan.sampling.population,
+            silos=silos,
+            coordinates=coordinates,
+            winning_choices=winning_choices(plan, self.draw_choices),
+            update_bound=plan.clipping_norm,
+            noise_bound=_NOISE_ROOM * stddev,
+        )
+        if settings.step > (largest := _LARGEST_STEP * stddev):
+            raise InvalidValue(
+                f"precision={settings.precision!r}: it rounds to steps of {settings.step:.3g}, too "
+                f"coarse for a silo's noise of standard deviation {stddev:.3g}; expected at most "
+                f"about {settings.precision * largest / settings.step:.3g}"
+            )
+        return settings
+
+    def _settings(self, **of_run: Any) -> WeightingSettings:
+        return WeightingSettings(**asdict(self), **of_run)
