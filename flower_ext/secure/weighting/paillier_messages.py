@@ -18,7 +18,6 @@ class PaillierKey(Message):
     """The server's Paillier modulus, for all silos."""
 
     kind = b"PPsk"
-    parts = ("modulus",)
 
     modulus: bytes
 
@@ -42,8 +41,6 @@ class EncryptedWeights(Message):
     """One ciphertext per user, for all silos. It encrypts zero for a user that takes no part."""
 
     kind = b"PPew"
-    integers = ("round_number",)
-    parts = ("weights",)
 
     round_number: int
     weights: bytes
@@ -61,8 +58,6 @@ class SealedWeights(Message):
     """
 
     kind = b"PPsw"
-    integers = ("round_number",)
-    parts = ("public", "sealed")
 
     round_number: int
     public: bytes
@@ -79,8 +74,6 @@ class MaskedSum(Message):
     """A silo's weighted, noised and masked sum of updates, for the server."""
 
     kind = b"PPsu"
-    integers = ("round_number", "silo")
-    parts = ("ciphertexts",)
 
     round_number: int
     silo: int

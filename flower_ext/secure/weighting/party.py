@@ -1,22 +1,34 @@
-"""A party of private weighting, and the steps of its dialogue with the other parties."""
+"""A party of private weighting, and the dialogue of the parties.
+
+=========  ==================================  =====================================================
+step       message of the server               answer of a silo
+=========  ==================================  =====================================================
+``begin``  the settings                        its public key
+``keys``   the server's key and all silos'     of silo 0: sealed seeds, and what its scheme adds
+``count``  the seed sealed for the silo        masked counts
+``draw``   a number and an offer, to silo 0    the silos' choices; before a round or epoch
+=========  ==================================  =====================================================
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Generic, TypeAlias, TypeVar
 
-from flower_ext.errors import ProtocolError
 from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.oblivious import POINT_BYTES
 from flower_ext.secure.weighting.party_settings import PartySettings
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
 T = TypeVar("T")
 
 BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
-"""Names of the steps; `server_party` has a table of their messages."""
+"""Names of the steps."""
+KEY_BYTES = SEED_BYTES = 32
+SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
+NUMBER_BYTES = 8
+OFFER_BYTES = NUMBER_BYTES + POINT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +56,7 @@ Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
 """Steps that the server takes one by one: it yields each, and receives the silos' answers."""
 
 
-class Stage(Enum):
-    """Progress of a party's set-up."""
-
-    NEW = auto()
-    KEYED = auto()
-    SEEDED = auto()
-    COUNTED = auto()
-
-
-class Party(ABC, Generic[SettingsT]):
+class Party(Generic[SettingsT]):
     """A party of one run.
 
     Parameters
@@ -74,17 +77,4 @@ class Party(ABC, Generic[SettingsT]):
     ) -> None:
         self.settings = settings
         self._workers, self._watch = workers, watch
-        self._stage = Stage.NEW
         self._last_round = 0
-
-    @property
-    @abstractmethod
-    def _name(self) -> str:
-        """Name of the party in errors."""
-
-    def _expect(self, stage: Stage) -> None:
-        if self._stage is not stage:
-            raise ProtocolError(
-                f"{self._name} is {self._stage.name.lower()}: expected it to be "
-                f"{stage.name.lower()}"
-            )

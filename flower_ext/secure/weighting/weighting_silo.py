@@ -23,8 +23,7 @@ from flower_ext.secure.weighting.paillier_messages import (
     SealedWeights,
     pack_ciphertexts,
 )
-from flower_ext.secure.weighting.party import Stage
-from flower_ext.secure.weighting.silo_party import SiloParty
+from flower_ext.secure.weighting.silo_party import SiloParty, Stage
 from flower_ext.secure.weighting.weighting_messages import check_later
 
 _SUM = "sum"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
-from flower_ext.secure.weighting.weighting_messages import SEED_BYTES, Message, check_later
+from flower_ext.secure.weighting.party import SEED_BYTES
+from flower_ext.secure.weighting.weighting_messages import Message, check_later
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import RESIDUE_BYTES
 from flower_ext_lattice.settings import (
@@ -31,7 +32,6 @@ class LatticeKey(Message):
     """
 
     kind = b"LWsk"
-    parts = ("public_seed", "transfer", "words")
 
     public_seed: bytes
     transfer: bytes
@@ -40,20 +40,6 @@ class LatticeKey(Message):
     @classmethod
     def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
         return SEED_BYTES, POINT_BYTES, 2 * RESIDUE_BYTES * DEGREE
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferAnswer(Message):
-    """The silos' choices ρ_u, one point per user; the server cannot read them."""
-
-    kind = b"LWta"
-    parts = ("answer",)
-
-    answer: bytes
-
-    @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
-        return (settings.users * POINT_BYTES,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +54,6 @@ class LatticeWeights(Message):
     """
 
     kind = b"LWew"
-    integers = ("epoch",)
-    parts = ("nonce", "words", "sealed", "offer", "columns")
 
     epoch: int
     nonce: bytes
@@ -97,8 +81,6 @@ class RoundOpening(Message):
     """The server's request for the sums of one round under the weights of one epoch."""
 
     kind = b"LWro"
-    integers = ("round_number", "epoch")
-    parts = ()
 
     round_number: int
     epoch: int
@@ -117,8 +99,6 @@ class LatticeSum(Message):
     """
 
     kind = b"LWsu"
-    integers = ("round_number", "epoch", "silo")
-    parts = ("first", "second")
 
     round_number: int
     epoch: int

@@ -12,15 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.weighting.oblivious import Sender
-from flower_ext.secure.weighting.party import Dialogue, Stage
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
+from flower_ext.secure.weighting.party import SEED_BYTES, Dialogue
 from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.weighting_messages import (
-    SEED_BYTES,
-    DrawAnswer,
-    DrawOffer,
-    MaskedCounts,
-)
 from flower_ext_lattice import columns, weights
 from flower_ext_lattice.columns import Columns
 from flower_ext_lattice.encrypted_sum import decrypted
@@ -30,7 +24,6 @@ from flower_ext_lattice.messages import (
     LatticeSum,
     LatticeWeights,
     RoundOpening,
-    TransferAnswer,
     check_round_number,
 )
 from flower_ext_lattice.settings import LatticeSettings
@@ -39,10 +32,7 @@ from flower_ext_lattice.settings import LatticeSettings
 class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
 
-    Take the steps of `ServerParty`, with `receive_answer` before `receive_counts`. Then call
-    `open_epoch` whenever users are drawn, and `open_round` and `close_round` for every round. If
-    the settings have ``draw_choices``, open an epoch with `offer_draw` and `open_drawn_epoch`
-    instead.
+    A round is one of an epoch, which lasts until other users are drawn: see `begin_round`.
 
     Parameters
     ----------
@@ -79,101 +69,37 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
 
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
         """Encrypt the weights of the round's users, in a new epoch if users are drawn."""
-        if self.settings.draw_choices is not None:
-            answer = yield from self._ask_draw(self.offer_draw())
-            self._weights = self.open_drawn_epoch(answer).to_bytes()
+        if self.settings.draw_choices is not None and places is None:
+            weights = yield from self._draw_epoch()
+            self._weights = weights.to_bytes()
         elif places is not None or not self._weights:
-            self._weights = self.open_epoch(sampled=places).to_bytes()
+            self._weights = self.open_epoch(places=places).to_bytes()
         return self._weights + self.open_round(number).to_bytes()
 
-    def receive_answer(self, message: TransferAnswer) -> None:
-        """Take the silos' choices and compute the keys of all places, which takes seconds.
-
-        Raises
-        ------
-        ProtocolError
-            The seed was not relayed yet, or the choices were received before.
-        ValueError
-            The message is malformed.
-        """
-        self._expect(Stage.SEEDED)
-        if self._keys:
-            raise ProtocolError("the silos' choices were received before: expected them once")
-        message.check(self.settings)
-        places = [self.settings.table_size] * self.settings.users
-        self._keys = self._sender.keys(message.answer, places, workers=self._workers)
-
-    def receive_counts(self, messages: Sequence[MaskedCounts]) -> None:
-        """Add the masked counts of all silos: N_u + ρ_u modulo M.
-
-        Raises
-        ------
-        ProtocolError
-            The silos' choices have not arrived, or the counts were received before.
-        IncompleteRound
-            A silo's counts are missing.
-        ValueError
-            A message is malformed, comes from a silo that the run does not have, or was sent twice.
-        """
-        if not self._keys:
-            raise ProtocolError("the silos' choices are missing: call receive_answer first")
-        super().receive_counts(messages)
-
-    def open_epoch(self, *, sampled: Collection[int] | None = None) -> LatticeWeights:
+    def open_epoch(self, *, places: Collection[int] | None = None) -> LatticeWeights:
         """Return fresh encryptions of the users' weights, for all silos.
 
         The server abandons a round that is still open.
 
         Parameters
         ----------
-        sampled : Collection of int, optional
-            Users that take part, as places from 0 to users - 1 in the silos' secret order. The
-            other users get an encryption of zero. By default all users take part.
+        places : Collection of int, optional
+            Places, in the silos' secret order, of the users that take part. The other users get an
+            encryption of zero. By default all users take part.
 
         Raises
         ------
         ProtocolError
-            The counts have not arrived, or the settings have ``draw_choices``.
+            The set-up is not complete, or the settings have ``draw_choices``.
         ValueError
-            ``sampled`` holds a place outside the range.
+            A place is out of range.
         """
-        self._expect(Stage.COUNTED)
-        self._refuse_secret_draw()
-        drawn = self._drawn_places(sampled)
+        self._expect_set_up()
+        drawn = self._drawn_places(places)
         self._use_epoch()
         return self._encrypt(
             Columns([(int(place in drawn),) for place in range(self.settings.users)])
         )
-
-    def offer_draw(self) -> DrawOffer:
-        """Begin an epoch with a secret draw of users. Send the offer to the silo that answers.
-
-        Raises
-        ------
-        ProtocolError
-            The counts have not arrived, or the settings have no ``draw_choices``.
-        """
-        self._expect(Stage.COUNTED)
-        self._expect_secret_draw()
-        self._use_epoch()
-        return self._offer_draw(self._last_epoch)
-
-    def open_drawn_epoch(self, message: DrawAnswer) -> LatticeWeights:
-        """Return fresh encryptions of the users' weights, of which no party knows who was drawn.
-
-        Raises
-        ------
-        ProtocolError
-            The last `offer_draw` was for another epoch, or this epoch was opened before.
-        ValueError
-            The message is malformed.
-        """
-        sender = self._sender_for(message)
-        drawn = columns.draw_columns(self.settings)
-        sealed = columns.seal_columns(
-            self.settings, drawn, sender, message.answer, workers=self._workers
-        )
-        return replace(self._encrypt(drawn), offer=sender.public, columns=sealed)
 
     def open_round(self, round_number: int) -> RoundOpening:
         """Begin a round under the weights of the last epoch, for all silos.
@@ -188,10 +114,10 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         Raises
         ------
         ProtocolError
-            The server opened no epoch, or the round number is not above the last
-            one or is above the settings' ``rounds``.
+            The server opened no epoch, or the round number is not above the last one or is above
+            the settings' ``rounds``.
         """
-        self._expect(Stage.COUNTED)
+        self._expect_set_up()
         if self._epoch is None:
             raise ProtocolError("open_round: expected open_epoch before it")
         check_round_number(round_number, self._last_round, self.settings)
@@ -228,10 +154,12 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
 
     @property
     def _added_bytes(self) -> int:
-        return TransferAnswer.size(self.settings)
+        return self.settings.users * POINT_BYTES
 
     def _take_added(self, data: bytes) -> None:
-        self.receive_answer(TransferAnswer.from_bytes(data, self.settings))
+        """Take the silos' choices and compute the keys of all places, which takes seconds."""
+        places = [self.settings.table_size] * self.settings.users
+        self._keys = self._sender.keys(data, places, workers=self._workers)
 
     def _take_totals(self, totals: list[int]) -> None:
         self._shifted = totals
@@ -243,9 +171,18 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
                 f"round {self._open_round} and epoch {self._epoch}"
             )
 
+    def _draw_epoch(self) -> Dialogue[LatticeWeights]:
+        """Return the weights of an epoch of which no party knows who was drawn."""
+        self._expect_set_up()
+        self._use_epoch()
+        sender, choices = yield from self._draw(self._last_epoch)
+        drawn = columns.draw_columns(self.settings)
+        sealed = columns.seal_columns(self.settings, drawn, sender, choices, workers=self._workers)
+        return replace(self._encrypt(drawn), offer=sender.public, columns=sealed)
+
     def _use_epoch(self) -> None:
-        """Abandon the open round and draw, and use a new epoch."""
-        self._open_round = self._epoch = self._drawing = None
+        """Abandon the open round, and use a new epoch."""
+        self._open_round = self._epoch = None
         self._last_epoch += 1
 
     def _encrypt(self, drawn: Columns) -> LatticeWeights:

@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.party import Stage
-from flower_ext.secure.weighting.silo_party import SiloParty
+from flower_ext.secure.weighting.silo_party import SiloParty, Stage
 from flower_ext.secure.weighting.weighting_messages import check_later
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
@@ -23,7 +22,6 @@ from flower_ext_lattice.messages import (
     LatticeSum,
     LatticeWeights,
     RoundOpening,
-    TransferAnswer,
     check_round_number,
 )
 from flower_ext_lattice.ring import Reals
@@ -39,8 +37,8 @@ _ANSWERING_SILO = 0
 class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
-    Take the steps of `SiloParty`; silo 0 also calls `answer_transfer` after `seal_seed`. Then call
-    `receive_weights` in every epoch, and `weigh` in every round.
+    After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
+    epoch, and `weigh` in every round.
 
     Parameters
     ----------
@@ -62,21 +60,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def epoch(self) -> int | None:
         """The epoch whose weights this silo holds in memory."""
         return None if self._weights is None else self._weights.epoch
-
-    def answer_transfer(self) -> TransferAnswer:
-        """Return the silos' choices ρ_u, which all silos derive from their seed. Silo 0 only.
-
-        Raises
-        ------
-        ProtocolError
-            The seed is not known yet, or this is not silo 0.
-        """
-        self._expect(Stage.SEEDED)
-        if self.index != _ANSWERING_SILO:
-            raise ProtocolError(
-                f"answer_transfer at silo {self.index}: expected silo {_ANSWERING_SILO}"
-            )
-        return TransferAnswer(answer=self._transfer.answer)
 
     def receive_weights(self, message: LatticeWeights) -> None:
         """Take an epoch's weights. The silo stores that the epoch is used before it opens anything.
@@ -198,7 +181,8 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         check_later("epoch", number, self._last_epoch)
 
     def _added(self) -> bytes:
-        return self.answer_transfer().to_bytes()
+        """Return the silos' choices ρ_u, which all silos derive from their seed."""
+        return self._transfer.answer
 
     def _check_server_key(self, server_key: LatticeKey) -> None:
         public_key(server_key.public_seed, server_key.words)

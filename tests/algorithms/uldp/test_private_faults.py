@@ -70,11 +70,12 @@ BYTES = {
     "of another silo": lambda data, rng, grid: grid.of_another or data,
     "of before": lambda data, rng, grid: grid.of_before or data,
 }
-OF_CURVE = {
-    "one": begun(12, (1).to_bytes(32, "little")),
-    "the prime": begun(12, (2**255 - 19).to_bytes(32, "little")),
-}
-"""Mutations of a point of X25519 or Ed25519; one is the identity of Ed25519."""
+def of_curve(head):
+    """Return mutations of a point of X25519 or Ed25519; one is the identity of Ed25519."""
+    return {
+        "one": begun(head, (1).to_bytes(32, "little")),
+        "the prime": begun(head, (2**255 - 19).to_bytes(32, "little")),
+    }
 
 
 def modulus(grid):
@@ -106,7 +107,7 @@ AT_THE_END = {
 def mutations_of(protocol, name, receives):
     """Return all mutations of one step's messages to or from a silo."""
     if name == "draw" or (name, receives) == ("begin", False):
-        return BYTES | OF_CURVE
+        return BYTES | of_curve(8 if receives else 0)
     if name not in ("sum", "weights"):
         return BYTES
     return BYTES | (OF_KEY if protocol is SMALL else AT_THE_END if name == "weights" else {})
@@ -317,23 +318,22 @@ def test_a_run_whose_first_three_sums_are_spoiled_ends_with_the_reason(protocol,
 def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
 
     def another(data, rng, grid):
-        return data[:12] + grid.of_another[12:]
+        return grid.of_another
 
     with pytest.raises(FederationNotReady, match="silos 1 and 2: expected a different public key"):
         start(make(), Tampered, name="begin", how=[another])
 
 
 def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
-    received = WeightingServer.receive_counts
+    added_up = WeightingServer._added_up
 
-    def divided(self, messages):  # no silo knows p: the server itself plays it
+    def divided(self, counts):  # no silo knows p: the server itself plays it
         n, size = self._key.public.n, self.settings.count_bytes
-        rest = sum(mpz.from_bytes(one.counts[:size], "big") for one in messages[1:])
+        rest = sum(mpz.from_bytes(counts[silo][:size], "big") for silo in (1, 2))
         first = int((self._key.p - rest) % n).to_bytes(size, "big")
-        changed = replace(messages[0], counts=first + messages[0].counts[size:])
-        received(self, [changed, *messages[1:]])
+        return added_up(self, {**counts, 0: first + counts[0][size:]})
 
-    monkeypatch.setattr(WeightingServer, "receive_counts", divided)
+    monkeypatch.setattr(WeightingServer, "_added_up", divided)
     with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
         start(make())
 
