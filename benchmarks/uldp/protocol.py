@@ -26,6 +26,7 @@ import numpy as np
 import phe
 from gmpy2 import mpz
 
+from benchmarks.uldp.dialogue import set_up
 from flower_ext.runs.page import table
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting import encrypted_sums
@@ -110,18 +111,10 @@ class Parties:
         self.settings = settings
         self.server = WeightingServer(settings, key=key, workers=workers)
         self.silos = [WeightingSilo(settings, i, workers=workers) for i in range(settings.silos)]
-        keys = self.server.relay_keys([silo.key for silo in self.silos])
-        for silo in self.silos:
-            silo.receive_keys(self.server.public_key, keys)
-        seeds = self.server.relay_seed(self.silos[0].seal_seed())
-        for silo, seed in zip(self.silos[1:], seeds, strict=True):
-            silo.open_seed(seed)
         rng = np.random.default_rng(0)
         most = settings.max_records_per_user // settings.silos
         self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)
-        self.server.receive_counts(
-            [s.mask_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
-        )
+        set_up(self.server, self.silos, self.counts)
         encrypted_sums._POOL_PAYS = math.inf if pool is None else 0
         for silo in self.silos:
             if pool is not None:
@@ -131,8 +124,8 @@ class Parties:
 
     def round(self, number: int, *, fresh: bool = True) -> Round:
         """Run one round, and check it against the plain sum."""
-        sampled = range(self.settings.users) if fresh else None
-        encrypt, message = timed(lambda: self.server.open_round(number, sampled=sampled))
+        places = range(self.settings.users) if fresh else None
+        encrypt, message = timed(lambda: self.server.open_round(number, places=places))
         silos, sums = timed(
             lambda: [
                 silo.weigh(message, dict(enumerate(self.updates[i])), self.noise[i])

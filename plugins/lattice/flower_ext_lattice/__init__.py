@@ -38,9 +38,9 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
-An epoch lasts until other users are drawn. ``server.begin_round`` and ``silo.open_sum`` take both
-of their calls at once. A silo that restarted accepts the weights of its last epoch again if they are
-the same to the last bit.
+An epoch lasts until other users are drawn. ``server.begin_round`` and ``silo.open_sum`` make both
+calls at once. A silo that restarted accepts the weights of its last epoch again if they are the same
+to the last bit.
 
 Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
 few users at a time, and last ``finish(noise)``. It then never holds all users' updates at once.

@@ -80,8 +80,8 @@ class LatticeWorld:
         """Updates of the users that have records in ``silo``."""
         return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
-    def open_epoch(self, sampled=None):
-        weights = self.server.open_epoch(sampled=sampled)
+    def open_epoch(self, places=None):
+        weights = self.server.open_epoch(places=places)
         for silo in self.silos:
             silo.receive_weights(weights)
         self.sent.append(weights)

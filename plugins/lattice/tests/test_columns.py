@@ -9,7 +9,6 @@ from scipy import stats
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
-from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
 from flower_ext_lattice import columns, ring, weights
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.silo import LatticeSilo
@@ -32,13 +31,13 @@ def world(rng):
     return LatticeWorld(facts(), draw_counts(rng, facts()))
 
 
-def answered(world):
-    return world.silos[0].answer_draw(world.server.offer_draw())
+def drawn_weights(world):
+    return world.play(world.server._draw_epoch())
 
 
 def open_epoch(world):
     """Open an epoch with a secret draw at all parties."""
-    message = world.server.open_drawn_epoch(answered(world))
+    message = drawn_weights(world)
     for silo in world.silos:
         silo.receive_weights(message)
     return message
@@ -212,10 +211,15 @@ def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
 
 
 def test_the_server_receives_another_answer_of_group_elements_each_time(world):
-    answers = [answered(world) for _ in range(3)]
-    pieces = [a.answer[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
+    for _ in range(3):
+        drawn_weights(world)
+    answers = world.answers("draw")
+    pieces = [a[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
     assert len(set(pieces)) == len(pieces) == 15
-    assert [answer.number for answer in answers] == [1, 2, 3]
+    offers = [
+        of_silo for name, asked in world.asked if name == "draw" for of_silo in asked.values()
+    ]
+    assert [int.from_bytes(offer[:8], "big") for offer in offers] == [1, 2, 3]
 
 
 def test_weights_have_the_length_that_the_settings_say(world):
@@ -227,19 +231,9 @@ def test_weights_have_the_length_that_the_settings_say(world):
     assert LatticeWeights.size(own) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
 
 
-def test_an_answer_of_another_epoch_or_a_second_one_is_refused(world):
-    answer = answered(world)
-    other = dataclasses.replace(answer, number=2)
-    with pytest.raises(ProtocolError, match="draw 2: expected offer_draw"):
-        world.server.open_drawn_epoch(other)
-    world.server.open_drawn_epoch(answer)
-    with pytest.raises(ProtocolError, match="draw 1: expected offer_draw"):
-        world.server.open_drawn_epoch(answer)
-
-
 def test_columns_of_another_draw_are_refused(world):
-    message = world.server.open_drawn_epoch(answered(world))
-    again = world.server.open_drawn_epoch(answered(world))
+    message = drawn_weights(world)
+    again = drawn_weights(world)
     for wrong in (
         dataclasses.replace(again, columns=message.columns),
         dataclasses.replace(again, offer=message.offer),
@@ -249,10 +243,10 @@ def test_columns_of_another_draw_are_refused(world):
 
 
 def test_a_silo_answers_no_draw_of_a_used_epoch(world):
-    offer = world.server.offer_draw()
-    world.silos[0].receive_weights(world.server.open_drawn_epoch(world.silos[0].answer_draw(offer)))
+    world.silos[0].receive_weights(drawn_weights(world))
+    (offer,) = world.asked[-1][1].values()
     with pytest.raises(ProtocolError, match="expected a number above 1"):
-        world.silos[0].answer_draw(offer)
+        world.silos[0].answer("draw", offer, None)
 
 
 def test_a_restored_silo_opens_the_same_columns(world):
@@ -266,13 +260,9 @@ def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
     known = LatticeWorld(lattice_settings(), draw_counts(rng, lattice_settings()))
     with pytest.raises(ProtocolError, match="the settings have draw_choices"):
         world.server.open_epoch()
+    offer = (1).to_bytes(8, "big") + Sender(b"run").public
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.server.offer_draw()
-    offer = DrawOffer(number=1, public=Sender(b"run").public)
-    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.silos[0].answer_draw(offer)
-    with pytest.raises(ProtocolError, match="expected offer_draw for this round or epoch"):
-        known.server.open_drawn_epoch(DrawAnswer(number=1, answer=b""))
+        known.silos[0].answer("draw", offer, None)
 
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (3, -1)])

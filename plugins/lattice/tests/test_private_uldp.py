@@ -156,7 +156,7 @@ def arrays(messages):
 def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcript):
     strategy, grid = transcript
     facts = strategy.run.summation.server.settings
-    sizes = {"begin": 44, "keys": 2 * 72 + 4 + 32 * USERS, "count": 12 + 4 * USERS}
+    sizes = {"begin": 32, "keys": 2 * 60 + 32 * USERS, "count": 4 * USERS}
     sizes["sum"] = LatticeSum.size(facts)
     seen = set()
     for _, name, array in arrays(m for m in grid.received if "query.id" not in str(m.metadata)):
@@ -241,7 +241,7 @@ def test_only_silo_0_is_asked_for_a_draw_and_the_server_sees_group_elements():
     grid, _ = start(hidden_lattice(evaluate_every=0), Recorder)
     asked = [m for m, name, _ in arrays(grid.sent) if name == "draw"]
     assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
-    told = [a.tobytes()[12:] for _, name, a in arrays(grid.received) if name == "draw"]
+    told = [a.tobytes() for _, name, a in arrays(grid.received) if name == "draw"]
     pieces = [data[at : at + 32] for data in told for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
 
@@ -362,7 +362,7 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     grid, _ = start(strategy := lattice_of(sampling=SOME, evaluate_every=0), Recorder, rounds=2)
     server = party(strategy)
     server._last_epoch -= 1
-    sent = server.open_epoch(sampled=[0]).to_bytes() + server.open_round(3).to_bytes()
+    sent = server.open_epoch(places=[0]).to_bytes() + server.open_round(3).to_bytes()
     before = vault(grid, 1).load()
     with pytest.raises(ProtocolError, match="epoch 2: expected a number above 2"):
         silo_part._resume(vault(grid, 1)).open_sum(3, sent)

@@ -1,5 +1,6 @@
 """Silos that are killed right after they stored their state, at every step."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -54,25 +55,16 @@ def test_silos_go_on_from_their_states_at_every_step():
     def restart():
         return [restored(silo) for silo in silos]
 
-    keys = [silo.key for silo in silos]
-    silos = restart()
-    assert [silo.key for silo in silos] == keys
-    public = server.public_key
-    relayed = server.relay_keys(keys)
-    for silo in silos:
-        silo.receive_keys(public, relayed)
-    silos = restart()
-    seeds = server.relay_seed(silos[0].seal_seed())
-    silos = restart()
-    silos[1].open_seed(seeds[0])
-    answer = silos[0].answer_transfer()
-    silos = restart()
-    assert silos[0].answer_transfer() == answer
-    server.receive_answer(answer)
     counts = np.array([[3, 0], [1, 5]])
-    masked = [silo.mask_counts(own) for silo, own in zip(silos, counts, strict=True)]
-    silos = restart()
-    server.receive_counts(masked)
+    dialogue, answers = server.set_up(), None
+    with contextlib.suppress(StopIteration):
+        while True:
+            step = dialogue.send(answers)
+            silos = restart()
+            answers = {
+                at: silos[at].answer(step.name, question, lambda limit, at=at: counts[at])
+                for at, question in step.questions.items()
+            }
     rng = np.random.default_rng(0)
     for number in (1, 2):
         weights = server.open_epoch()
@@ -125,13 +117,13 @@ def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
 def test_a_silo_killed_in_an_epoch_takes_no_other_weights_of_it(world):
     disk = Disk(left=0)
     world.silos[0].save = disk
-    weights = world.server.open_epoch(sampled=[0])
+    weights = world.server.open_epoch(places=[0])
     with pytest.raises(Killed):
         world.silos[0].receive_weights(weights)
     silo = LatticeSilo.from_state(disk.states[-1])
     assert silo.epoch is None
     world.server._last_epoch -= 1  # a server that lost its state
-    other = world.server.open_epoch(sampled=[1])
+    other = world.server.open_epoch(places=[1])
     assert other.epoch == weights.epoch
     with pytest.raises(ProtocolError, match="expected a number above"):
         silo.receive_weights(other)

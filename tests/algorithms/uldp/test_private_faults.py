@@ -70,6 +70,8 @@ BYTES = {
     "of another silo": lambda data, rng, grid: grid.of_another or data,
     "of before": lambda data, rng, grid: grid.of_before or data,
 }
+
+
 def of_curve(head):
     """Return mutations of a point of X25519 or Ed25519; one is the identity of Ed25519."""
     return {
