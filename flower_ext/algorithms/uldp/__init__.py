@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.group import UldpGroup
 from flower_ext.algorithms.uldp.naive import UldpNaive
-from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, WeightSource
 from flower_ext.federation.sums.weighted import weighted_sum
 
 if TYPE_CHECKING:
     from flower_ext.secure.weighting.private_weighting import PrivateWeighting
 
 __all__ = [
-    "EqualWeights",
     "PrivateWeighting",
     "UldpAvg",
     "UldpGroup",
     "UldpNaive",
     "UldpSgd",
-    "WeightSource",
-    "WeightsByRecords",
     "theory_learning_rate",
     "weighted_sum",
 ]

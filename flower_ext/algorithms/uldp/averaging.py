@@ -40,17 +40,18 @@ from flower_ext.algorithms.uldp.silo_training import (
     users_training,
 )
 from flower_ext.algorithms.uldp.weights import (
+    DISCLOSURES,
     USERS,
-    WeightSource,
     answer_counts,
     ask_company,
     ask_silos,
+    check_weighting,
     check_weights,
     counts_of,
     owned,
     read_weights,
+    user_weights,
     users_records,
-    weight_source,
 )
 from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
@@ -159,7 +160,7 @@ class UldpAvg(OnePhase):
     ----------
     num_silos : int
         Number of silos. The server asks all of them in every round.
-    weighting : {"equal", "by-records"} or WeightSource
+    weighting : {"equal", "by-records"}
         w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos send the server their histograms, unless
         the run's sum is a `weighted_sum`.
     local : LocalTraining
@@ -180,22 +181,20 @@ class UldpAvg(OnePhase):
     )
 
     num_silos: int
-    weighting: Weighting | WeightSource = "equal"
+    weighting: Weighting = "equal"
 
-    @property
-    def weights(self) -> WeightSource:
-        """The rule for weights."""
-        return weight_source(self.weighting)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weighting(self.weighting)
 
     @property
     def traits(self) -> MethodTraits:
         """The method's declarations, with its number of silos and its weights."""
-        rule = self.weights.weighting
-        return replace(super().traits, num_silos=self.num_silos, weighting=rule)
+        return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that is not one of users among so many silos."""
-        check_user_plan(plan, self.num_silos, self.weights.weighting)
+        check_user_plan(plan, self.num_silos, self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
         """Return the plan, whose secure sums add the silos' uploads."""
@@ -220,11 +219,11 @@ class UldpAvg(OnePhase):
         silos = {ONE_BY_ONE: ask_company(clients, self.training, self.num_silos)}
         if connected.summation.brings_weights:
             return State(server={SILOS: silos})
-        source = self.weights
-        histogram = ask_silos(clients, plan.sampling.population, histogram=source.needs_histogram)
+        is_asked = self.weighting == "by-records"
+        histogram = ask_silos(clients, plan.sampling.population, histogram=is_asked)
         if plan.secure_aggregation is not None:
             _warn_of_rounding(plan, connected.model, self.num_silos)
-        weights = source.weights(histogram, self.num_silos)
+        weights = user_weights(self.weighting, histogram, self.num_silos)
         return State(server={SILOS: {**silos, WEIGHTS: weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
@@ -239,7 +238,7 @@ class UldpAvg(OnePhase):
         is_common = weights.shape[1] == 1
         if not is_common:
             weights = weights[:, np.asarray(users, dtype=np.int64)]
-        check_weights(weights, self.num_silos, users, self.weights.weighting)
+        check_weights(weights, self.num_silos, users, self.weighting)
         totals = weights.sum(axis=1) * (len(users) if is_common else 1)
         requests = users_records(weights, users, cohort.population)
         return replace(
@@ -257,7 +256,7 @@ class UldpAvg(OnePhase):
         """Return what the weights reveal, in the clear or by the protocol of a weighted sum."""
         if summation.brings_weights:
             return summation.disclosures
-        return self.weights.disclosures
+        return DISCLOSURES[self.weighting]
 
     def claims(
         self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
@@ -273,7 +272,7 @@ class UldpAvg(OnePhase):
         user_run = UserRun(
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
-            weighting=self.weights.weighting,
+            weighting=self.weighting,
             participations=in_sums,
             in_uploads=in_uploads,
             secure_noise=run.secure_noise,

@@ -75,20 +75,13 @@ class Sender:
     ----------
     run : bytes
         Name of the run, the same at the receiver.
-    secret : bytes, optional
-        a of an earlier sender; by default a fresh one.
     """
 
-    def __init__(self, run: bytes, *, secret: bytes | None = None) -> None:
+    def __init__(self, run: bytes) -> None:
         self._run = run
-        self._secret = _scalar(1 + secrets.randbelow(int(ORDER) - 1)) if secret is None else secret
+        self._secret = _scalar(1 + secrets.randbelow(int(ORDER) - 1))
         self.public: bytes = crypto_scalarmult_ed25519_base_noclamp(self._secret)
         """A, for the receiver."""
-
-    @property
-    def secret(self) -> bytes:
-        """The secret a. Store it at the sender only, and never send it."""
-        return self._secret
 
     def seal(
         self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1

@@ -39,8 +39,8 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
 =======  ==================================================  ==============================
 
 An epoch lasts until other users are drawn. ``server.begin_round`` and ``silo.open_sum`` make both
-calls at once. A silo that restarted accepts the weights of its last epoch again if they are the same
-to the last bit.
+calls at once. A silo that restarted accepts the weights of its last epoch again if they are the
+same to the last bit.
 
 Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
 few users at a time, and last ``finish(noise)``. It then never holds all users' updates at once.

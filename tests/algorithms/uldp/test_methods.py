@@ -17,11 +17,11 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import (
     UldpGroup,
     UldpNaive,
-    WeightsByRecords,
+    averaging,
     silo_training,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
-from flower_ext.algorithms.uldp.weights import check_weights
+from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
@@ -303,26 +303,21 @@ def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(coun
     held = np.random.default_rng(seed).integers(0, 10 ** np.random.default_rng(seed).integers(1, 9))
     held = np.random.default_rng(seed).integers(0, held + 1, (count, 20))
     held[:, 3] = 0
-    weights = WeightsByRecords().weights(held, count)
+    weights = user_weights("by-records", held, count)
     check_weights(weights, count, range(20))
     np.testing.assert_allclose(weights.sum(axis=0), held.sum(axis=0) > 0)
 
 
-class Doubled(WeightsByRecords):
-    def weights(self, histogram, num_silos):
-        return 2 * super().weights(histogram, num_silos)
-
-
-class CalledEqual(WeightsByRecords):
-    weighting = "equal"
-
-
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [(Doubled, r"numbers in \[0, 1\]|sum to 2"), (CalledEqual, "expected at most 1/3")],
+    ("weighting", "said"),
+    [("by-records", r"numbers in \[0, 1\]|sum to 2"), ("equal", "expected at most 1/3")],
 )
-def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_sent(source, said):
-    strategy = strategy_of(UldpAvg, plan=plan(), weighting=source(), local=LOCAL, **COMMON)
+def test_weights_that_are_too_large_end_the_run_before_anything_is_sent(
+    weighting, said, monkeypatch
+):
+    doubled = lambda *source: 2 * user_weights(*source)  # noqa: E731
+    monkeypatch.setattr(averaging, "user_weights", doubled)
+    strategy = strategy_of(UldpAvg, plan=plan(), weighting=weighting, local=LOCAL, **COMMON)
     with pytest.raises(ValueError, match=said):
         run(strategy)
     assert strategy.participations.rounds == 0

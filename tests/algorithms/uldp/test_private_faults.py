@@ -8,8 +8,8 @@ import torch
 from flwr.app import ArrayRecord
 from gmpy2 import mpz
 
-from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.algorithms.uldp.weights import WeightsByRecords, counts_of
+from flower_ext.algorithms.uldp import UldpAvg, averaging
+from flower_ext.algorithms.uldp.weights import counts_of, user_weights
 from flower_ext.data import SiloData, histogram
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
@@ -523,13 +523,13 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, step, m
     assert strategy.refusals == []
     assert "the updates of this silo cannot be encrypted (MemoryError)" in logged.text
 
-    class WithoutSilo1(WeightsByRecords):
-        def weights(self, histogram, num_silos):
-            weights = super().weights(histogram, num_silos)
-            weights[1] = 0
-            return weights
+    def without_silo_1(*source):
+        weights = user_weights(*source)
+        weights[1] = 0
+        return weights
 
-    expected = make_openly(UldpAvg, weighting=WithoutSilo1(), evaluate_every=0)
+    monkeypatch.setattr(averaging, "user_weights", without_silo_1)
+    expected = make_openly(UldpAvg, evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
 
@@ -537,7 +537,9 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, step, m
 
 
 @EVERY
-def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(protocol, logged):
+def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(
+    protocol, logged, monkeypatch
+):
     limits = (3, 4, 5)
     strategy = make(protocol=replace(protocol, silo_record_limits=limits), evaluate_every=0)
     _, model = start(strategy)
@@ -548,11 +550,12 @@ def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_i
         assert above
         assert f"{above} users have more records in this silo than the {limit}" in logged.text
 
-    class Limited(WeightsByRecords):
-        def weights(self, histogram, num_silos):
-            return super().weights(np.minimum(histogram, np.array(limits)[:, None]), num_silos)
+    def limited(weighting, histogram, num_silos):
+        below = np.minimum(histogram, np.array(limits)[:, None])
+        return user_weights(weighting, below, num_silos)
 
-    expected = make_openly(UldpAvg, weighting=Limited(), evaluate_every=0)
+    monkeypatch.setattr(averaging, "user_weights", limited)
+    expected = make_openly(UldpAvg, evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
 
