@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
+from flower_ext.secure.messages import (
+    Message,
+    check_length,
+    unpack_numbers,
+)
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
 from flower_ext.secure.weighting.party import (
     BEGIN,
@@ -23,11 +28,6 @@ from flower_ext.secure.weighting.party import (
     Party,
     SettingsT,
     Step,
-)
-from flower_ext.secure.weighting.weighting_messages import (
-    Message,
-    check_length,
-    unpack_numbers,
 )
 
 SumT = TypeVar("SumT", bound=Message)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
+from flower_ext.secure.messages import Message, check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.stored_state import StoredState
 from flower_ext.secure.weighting.oblivious import Receiver
@@ -32,7 +33,6 @@ from flower_ext.secure.weighting.party import (
     SettingsT,
 )
 from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.weighting_messages import Message, check_length, pack_numbers
 
 log = getLogger("flwr")
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.fixed_point import from_residue
+from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
@@ -26,7 +27,6 @@ from flower_ext.secure.weighting.paillier_messages import (
 )
 from flower_ext.secure.weighting.party import Dialogue
 from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.weighting_messages import check_later
 
 
 class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
+from flower_ext.secure.messages import check_later
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
@@ -24,7 +25,6 @@ from flower_ext.secure.weighting.paillier_messages import (
     pack_ciphertexts,
 )
 from flower_ext.secure.weighting.silo_party import SiloParty, Stage
-from flower_ext.secure.weighting.weighting_messages import check_later
 
 _SUM = "sum"
 

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
+from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.oblivious import Receiver
 from flower_ext.secure.weighting.silo_party import SiloParty, Stage
-from flower_ext.secure.weighting.weighting_messages import check_later
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key

@@ -290,8 +290,13 @@ def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
                 record = replies[1].content["update"]
                 told = records.to_arrays(record)["sum"]
                 if replies[1].metadata.group_id == "2":
-                    head = strategy.run.summation.server.sum_type._head_bytes()
-                    renumbered = np.concatenate([told[:head], self.earlier[head:]])
+                    server = strategy.run.summation.server
+                    now, before = (
+                        server.sum_type.from_bytes(array.tobytes(), server.settings)
+                        for array in (told, self.earlier)
+                    )
+                    head = {name: n for name, n in vars(now).items() if isinstance(n, int)}
+                    renumbered = records.to_bytes_array(replace(before, **head).to_bytes())
                     replies[1].content["update"] = records.to_record({"sum": renumbered})
                 self.earlier = told
             return replies

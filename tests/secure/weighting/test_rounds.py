@@ -6,6 +6,7 @@ import pytest
 from gmpy2 import mpz, next_prime
 
 from flower_ext.secure import IncompleteRound, ProtocolError
+from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting import encrypted_sums
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_messages import (
@@ -13,7 +14,6 @@ from flower_ext.secure.weighting.paillier_messages import (
     MaskedSum,
     PaillierKey,
 )
-from flower_ext.secure.weighting.weighting_messages import pack_numbers
 from flower_ext.secure.weighting.weighting_server import WeightingServer
 from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.grids import grid
