@@ -26,27 +26,16 @@ class WeightingSettings(PartySettings):
     ----------
     run, users, silos, coordinates, draw_choices, winning_choices
         As for `PartySettings`.
-    max_records_per_user : int
-        N_max: the most records that one user may have over all silos.
-    allowed_totals : tuple of int, optional
-        Numbers of records that a user may have over all silos, besides zero. A short list has a
-        small least common multiple, so that many coordinates fit one plaintext.
-    silo_record_limits : tuple of int, optional
-        The most records of one user in each silo. Their sum is at most N_max, so no user can exceed
-        N_max. Without these limits each silo checks its own records only, and the server notices an
-        excess over all silos in the decrypted sum (see `WeightingServer.close_round`).
+    max_records_per_user, allowed_totals, silo_record_limits, precision, key_bits
+        As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of totals has a small least common multiple, so that
+        many coordinates fit one plaintext. Without limits of silos the server notices an excess
+        over all silos in the decrypted sum (see `WeightingServer.close_round`).
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
         Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
-    precision : float
-        P: largest rounding error of a coordinate of the result, over all users and silos together.
-    key_bits : int
-        Length of the Paillier modulus.
     coordinates_per_plaintext : int, optional
         By default as many as fit.
-    allow_insecure_key_size : bool
-        Accept short keys. Set it in tests only.
 
     Raises
     ------
