@@ -31,7 +31,7 @@ from typing import Annotated
 import torch
 import typer
 
-from flower_ext.privacy.mechanisms.noised_sum import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext.runs.page import table
 from tests.faults import kill, processes
 from tests.faults.clients import Asked, everyone
@@ -190,14 +190,10 @@ def _sound(asked: Asked) -> bool:
 
 def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
     """Compare measured noise with the noise accounted for."""
-    policies: tuple[tuple[DropoutPolicy, NoisePlacement], ...] = (
-        ("top-up", "client"),
-        ("discard", "client"),
-        ("discard", "server"),
-    )
+    placements: tuple[NoisePlacement, ...] = ("client", "server")
     found: list[Measured] = [
-        measure(dropout, policy, placement, rounds=rounds, seed=seed)
-        for policy, placement in policies
+        measure(dropout, placement, rounds=rounds, seed=seed)
+        for placement in placements
         for dropout in DROPOUTS
     ]
     header = ("dropout", "policy", "rounds released", "measured / accounted", "P(as little)")

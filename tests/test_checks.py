@@ -18,6 +18,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.training import LocalTraining
+from tests.support.plans import mechanism_of
 
 plan = partial(
     ReleasePlan,
@@ -30,7 +31,7 @@ plan = partial(
 sizes = partial(FixedSizeSampling, population=6, size=2)
 coin = partial(PoissonSampling, population=6, rate=0.5)
 budget = partial(Budget, epsilon=1.0, delta=1e-5)
-scores = partial(SecureScores, noise_multiplier=1.0, evaluations=2)
+scores = partial(SecureScores, noise_multiplier=1.0, times=2)
 
 COUNTS = [2.5, 2.0, True, "2", None, 0, -1, math.nan, math.inf]
 NUMBERS = ["0.5", True, None, 1j, math.nan, -1.0]
@@ -45,7 +46,7 @@ NUMBERS = ["0.5", True, None, 1j, math.nan, -1.0]
         (coin, "population"),
         (sizes, "population"),
         (sizes, "size"),
-        (scores, "evaluations"),
+        (scores, "times"),
         (LocalTraining, "batch_size"),
     ],
 )
@@ -68,8 +69,7 @@ def test_passes_are_integers_of_zero_or_more(name, value):
         (plan, "clipping_norm"),
         (plan, "noise_multiplier"),
         (plan, "delta"),
-        (plan, "sensitivity"),
-        (plan, "approximation_error"),
+        (partial(mechanism_of, plan()), "approximation_error"),
         (coin, "rate"),
         (budget, "epsilon"),
         (budget, "delta"),

@@ -56,7 +56,7 @@ def measure(members: int, length: int) -> dict[str, Any]:
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
-    parameters = ours.plan_of(members).sum_parameters
+    parameters = ours.mechanism_of(members).sum_parameters
     there = legacy.round_cost(members, parameters.neighbors, parameters.threshold, length)
     return {"members": members, "length": length, "ours": asdict(here), "legacy": asdict(there)}
 

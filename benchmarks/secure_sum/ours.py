@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 
 from flower_ext.privacy import FullParticipation, ReleasePlan, SecureNoise, SecureSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.aggregation import (
     Member,
     RoundContext,
@@ -71,16 +72,17 @@ class Clock:
         return result
 
 
-def plan_of(members: int) -> ReleasePlan:
-    """Return the measured plan: γ = δ = 0.1, σ = 1."""
-    return ReleasePlan(
+def mechanism_of(members: int) -> NoisedSum:
+    """Return the measured mechanism: γ = δ = 0.1, σ = 1."""
+    plan = ReleasePlan(
         sampling=FullParticipation(members),
         clipping_norm=1.0,
         noise_multiplier=1.0,
         rounds=1,
         delta=1e-5,
-        secure_aggregation=SecureSum(colluding=0.1, dropouts=0.1),
+        noise_placement=SecureSum(colluding=0.1, dropouts=0.1),
     )
+    return plan.mechanism()
 
 
 def round_cost(members: int, length: int) -> Cost:
@@ -89,8 +91,8 @@ def round_cost(members: int, length: int) -> Cost:
     `MEASURED` clients do all their work. The others mask only the first `CHECKED` numbers, because
     a thousand clients would take hours. The server's work does not depend on the numbers.
     """
-    plan = plan_of(members)
-    parameters = plan.sum_parameters
+    mechanism = mechanism_of(members)
+    parameters = mechanism.sum_parameters
     neighbours = degree(members, parameters.neighbors)
     graph = graph_of(draw_order(members, np.random.default_rng()), neighbours)
     context = RoundContext(
@@ -98,14 +100,14 @@ def round_cost(members: int, length: int) -> Cost:
         round_number=1,
         members=members,
         graph=graph_digest(graph),
-        bits=plan.sum_bits,
+        bits=mechanism.sum_bits,
         length=length,
         neighbours=neighbours,
         threshold=parameters.threshold,
         least_answers=parameters.least_answers,
     )
     each, masking, serving = Clock(), Clock(), Clock()
-    noising = _noising(plan, length)
+    noising = _noising(mechanism, length)
     server = SumServer(context, graph)
     parties = [Member(context, index, near) for index, near in enumerate(graph)]
     values = np.arange(length, dtype=context.dtype)
@@ -148,10 +150,10 @@ def round_cost(members: int, length: int) -> Cost:
     )
 
 
-def _noising(plan: ReleasePlan, length: int) -> float:
+def _noising(mechanism: NoisedSum, length: int) -> float:
     """Return CPU seconds of clipping, rounding and noise, without the tables of the first call."""
     update = {"w": np.random.default_rng(1).standard_normal(length).astype(np.float32)}
-    protection = plan.cells_protection
+    protection = mechanism.cells_protection
     protection.released({"w": update["w"][:10]}, SecureNoise())
     clock = Clock()
     for _ in range(MEASURED):

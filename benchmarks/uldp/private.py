@@ -35,7 +35,7 @@ from flower_ext.data import describe_silos, load_silos
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.federation.sums.weighted import WeightedSum, party_options
 from flower_ext.metrics import concordance_index
-from flower_ext.privacy import FullParticipation, PoissonSampling, PrivacyUnit, ReleasePlan
+from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.secure.weighting.protocol import WeightingProtocol
 from flower_ext.secure.weighting.weighting_server import WeightingServer
@@ -137,11 +137,9 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
         )
     rate = arguments.sampled
     plan = ReleasePlan(
-        unit=PrivacyUnit.USER,
         sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
         clipping_norm=0.1,
         noise_multiplier=5.0,
-        dropout_policy="discard",
         rounds=arguments.rounds,
         delta=1e-5,
     )

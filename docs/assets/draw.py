@@ -194,7 +194,7 @@ def choose() -> Drawing:
     ask(248, 260, "a personal head on a\nshared extractor")
     leaf(248, "DP2FedSAM or Centaur\nReleasePlan")
     ask(316, 260, "the server must not see\nsingle uploads")
-    leaf(316, "the same two, and\nReleasePlan(secure_aggregation=)")
+    leaf(316, "the same two, and\nnoise_placement=SecureSum()")
     ask(384, 260, "pretrained model, few\nrecords a client")
     leaf(384, "DPFedAvg on a frozen base\nTask(trainable=), ReleasePlan")
     ask(466, 500, "silos may tell the server\nnothing of their users")

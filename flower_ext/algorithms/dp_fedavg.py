@@ -37,7 +37,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def local_model(work: ClientWork) -> Steps[Params]:
-    """Return the received model, after fine-tuning if the strategy asks for it."""
+    """Return the received model, after fine-tuning if the server asks."""
     if "fine_tuning" not in work.training:
         return work.received
     tuned: Params = yield work.train("fine_tuning", work.received)

@@ -36,7 +36,7 @@ from flower_ext.federation import (
     State,
     Steps,
 )
-from flower_ext.privacy import PrivacyPlan
+from flower_ext.privacy import NonPrivatePlan, PrivacyPlan
 from flower_ext.training import Linear, Params, Proximal, Term
 
 H = "h"
@@ -85,7 +85,7 @@ class FedDyn(OnePhase):
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse weights by examples."""
-        if plan.weighs_examples:
+        if isinstance(plan, NonPrivatePlan) and plan.weighs_examples:
             raise InvalidValue(
                 "weighting='examples' of the plan: expected 'clients', because h is the plain mean "
                 "of the gradients in the clients' memories"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -115,7 +116,7 @@ class Hosted(DPFedAvg):
 
     def init(self, model: records.Arrays, population: int) -> State:
         """Return no steps, and the moments with which the Flower strategy begins."""
-        return self._state(steps=0)
+        return self._state(self.server, steps=0)
 
     def configure(
         self, config: ConfigRecord, model: records.Arrays, state: State, plan: PrivacyPlan
@@ -124,14 +125,21 @@ class Hosted(DPFedAvg):
 
         The Flower strategy begins the round with the moments of ``state``, which `step` continues.
         """
-        self._restore(state)  # not in `step`, because FedAdam keeps the round's model as well
-        if isinstance(self.server, FedAvgM):  # reads the model in its first round only
-            self.server.current_arrays = None
-        cohort = _Cohort(range(int(plan.sampling.expected_cohort_size)))
         config = ConfigRecord({**config})
-        arrays, grid = records.to_record(model), cast(Grid, cohort)
-        self.server.configure_train(_steps(state) + 1, arrays, config, grid)
+        self._configured(config, model, state, int(plan.sampling.expected_cohort_size))
         return config
+
+    def _configured(
+        self, config: ConfigRecord, model: records.Arrays, state: State, cohort: int
+    ) -> FedAvg:
+        """Return a copy of the Flower strategy that has begun a round from ``state``."""
+        server = deepcopy(self.server)
+        self._restore(server, state)
+        if isinstance(server, FedAvgM):  # reads the model in its first round only
+            server.current_arrays = None
+        grid = cast(Grid, _Cohort(range(cohort)))
+        server.configure_train(_steps(state) + 1, records.to_record(model), config, grid)
+        return server
 
     def check_update(self, update: records.Update) -> None:
         """Refuse an update without the metric by which the Flower strategy weights it."""
@@ -143,10 +151,12 @@ class Hosted(DPFedAvg):
     ) -> tuple[records.Arrays, State]:
         """Return the model that the Flower strategy computes from the accepted models."""
         replies = [self._reply(model, *each) for each in released.updates.items()]
-        arrays, _ = self.server.aggregate_train(_steps(state) + 1, replies)
+        needed = max(self.server.min_train_nodes, self.server.min_available_nodes, len(replies))
+        server = self._configured(ConfigRecord(), model, state, needed)
+        arrays, _ = server.aggregate_train(_steps(state) + 1, replies)
         if arrays is None:
             return model, state
-        return records.to_arrays(arrays), self._state(steps=_steps(state) + 1)
+        return records.to_arrays(arrays), self._state(server, steps=_steps(state) + 1)
 
     def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
         """Return an accepted update as the reply of a ClientApp that Flower's strategy reads."""
@@ -160,13 +170,13 @@ class Hosted(DPFedAvg):
         )
         return Message(content, dst_node_id=partition, message_type="train")
 
-    def _state(self, *, steps: int) -> State:
+    def _state(self, server: FedAvg, *, steps: int) -> State:
         """Return the number of steps, and the Flower strategy's moments and momenta.
 
         Any attribute of the strategy that is a dict or a list of arrays counts as such state.
         """
         groups: dict[str, records.Arrays] = {_STEPS: {"taken": np.array([steps])}}
-        for name, value in vars(self.server).items():
+        for name, value in vars(server).items():
             members: Any = dict(enumerate(value)) if isinstance(value, list) else value
             if not isinstance(members, dict) or not members:
                 continue
@@ -175,13 +185,13 @@ class Hosted(DPFedAvg):
                 groups[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
         return State(server=groups)
 
-    def _restore(self, state: State) -> None:
+    def _restore(self, server: FedAvg, state: State) -> None:
         """Give the Flower strategy its moments and momenta."""
         for group, members in state.server.items():
             if group != _STEPS:
                 kind, _, name = group.partition(".")
                 value = list(members.values()) if kind == "list" else dict(members)
-                setattr(self.server, name, value)
+                setattr(server, name, value)
 
 
 def _steps(state: State) -> int:

@@ -40,7 +40,6 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     PrivacyPlan,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     SecureScores,
@@ -57,7 +56,7 @@ _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 """A silo of two users whose records do not pull."""
 
 _release_plan = partial(ReleasePlan, clipping_norm=1.0, delta=DELTA)
-_user_plan = partial(_release_plan, unit=PrivacyUnit.USER, sampling=FullParticipation(3))
+_user_plan = partial(_release_plan, sampling=FullParticipation(3))
 _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examples=2, delta=DELTA)
 
 
@@ -128,7 +127,7 @@ _SECURE_SUM = LinearMechanism(
         sampling=FullParticipation(3),
         noise_multiplier=0.5 * noise,
         rounds=rounds,
-        secure_aggregation=_HONEST_SUM,
+        noise_placement=_HONEST_SUM,
     ),
     strategy=_dp_fedavg,
     without=[client_data(0.0), client_data(0.0), client_data(0.0)],
@@ -151,8 +150,8 @@ _SECURE_SCORES = LinearMechanism(
         sampling=FullParticipation(3),
         noise_multiplier=50.0,
         rounds=rounds,
-        secure_aggregation=_HONEST_SUM,
-        scores=SecureScores(noise_multiplier=0.5 * noise, evaluations=rounds),
+        noise_placement=_HONEST_SUM,
+        queries=(SecureScores(noise_multiplier=0.5 * noise, times=rounds),),
     ),
     strategy=partial(_dp_fedavg, evaluate_every=1),
     # Without the canary, the first client has no test examples.
@@ -181,7 +180,7 @@ _ULDP_SGD = replace(
 _ULDP_SECURE_SUM = LinearMechanism(
     name="ULDP-AVG, secure sums",
     plan=lambda noise, rounds: _user_plan(
-        noise_multiplier=0.5 * noise, rounds=rounds, secure_aggregation=_HONEST_SUM
+        noise_multiplier=0.5 * noise, rounds=rounds, noise_placement=_HONEST_SUM
     ),
     strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 3,

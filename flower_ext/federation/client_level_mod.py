@@ -131,8 +131,8 @@ def _asked(
         found = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {found!r}, expected that of "
-            "a ReleasePlan; run DPFedAvg(plan=ReleasePlan(...)) on the server, or remove the mod. "
-            "If the server does run it, another mod took the settings out: put this one first"
+            "a ReleasePlan; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
+            "remove the mod. If the server does run it, another mod took the settings out: put this one first"
         )
     assert protection is not None
     policy = NodePolicy(context, allow_seeded_noise)

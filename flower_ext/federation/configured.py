@@ -44,7 +44,6 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
     PrivacyPlan,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
@@ -132,17 +131,21 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
 
-def release_plan(settings: ReleaseSettings, sampling: Sampling, **changes: Any) -> ReleasePlan:
+def release_plan(
+    settings: ReleaseSettings, sampling: Sampling, *, of_users: bool = False, **changes: Any
+) -> ReleasePlan:
     """Return the plan under which the server releases noised sums of sampled clients' updates.
 
     Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
     ``epsilon``. The setting ``calibration`` says by which bound: the provable one, or the published
-    one. A ``delta`` of 0 stands for one over the number of clients.
+    one. A ``delta`` of 0 stands for one over the number of clients, but not for a plan of users.
 
     Parameters
     ----------
     settings : ReleaseSettings
     sampling : Sampling
+    of_users : bool
+        True if the units are users with records in several silos.
     **changes
         Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
         them.
@@ -152,16 +155,14 @@ def release_plan(settings: ReleaseSettings, sampling: Sampling, **changes: Any) 
         "sampling": sampling,
         "clipping_norm": settings.clipping_norm,
         "rounds": settings.rounds,
-        "delta": _delta(settings, sampling, changes.get("unit", PrivacyUnit.CLIENT)),
-        "noise_placement": settings.noise_placement,
-        "dropout_policy": settings.dropout_policy,
-        "secure_aggregation": _secure_sum(settings),
+        "delta": settings.delta if of_users else _delta(settings, sampling),
+        "noise_placement": _secure_sum(settings) or settings.noise_placement,
         **changes,
     }
     epsilon = settings.target
     with _naming_settings(settings):
         if (scores := _secure_scores(settings, options)) is not None:
-            options["scores"] = scores
+            options["queries"] = (scores,)
         if epsilon is None:
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
@@ -175,8 +176,8 @@ def release_plan(settings: ReleaseSettings, sampling: Sampling, **changes: Any) 
         return ReleasePlan(noise_multiplier=multiplier, **options)
 
 
-def _delta(settings: PrivacySettings, sampling: Sampling, unit: PrivacyUnit) -> float:
-    if settings.delta or unit is not PrivacyUnit.CLIENT:
+def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
+    if settings.delta:
         return settings.delta
     if sampling.population == 1:
         raise UnfitSetting(
@@ -197,7 +198,7 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
     if settings.evaluation == "plain":
         return None
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
-    if options["secure_aggregation"] is None:
+    if not isinstance(options["noise_placement"], SecureSum):
         raise UnfitSetting(
             "run-config evaluation='secure' with aggregation='plain': expected "
             "aggregation='secure', because clients send scores in the same kind of secure sum as "
@@ -223,7 +224,7 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
         )
     bound = settings.evaluation_loss_bound
     bounds = (*ACCURACY, ("loss", 0.0, bound)) if bound else ACCURACY
-    return SecureScores(noise_multiplier=multiplier, evaluations=evaluations, bounds=bounds)
+    return SecureScores(noise_multiplier=multiplier, times=evaluations, bounds=bounds)
 
 
 def _refuse_weights(settings: Settings) -> None:

@@ -81,10 +81,11 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package."""
     roster, mechanism = run.exchange.roster, run.mechanism
     assert roster is not None
-    if isinstance(mechanism, NoisedSum) and mechanism.secure_aggregation:
+    if isinstance(mechanism, NoisedSum) and mechanism.secure_sum:
         raise InvalidValue(
-            "secure_aggregation: expected None, because the nodes' ClientApp does not use this "
-            "package and cannot mask its uploads; build it by client_app(task)"
+            "noise_placement=SecureSum(…): expected 'client' or 'server', because the nodes' "
+            "ClientApp does not use this package and cannot mask its uploads; build it by "
+            "client_app(task)"
         )
     refuse_foreign(
         run.method.name,

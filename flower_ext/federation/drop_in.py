@@ -41,7 +41,7 @@ def recorded(
     Parameters
     ----------
     strategy : Strategy
-        A strategy of `flower_ext.algorithms`, or `Upcycled` around one. Do not give the strategy
+        A `FederatedStrategy`, or `Upcycled` around one. Do not give the strategy
         ``run=`` or ``ledger=``.
     name : str or Path
         Path of the directory. A relative path lies in the folder that the environment variable

@@ -152,8 +152,8 @@ class Exchange:
                 else:
                     return
         raise FederationNotReady(
-            f"the ClientApp cannot take part: {len(partitions)} of {len(partitions)} clients made "
-            f"no usable update of the first training message ({reason}). No round began, and no "
+            f"the ClientApp cannot take part: none of {len(partitions)} clients returned a "
+            f"usable update for the rehearsal ({reason}). No round began, and no "
             f"privacy was spent{_BEFORE_OURS if self.roster.protects else ''}"
         )
 
@@ -167,12 +167,14 @@ class Exchange:
         FederationNotReady
             A node does not answer, or ``read`` refuses its answer.
         """
+        refused_before = len(self.refusals)
         messages = self.ask("query", contents, 0)
         received = replies(grid, messages, timeout=self.timeout)
         answers = self.accepted("query", 0, received, list(contents), read)
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
-                f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")
+                f"partitions {missing} cannot take part: "
+                + ("; ".join(self.refusals[refused_before:]) or "silent")
             )
         return answers
 

@@ -64,7 +64,7 @@ _SECRET = (
 _EMPTY_TOO = "empty cohorts are released and composed like any other"
 _NOT_COVERED = (
     "metrics of training and evaluation, and numbers of examples, which Flower averages un-noised",
-    "that a client answered or not, and when",
+    "whether and when each client answered",
 )
 
 

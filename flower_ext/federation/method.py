@@ -1,20 +1,20 @@
 """A federated method as a value: what its clients train, and the step of its server.
 
-A `Method` is frozen and knows nothing of rounds, messages or files. A run calls its members in this
-order:
+A `Method` is frozen and knows nothing of rounds, messages or files. Its main members, in the order
+in which a run first needs them:
 
 =======================================  =========================================================
 member                                   purpose
 =======================================  =========================================================
 `check`, `mechanism`, `population`       fit the method and the user's plan together
-`training`, `evaluation_training`,       describe the clients' work
-`settings`, `configure`
-`init`                                   returns the server's state before the first round
+`check_model`, `init`                    return the server's state before the first round
 `connect`                                asks clients what the run must know, once a process
-`begin_round`                            prepares a training round
+`configure`, `begin_round`               prepare a training round
+`training`, `evaluation_training`,       describe the clients' work
+`settings`, `added_proximal_weight`
 `check_update`                           refuses an upload that the server's step cannot use
 `step`                                   returns the next model and the next state
-`claims`                                 returns the guarantees
+`facts`, `disclosures`, `claims`         return the guarantees
 =======================================  =========================================================
 
 What changes between rounds is the `State`, which goes into `step` and comes out of it. Checkpoints,
@@ -32,6 +32,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
 from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.client import ClientMethod, client_app
 from flower_ext.federation.exchange import Clients
@@ -39,7 +40,9 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import LocalTraining, Task
 
 _EVERYONE, _SERVER = "everyone.", "server."
@@ -56,19 +59,36 @@ class State:
         `Upcycled` extrapolates them together with the model.
     server : Mapping[str, Mapping[str, ndarray]]
         Groups that never leave the server.
+
+    Raises
+    ------
+    InvalidValue
+        A group has the name of a record of messages, or occurs in both parts, or holds anything but
+        NumPy arrays of real numbers.
     """
 
     everyone: Mapping[str, Arrays] = field(default_factory=dict)
     server: Mapping[str, Arrays] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in self.everyone:
+            if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
+                raise InvalidValue(
+                    f"State with a group {name!r} for everyone: expected another name, because "
+                    "messages or the server's part have this one"
+                )
+        for name, group in self.groups().items():
+            for key, array in group.items():
+                if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+                    raise InvalidValue(
+                        f"State with {key!r} in {name!r} of type {type(array).__name__}: expected "
+                        "a NumPy array of real numbers"
+                    )
+
     def groups(self) -> dict[str, Arrays]:
         """Return all groups, for a checkpoint."""
         sent = {_EVERYONE + name: group for name, group in self.everyone.items()}
         return sent | {_SERVER + name: group for name, group in self.server.items()}
-
-    def named(self) -> dict[str, Arrays]:
-        """Return all groups by their names alone, for messages."""
-        return {**self.everyone, **self.server}
 
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
@@ -219,13 +239,12 @@ class Method:
             The message gives the reason.
         """
 
-    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
-        """Return the plan as it bounds and accounts for this method's sums.
+    def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
+        """Return the mechanism of this method's rounds, which the plan makes.
 
-        A method overrides this member if its units, or the numbers that it sends, differ from those
-        that the given plan covers.
+        A method overrides this member if its sums differ from those that its traits tell the plan.
         """
-        return plan
+        return plan.mechanism(self.traits)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the clients to ask and the units to count."""
@@ -326,7 +345,13 @@ class Method:
 
     @classmethod
     def client_app(
-        cls, task: Task | Callable[[Context], Task], *, allow_seeded_noise: bool = False
+        cls,
+        task: Task | Callable[[Context], Task],
+        *,
+        allow_seeded_noise: bool = False,
+        queries: Sequence[type[VectorQuery]] = (),
     ) -> ClientApp:
         """Return a ClientApp that answers this method's messages (see `federation.client_app`)."""
-        return client_app(cls.client, task=task, allow_seeded_noise=allow_seeded_noise)
+        return client_app(
+            cls.client, task=task, allow_seeded_noise=allow_seeded_noise, queries=queries
+        )

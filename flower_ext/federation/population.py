@@ -120,7 +120,7 @@ class HiddenUsers(UsersInSilos):
     sampling, num_silos
         See `UsersInSilos`.
     oblivious : bool
-        True if nobody knows which users are drawn, so that it may be any of them.
+        True if nobody knows which users are drawn, so any user may have been drawn.
     """
 
     def __init__(self, sampling: Sampling, num_silos: int, *, oblivious: bool) -> None:

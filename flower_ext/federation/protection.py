@@ -50,7 +50,7 @@ _OPTIONAL = frozenset({"agreed-examples", "noise-grid"})
 _BY_SERVER, SEEDED = "server-protects", "seeded-noise"
 _OTHER_FACTS = frozenset(
     {"run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered"}
-    | {"evaluation"}
+    | {"query"}
     | {_BY_SERVER, SEEDED}
     | _OPTIONAL
 )

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.score_round import query_records
+from flower_ext.federation.query_round import use_records
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.runs import RunDirectory, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
@@ -212,7 +212,7 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     run.save_client_metrics(
         [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
     )
-    requests = query_records(strategy.run)
+    requests = use_records(strategy.run)
     run.save_use(
         {
             "method": strategy.method.client.name,

@@ -50,8 +50,8 @@ FROZEN = "frozen"
 """Record by which the server asks a client to confirm the frozen part of its model."""
 SECURE_SUM = "secure-sum"
 """Record of a client's facts and arrays for the secure sum of a round."""
-SCORES = "scores"
-"""Config record of an evaluation whose scores are summed: their names and bounds."""
+QUERY = "query"
+"""Config record of a query beside the training: its name and its fields, as JSON."""
 QUESTION = "question"
 """Record of a method's question to its client side before the first round."""
 ANSWER = "answer"
@@ -60,6 +60,8 @@ CONFIG = "config"
 """Record of the values that the user passes to ``start``, for their own ClientApps."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
+RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, QUERY})
+"""Names of records beside which a method may send groups of its own."""
 
 
 _FEWEST_RANDOM = 8

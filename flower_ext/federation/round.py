@@ -1,4 +1,4 @@
-"""One round of any query: spend, open the sum, ask, read the answers, and release their mean.
+"""One round of any query: open the sum, ask, read the answers, and release their mean.
 
 A training and an evaluation under noise are both such rounds. They differ in the query, in the
 mechanism and in what is done with the mean.
@@ -21,8 +21,8 @@ from flower_ext.federation.population import Cohort
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy import PrivacyPlan, Release
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy import Release
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.updates import Row, l2_norm
 from flower_ext.training import LocalTraining
 
@@ -31,7 +31,7 @@ _ROUNDING = 1.0001
 
 
 class Round:
-    """One round. Call `reserve`, `open`, `ask` and `close`, in this order.
+    """One round. Call `open`, `ask` and `close`, in this order; call `reserve` before `ask`.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def training_contents(
     trainings : Mapping[str, LocalTraining]
         Phases of training in this round.
     slow : Mapping[int, float]
-        By partition, the share of its epochs that a straggler completes.
+        By partition, the fraction of its epochs that a straggler completes.
     request : Callable[[int], Mapping[str, ArrayRecord]]
         Returns the records for one partition only.
     """
@@ -195,7 +195,7 @@ def with_remembered(
 
 def read_update(
     reply: Message,
-    plan: PrivacyPlan,
+    mechanism: RoundMechanism,
     cohort: Cohort,
     base: records.Arrays,
     exchange: Exchange,
@@ -217,21 +217,21 @@ def read_update(
     RefusedReply
         The update does not fit the model, or is too large.
     """
-    update = records.read_update(reply, base=base, trust_models=not plan.client_protects)
-    num_examples = update.metrics.get("num-examples", 0 if plan.weighs_examples else 1)
+    update = records.read_update(reply, base=base, trust_models=not mechanism.client_protects)
+    num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
     if not num_examples >= 1:
         raise records.RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
-    if not plan.client_protects:
+    if not mechanism.client_protects:
         return update
     partition = exchange.partition_of(reply)
-    limit = plan.largest_upload(
+    limit = mechanism.largest_upload(
         cohort_size=len(cohort.asked),
         numbers=sum(array.size for array in base.values()),
         norms=cohort.norms.get(partition, 1.0),
     )
     if math.isinf(limit):
         return update
-    if plan.bounds_models:
+    if mechanism.bounds_models:
         received = exchange.sent(reply)
         norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
     else:
@@ -239,8 +239,8 @@ def read_update(
     if norm > limit * _ROUNDING:
         raise records.RefusedReply(
             f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
-            "(largest_upload of the plan); the client changed the update after it was protected, "
-            "or runs another version of the method"
+            "(largest_upload of the mechanism); the client changed the update after it was "
+            "protected, or runs another version of the method"
         )
     return update
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from flower_ext.federation.method import Method, State
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
-from flower_ext.federation.state.checkpoint import Checkpoints, RunState
+from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints, RunState
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
@@ -32,12 +33,15 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.runs import RunDirectory
 
 _WRAPPER = "wrapper."
 """Prefix of the groups of a wrapper in a checkpoint."""
-_ROUNDS_ALONE = "noised scores of evaluations: what is published speaks of training rounds alone"
+_ROUNDS_ALONE = "the published claim covers training rounds only"
 
 
 class Run:
@@ -49,7 +53,7 @@ class Run:
     plan : PrivacyPlan
         The plan that the user gave.
     summation : Summation
-        Adds up the clients' contributions; its mechanism is the plan as it covers the method.
+        Adds up the clients' contributions by its mechanism, which the plan made for the method.
     stragglers, seed, seeded_noise, evaluate_every, training_loss, diagnostics, timeout, ledger, \
     budget, directory, population, exposed, frozen
         As in `FederatedStrategy`; ``directory`` is its ``run``.
@@ -97,6 +101,8 @@ class Run:
         """Newest scores by partition."""
         self.remembered: dict[int, int] = {}
         """By partition, the last training round that the client answered, and so remembers."""
+        self.answers: dict[str, Mapping[str, float]] = {}
+        """Newest answers to queries beside the training, by the queries' names."""
         self.ever_answered = False
         """True once a client sent a usable update."""
         self.last_round: int | None = None
@@ -107,8 +113,8 @@ class Run:
         """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
 
     @property
-    def mechanism(self) -> PrivacyPlan:
-        """The plan that bounds each round and accounts for it."""
+    def mechanism(self) -> RoundMechanism:
+        """The mechanism of each round, made once from the plan."""
         return self.summation.mechanism
 
     @property
@@ -195,10 +201,11 @@ class Run:
             return []
         units = self.plan.num_units(self.facts)
         claims = [replace(claim, units=units) for claim in self.claims(self.facts)]
-        if not self.participations.evaluations:
+        if not (answered := self.participations.answers):
             return claims
+        beside = f"noised sums of {', '.join(answered)}: {_ROUNDS_ALONE}"
         return [
-            replace(claim, not_covered=(*claim.not_covered, _ROUNDS_ALONE))
+            replace(claim, not_covered=(*claim.not_covered, beside))
             if claim.basis == "published"
             else claim
             for claim in claims
@@ -220,8 +227,8 @@ class Run:
 
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
-        exposed = ["that a client answered or not, and when"]
-        noised = self.mechanism.evaluation_release is not None
+        exposed = ["whether and when each client answered"]
+        noised = any(query.asked == "in evaluations" for query in self.queries)
         if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
@@ -259,8 +266,13 @@ class Run:
             ahead.count(cohort, len(cohort.asked))
             self.check_spending(server_round, ahead.participations)
 
+    @property
+    def queries(self) -> Sequence[VectorQuery]:
+        """The queries of the plan beside the training."""
+        return self.mechanism.queries if isinstance(self.mechanism, NoisedSum) else ()
+
     def check_spending(
-        self, server_round: int, ahead: Participations, *, scores: bool = False
+        self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
         """Refuse a release after which the participations would be ``ahead``, as `check_budget`."""
         directory = self.checkpoints.run
@@ -273,7 +285,13 @@ class Run:
             run_id=self.checkpoints.run_id,
             method=self.method.name,
             name="" if directory is None else directory.path.name,
-            scores=scores,
+            query=query,
+        )
+
+    def count_abandoned(self, units: AskedUnits) -> None:
+        """Count a round that the server began and never finished: somebody may know its uploads."""
+        self.population.count_abandoned(
+            units.participants, units.may_have_answered, asked=units.asked
         )
 
     # Files --------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.connection import connect, shared_part
+from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
-from flower_ext.federation.score_round import noised_scores
-from flower_ext.federation.state.checkpoint import AskedUnits
 from flower_ext.privacy import BudgetExhausted
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import matches
 
 log = getLogger("flwr")
@@ -101,6 +101,7 @@ class RunLoop:
         """Play one round: train, evaluate, and record the results."""
         run, result, started = self.run, self.result, time.monotonic()
         run.progress.begin()
+        self._ask_first_queries(server_round)
         messages = self.player.configure_train(
             server_round, result.arrays, self.train_config, self.grid
         )
@@ -119,6 +120,16 @@ class RunLoop:
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
         run.save(server_round, records.to_arrays(result.arrays))
+
+    def _ask_first_queries(self, server_round: int) -> None:
+        """Ask, before the first training round, the queries that belong there."""
+        run = self.run
+        for query in run.queries:
+            if query.asked == "first" and run.participations.answers[query.name] < query.times:
+                connect(run, self.grid, self.result.arrays)
+                query_round = QueryRound(run, server_round, query)
+                messages = query_round.ask(self.grid, run.model, self.evaluate_config)
+                query_round.close(self._replies(messages))
 
     def _replies(self, messages: Iterable[Message]) -> Iterable[Message]:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []
@@ -143,7 +154,7 @@ class RunLoop:
         step = self.run.method.server_step
         remedy = f"change the settings of {step}, or take a smaller learning rate"
         groups = {"in the model": records.to_arrays(model)}
-        for name, group in self.run.method_state.named().items():
+        for name, group in self.run.method_state.groups().items():
             groups[f"in the server's state {name!r}"] = group
         for place, arrays in groups.items():
             require_finite(arrays, f"{place} after {step} in round {server_round}", remedy)
@@ -190,7 +201,7 @@ class RunLoop:
                 with self.run.spending.closing() as release:  # a reserved release stays spent
                     release.discard(f"{type(error).__name__}: {error}")
                 if (abandoned := self.run.checkpoints.open) is not None:
-                    self._count_abandoned(abandoned)
+                    self.run.count_abandoned(abandoned)
                 self.run.save_guarantees()
             except Exception:  # it must not hide the error that ended the run
                 log.exception("no guarantee could be written")
@@ -229,15 +240,17 @@ class RunLoop:
             run.population.resume()
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for units in abandoned:
-            self._count_abandoned(units)
-        if (plan := noised_scores(run)) is not None:
-            for _ in range(run.participations.evaluations, run.checkpoints.evaluations()):
-                plan.count_scores(run.participations)
+            run.count_abandoned(units)
+        for query in run.queries:
+            assert isinstance(run.mechanism, ReleaseMechanism)
+            counted = run.participations.answers[query.name]
+            for _ in range(counted, run.checkpoints.times_asked(query.name)):
+                run.mechanism.count_answer(query, run.participations)
         if is_unfinished and not run.exchange.knows_partitions:
             run.population.forget_who()
         run.save_guarantees()
         if (ledger := run.spending.ledger) is not None:
-            ledger.check_holds(run.participations.rounds + run.participations.evaluations)
+            ledger.check_holds(run.participations.rounds + run.participations.answers.total())
         if is_unfinished and run.method.client.keeps_memory:
             self._check_memory()
         directory.forget_rounds(after=done)
@@ -247,11 +260,6 @@ class RunLoop:
             len(abandoned),
         )
         return arrays, done
-
-    def _count_abandoned(self, units: AskedUnits) -> None:
-        self.run.population.count_abandoned(
-            units.participants, units.may_have_answered, asked=units.asked
-        )
 
     def _check_memory(self) -> None:
         """Ask all clients if they still have the memory that they had at the checkpoint.

@@ -12,12 +12,14 @@ from flower_ext.privacy import (
     BudgetExhausted,
     Guarantee,
     Ledger,
-    PrivacyPlan,
     Release,
     epsilon_text,
 )
 from flower_ext.privacy.ledger import Reservation
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 
 
@@ -49,7 +51,7 @@ class Spending:
             self.ledger is not None and self.ledger.budget is not None
         )
 
-    def check_plan(self, plan: PrivacyPlan) -> None:
+    def check_plan(self, plan: RoundMechanism) -> None:
         """Refuse a plan that does not fit the ledger or the budget.
 
         Raises
@@ -67,7 +69,7 @@ class Spending:
 
     def check(
         self,
-        plan: PrivacyPlan,
+        plan: RoundMechanism,
         server_round: int,
         run: RunFacts,
         claims: Callable[[RunFacts], list[Guarantee]],
@@ -76,13 +78,13 @@ class Spending:
         run_id: str,
         method: str,
         name: str,
-        scores: bool = False,
+        query: VectorQuery | None = None,
     ) -> None:
         """Refuse a round, or an evaluation, that would bring the provable ε above the budget.
 
         Parameters
         ----------
-        plan : PrivacyPlan
+        plan : RoundMechanism
         server_round : int
             Number of the round, for the message.
         run : RunFacts
@@ -93,9 +95,9 @@ class Spending:
             True if a repetition of the round is the same release.
         run_id, method, name : str
             Identify the run in the population's account.
-        scores : bool
-            True if the release is that of an evaluation; the account lists these as a run of their
-            own.
+        query : VectorQuery, optional
+            The query whose answer is released; the account lists these as a run of their own. None
+            for a training round.
 
         Raises
         ------
@@ -107,7 +109,7 @@ class Spending:
         epsilon = plan.spent(run).get("epsilon_provable", float("inf"))
         if self.budget.ledger is None:
             if epsilon > self.budget.epsilon:
-                what = f"{'the evaluation after ' if scores else ''}round {server_round}"
+                what = f"{query.name + ' after ' if query else ''}round {server_round}"
                 raise BudgetExhausted(
                     f"{what} would bring the provable spend to ε = {epsilon_text(epsilon)}, "
                     f"above the budget of {self.budget.epsilon:g}"
@@ -115,9 +117,11 @@ class Spending:
             return
         identity = {"run": run_id, "method": method, "name": name}
         release, number = plan.release, run.participations.rounds
-        if scores:
-            release, number = plan.evaluation_release, run.participations.evaluations
-            identity = {"run": f"{run_id}-scores", "method": f"{method}, scores", "name": name}
+        if query is not None:
+            assert isinstance(plan, NoisedSum)
+            release, number = plan.of_query(query).release, run.participations.answers[query.name]
+            identity = {"run": f"{run_id}-{query.name}", "method": f"{method}, {query.name}"}
+            identity["name"] = name
         for shown in self.exposed:
             note_uncovered(self.budget.ledger, **identity, what=shown)
         delta = plan.delta

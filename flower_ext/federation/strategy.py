@@ -6,7 +6,7 @@ whatever the method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import getLogger
 from typing import final
 
@@ -19,9 +19,10 @@ from flower_ext.federation import records
 from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.method import Method
 from flower_ext.federation.population import Population
+from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
-from flower_ext.federation.score_round import ReportedScores, SummedScores, evaluation
+from flower_ext.federation.score_round import ReportedScores, evaluation
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.plain import PlainSum
@@ -30,6 +31,7 @@ from flower_ext.federation.training_round import TrainingRound
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.runs import RunDirectory
 
 log = getLogger("flwr")
@@ -45,10 +47,9 @@ class FederatedStrategy(Strategy):
         What clients train, and the server's step: a method of `flower_ext.algorithms` or your own.
     plan : PrivacyPlan
         Sampling, clipping, noise and accounting of the run.
-    sum : Callable[[PrivacyPlan], Summation], optional
-        Makes the run's sums from the plan as it covers the method, as `PrivateWeighting` does. By
-        default the server adds up uploads, or masked uploads if the plan has
-        ``secure_aggregation``.
+    sum : Callable[[RoundMechanism], Summation], optional
+        Makes the run's sums, as `weighted_sum` does. By default the server adds up uploads, or
+        masked uploads if the plan's noise is placed in a `SecureSum`.
     run : RunDirectory, optional
         Directory for metrics and checkpoints. If it was resumed, ``start`` continues from its last
         checkpoint.
@@ -68,8 +69,8 @@ class FederatedStrategy(Strategy):
         If True, noise follows ``seed``. Use it for simulation only; the guarantee says so.
     evaluate_every : int
         Number of rounds between evaluations on all clients; the last round is always evaluated.
-        With 0, the server never asks a client to evaluate. If the plan has ``scores``, the server
-        sees noised means, which ε counts. Otherwise no guarantee covers the reported scores.
+        With 0, the server never asks a client to evaluate. If the plan has `SecureScores`, the
+        server sees noised means, which ε counts. Otherwise no guarantee covers the reported scores.
     training_loss : bool
         If True, clients also report the loss on their training examples of the model that they
         would use. Its variance over clients measures fairness. No guarantee covers these losses.
@@ -77,7 +78,7 @@ class FederatedStrategy(Strategy):
         If True, clients report the norm of their update before clipping, without noise. No
         guarantee covers these norms.
     stragglers : Stragglers, optional
-        Simulated devices that complete only some of their local epochs.
+        Simulates clients that complete only some of their local epochs.
     timeout : float
         Seconds to wait for nodes to connect, and for replies.
     population : Population, optional
@@ -101,7 +102,7 @@ class FederatedStrategy(Strategy):
         method: Method,
         plan: PrivacyPlan,
         *,
-        sum: Callable[[PrivacyPlan], Summation] | None = None,
+        sum: Callable[[RoundMechanism], Summation] | None = None,
         run: RunDirectory | None = None,
         ledger: Ledger | None = None,
         budget: Budget | None = None,
@@ -122,7 +123,6 @@ class FederatedStrategy(Strategy):
             raise InvalidValue("seeded_noise=True: expected a seed as well; give seed=")
         method.check(plan)
         summation = (sum or _usual_sum)(method.mechanism(plan))
-        summation.mechanism.check(method.traits)
         summation.check(method.traits, diagnostics=diagnostics)
         self.method = method
         self.run = Run(
@@ -147,7 +147,7 @@ class FederatedStrategy(Strategy):
         evaluation(self.run, 0)  # refuses scores that do not fit the plan
         self.training_round: TrainingRound | None = None
         """The newest training round; None before the first."""
-        self._evaluation: ReportedScores | SummedScores | None = None
+        self._evaluation: ReportedScores | QueryRound | None = None
 
     # Flower's methods -----------------------------------------------------------------------
 
@@ -171,7 +171,8 @@ class FederatedStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Refuse malformed replies, sum the others as they arrive, and take the server's step."""
-        assert self.training_round is not None
+        if self.training_round is None:
+            raise InvalidValue("aggregate_train: expected configure_train first, in every round")
         model = self.training_round.close(replies)
         metrics = records.metrics_record(self.run.progress.row)
         return None if model is None else records.to_record(model), metrics
@@ -181,9 +182,10 @@ class FederatedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask every client for scores, in rounds that evaluate and in the last round."""
         run, every = self.run, self.run.evaluate_every
+        self._evaluation = None
         if every == 0 or (server_round % every and server_round != run.last_round):
             return []
-        if not run.model:  # an evaluation before any training
+        if run.exchange.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
         model = records.shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
@@ -197,13 +199,15 @@ class FederatedStrategy(Strategy):
         If scores are summed under noise, return their means only, each with the standard error due
         to noise.
         """
-        assert self._evaluation is not None
-        return self._evaluation.close(replies)
+        if self._evaluation is None:  # nobody was asked, but Flower's own loop calls nevertheless
+            return None
+        scores = dict(self._evaluation.close(replies))
+        return records.metrics_record(scores) if scores else None
 
     def summary(self) -> None:
         """Log the method, its plan and its sums."""
         run = self.run
-        log.info("%s · %s", run.method.label, run.mechanism.describe())
+        log.info("%s · %s", run.method.label, run.plan.describe())
         if sums := run.summation.describe():
             log.info("%s", sums)
 
@@ -296,13 +300,18 @@ class FederatedStrategy(Strategy):
         return self.run.exchange.refusals
 
     @property
+    def answers(self) -> Mapping[str, Mapping[str, float]]:
+        """Newest answers to the plan's queries, by the queries' names."""
+        return self.run.answers
+
+    @property
     def client_metrics(self) -> dict[int, dict[str, float]]:
         """Newest scores by partition."""
         return self.run.client_metrics
 
 
-def _usual_sum(mechanism: PrivacyPlan) -> Summation:
-    if isinstance(mechanism, NoisedSum) and mechanism.secure_aggregation is not None:
+def _usual_sum(mechanism: RoundMechanism) -> Summation:
+    if isinstance(mechanism, NoisedSum) and mechanism.secure_sum is not None:
         return MaskedSum(mechanism)
     return PlainSum(mechanism)
 

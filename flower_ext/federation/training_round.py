@@ -7,13 +7,15 @@ from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
+import numpy as np
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content
-from flower_ext.federation.method import Released
+from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.protection import to_facts
 from flower_ext.federation.round import (
@@ -50,6 +52,9 @@ class TrainingRound:
     """
 
     def __init__(self, run: Run, server_round: int) -> None:
+        abandoned = run.checkpoints.open
+        if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
+            run.count_abandoned(abandoned)
         self.run, self.number = run, run.next_training
         self._round = Round("train", server_round, exchange=run.exchange, spending=run.spending)
 
@@ -73,7 +78,6 @@ class TrainingRound:
         run.check_budget(server_round, drawn)
         self._warn_beyond_plan()
         run.check_training()
-        release = run.mechanism.release
         same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
         opening = Opening(
             clients=run.clients(grid),
@@ -88,7 +92,7 @@ class TrainingRound:
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
         # The spend, then the units that may be exposed, are on disk before any data are used.
-        run.spending.reserve(release, server_round, same if run.repeats else None)
+        self._round.reserve(run.mechanism.release, same if run.repeats else None)
         run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.asked)
         if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:
@@ -121,7 +125,7 @@ class TrainingRound:
 
     def _warn_beyond_plan(self) -> None:
         run, done = self.run, self.number - 1
-        if done == run.mechanism.planned_rounds and not run.spending.limited:
+        if done == run.plan.planned_rounds and not run.spending.limited:
             log.warning(
                 "training round %d is beyond the %d of the plan: ε now exceeds the value for which "
                 "its noise was chosen, and no budget ends the run",
@@ -205,5 +209,23 @@ class TrainingRound:
             population=population,
             fraction=sampling.sampling_rate if hidden else len(updates.metrics) / population,
         )
-        model, run.state = run.method.step(run.model, released, run.method_state)
+        result = run.method.step(run.model, released, run.method_state)
+        model, run.state = self._checked(result)
         return {name: model[name].astype(sent.dtype) for name, sent in run.model.items()}
+
+    def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
+        """Return the result of a method's step; refuse one that no later round could use."""
+        step = self.run.method.server_step
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
+            raise InvalidValue(f"{step}: expected it to return a model and a State")
+        model, state = dict(result[0]), result[1]
+        for name, sent in self.run.model.items():
+            if name not in model:
+                raise InvalidValue(f"{step}: expected a model with {name!r}")
+            model[name] = stepped = np.asarray(model[name])
+            if stepped.shape != sent.shape or stepped.dtype.kind not in "fiub":
+                raise InvalidValue(
+                    f"{name!r} of shape {stepped.shape} and type {stepped.dtype} after {step}: "
+                    f"expected real numbers of shape {sent.shape}"
+                )
+        return model, state

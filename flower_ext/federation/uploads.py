@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
-from flower_ext.privacy.mechanisms.plan import PrivacyPlan
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.updates import Layout, Row, Summed, Update, layout_of
 from flower_ext.training import Params, difference
 from flower_ext.training.params import FlatParams
@@ -161,10 +161,10 @@ class RequestsToSum(list[Message]):
     Parameters
     ----------
     messages : Iterable[Message]
-    plan : PrivacyPlan
+    plan : RoundMechanism
     """
 
-    def __init__(self, messages: Iterable[Message], plan: PrivacyPlan) -> None:
+    def __init__(self, messages: Iterable[Message], plan: RoundMechanism) -> None:
         super().__init__(messages)
         self.plan = plan
 

@@ -25,6 +25,7 @@ from flower_ext.privacy.mechanisms.plan import NonPrivatePlan, PrivacyPlan
 from flower_ext.privacy.mechanisms.secure_scores import SecureScores
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.perturbation_plan import PerturbationPlan
 from flower_ext.privacy.plans.record_level_plan import RecordLevelPlan
@@ -67,6 +68,7 @@ __all__ = [
     "SecureSum",
     "SeededNoise",
     "TargetOutOfReach",
+    "VectorQuery",
     "calibrate_noise_multiplier",
     "clip",
     "epsilon_text",

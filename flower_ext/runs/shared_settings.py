@@ -138,9 +138,6 @@ class ReleaseSettings(PrivacySettings):
         "sigma, of the sum; 0: as epsilon asks for", default=0.0
     )
     noise_placement: Literal["client", "server"] = setting("who adds the noise", default="client")
-    dropout_policy: Literal["top-up", "discard"] = setting(
-        "where a client does not answer", default="top-up"
-    )
     aggregation: Literal["plain", "secure"] = setting(
         "whether the server sees uploads, or sums alone, of cohorts of a fixed size",
         default="plain",

@@ -17,7 +17,7 @@ from flower_ext.algorithms import (
 from flower_ext.algorithms.upcycled import Constant
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, InProcessGrid
-from flower_ext.privacy import FullParticipation, NonPrivatePlan, PrivacyUnit, ReleasePlan
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.task import accuracy
 from tests.support.strategies import group_strategy, strategy_of
@@ -84,7 +84,7 @@ def plan(**changes) -> ReleasePlan:
 
 
 def users() -> ReleasePlan:
-    return plan(sampling=FullParticipation(6), unit=PrivacyUnit.USER)
+    return plan(sampling=FullParticipation(6))
 
 
 def run(strategy, own: Task, rounds: int = 2):

@@ -49,7 +49,6 @@ def release(clients, noise_multiplier):
         noise_multiplier=noise_multiplier,
         rounds=2,
         delta=1e-3,
-        dropout_policy="discard",
     )
 
 

@@ -80,7 +80,6 @@ def test_a_discarded_round_leaves_nothing_on_either_side():
         noise_multiplier=1e-3,
         rounds=10,
         delta=1e-3,
-        dropout_policy="discard",
     )
     strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
     _, mean = play(strategy, 10, lost={3: {1}, 4: {1}, 6: {0}})

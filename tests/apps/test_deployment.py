@@ -83,7 +83,7 @@ def test_one_command_deploys_runs_reports_and_ends_what_it_started(tmp_path):
 
 def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(deployment, tmp_path):
     plan = Plan(
-        "discard",
+        "killed",
         rounds=4,
         faults={
             1: [Fault(KILLED, kill_node, 1), Fault(STRANGER, knock)],
@@ -98,7 +98,8 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     assert 1 in outcome.missing[1]
     assert 2 in outcome.missing[2]
     rows = run.metrics()
-    assert [row.get("discarded", 0) for row in rows[:2]] == [1, 1]
+    assert [row.get("discarded", 0) for row in rows] == [0] * plan.rounds
+    assert all(row["topped_up_stddev"] > 0 for row in rows[:2])  # in place of the lost shares
     assert rows[-1]["answered"] == 4  # including the killed node
     assert [e["kind"] for e in run.ledger()].count("reserve") == plan.rounds  # asked is spent
     assert outcome.wrong_aggregates == 0
@@ -114,7 +115,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
 def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_path):
     """With a state-folder; in round 3 a node starts again at once, between the sum's stages."""
     plan = Plan(
-        "top-up",
+        "masked",
         rounds=5,
         faults={
             1: [Fault(KILLED, kill_node, 1)],
@@ -145,7 +146,9 @@ def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_pa
 
 
 def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path):
-    plan = Plan("top-up", rounds=3, faults={2: [Fault(SUPERLINK, restart_superlink)]}, returns={})
+    plan = Plan(
+        "superlink", rounds=3, faults={2: [Fault(SUPERLINK, restart_superlink)]}, returns={}
+    )
     outcome = under_faults(deployment, plan, tmp_path / "run", timeout=TIMEOUT)
     assert outcome.error is None
     assert outcome.run.facts["status"] == "completed"

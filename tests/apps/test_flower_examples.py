@@ -149,7 +149,7 @@ def test_behind_our_mod_the_nodes_own_log_shows_them(logged):
 
 
 def test_a_secure_sum_needs_a_client_app_of_this_package():
-    secure = plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.25))
+    secure = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.25))
     with pytest.raises(InvalidValue, match=r"cannot mask its uploads; build it by client_app"):
         run(projects.quickstart(client_level_dp_mod()), FederatedStrategy(DPFedAvg(), secure))
 

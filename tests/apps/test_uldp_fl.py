@@ -222,7 +222,6 @@ def test_groups_of_any_size(size, tmp_path):
         ({"method": "uldp-group", "group_size": "some"}, "group-size='some': expected a number"),
         ({"method": "uldp-group", "record_sampling_rate": 0.0}, r"record-sampling-rate=0\.0"),
         ({"method": "uldp-group", "dataset": "tcga-brca"}, "its loss compares patients"),
-        ({"dropout_policy": "ignore"}, "dropout-policy='ignore'"),
         ({"method": "uldp-avg-private", "allow_insecure_keys": False}, "key_bits=512"),
         ({"method": "uldp-avg-private", "allowed_totals": "ten"}, "allowed-totals='ten'"),
         ({"method": "uldp-avg-private", "allowed_totals": "10,999"}, r"allowed_totals=\(10, 999\)"),

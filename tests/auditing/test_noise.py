@@ -261,7 +261,7 @@ def test_a_planted_fault_of_the_noise_is_found(name, plant, monkeypatch):
 CLIENTS = 4
 MASKED = {
     # Among so few, half may only be lost if the server tells everybody the same.
-    "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.5, resist_equivocation=False)
+    "noise_placement": SecureSum(colluding=0.0, dropouts=0.5, resist_equivocation=False)
 }
 SUMS = {
     "clients noise": {},
@@ -278,7 +278,7 @@ def models_of(name, folder=None, *, rounds=ROUNDS, **options):
     """Return the model after each round of a run, in standard deviations of a round's noise."""
     facts = {"clipping_norm": 0.5, "noise_multiplier": 2.0, "rounds": 9, "delta": 1e-5}
     plan = ReleasePlan(sampling=FullParticipation(CLIENTS), **{**facts, **SUMS[name]})
-    stddev = plan.noise_stddev / CLIENTS * (SURPLUS if "masked" in name else 1.0)
+    stddev = plan.mechanism().noise_stddev / CLIENTS * (SURPLUS if "masked" in name else 1.0)
     models = {}
 
     def note(number, arrays):
@@ -341,10 +341,10 @@ def test_secure_noise_is_new_in_every_run_that_resumes_or_repeats_another(name, 
 
 def test_masked_scores_have_their_noise_on_each_number(monkeypatch):
     names = tuple((f"score{number}", 0.0, 1.0) for number in range(599))
-    shown = SecureScores(noise_multiplier=1.0, evaluations=ROUNDS, bounds=names)
+    shown = SecureScores(noise_multiplier=1.0, times=ROUNDS, bounds=names)
     totals = []
     monkeypatch.setattr(
-        SecureScores, "means", lambda self, total, stddev: totals.append(total) or {}
+        SecureScores, "answer", lambda self, total, stddev: totals.append(total) or {}
     )
     plan = ReleasePlan(
         sampling=FullParticipation(3),
@@ -352,8 +352,8 @@ def test_masked_scores_have_their_noise_on_each_number(monkeypatch):
         noise_multiplier=1.0,
         rounds=ROUNDS,
         delta=1e-5,
-        secure_aggregation=SecureSum(colluding=0.0, dropouts=0.0),
-        scores=shown,
+        noise_placement=SecureSum(colluding=0.0, dropouts=0.0),
+        queries=(shown,),
     )
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0))
     task = replace(

@@ -19,7 +19,6 @@ from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
     FullParticipation,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     SecureSum,
@@ -70,7 +69,6 @@ def of_users():
         noise_multiplier=1.0,
         rounds=1,
         delta=DELTA,
-        unit=PrivacyUnit.USER,
     )
 
 
@@ -207,19 +205,17 @@ def with_own_models(plan):
 
 
 def summed():
-    return of_clients(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.3))
+    return of_clients(noise_placement=SecureSum(colluding=0.0, dropouts=0.3))
 
 
 FAILURES = {
-    "discard": lambda: strategy_of(
-        DPFedAvg, plan=of_clients(dropout_policy="discard"), local=LOCALLY, **QUIET
-    ),
+    "discard": lambda: strategy_of(DPFedAvg, plan=of_clients(), local=LOCALLY, **QUIET),
     "top-up": lambda: strategy_of(DPFedAvg, plan=of_clients(), local=LOCALLY, **QUIET),
     "server": lambda: strategy_of(
         DPFedAvg, plan=of_clients(noise_placement="server"), local=LOCALLY, **QUIET
     ),
     "secure sum": lambda: strategy_of(DPFedAvg, plan=summed(), local=LOCALLY, **QUIET),
-    "head": lambda: with_a_head(of_clients(dropout_policy="discard")),
+    "head": lambda: with_a_head(of_clients()),
     "ditto": lambda: with_own_models(of_clients()),
     "records": lambda: with_own_models(OF_RECORDS),
 }

@@ -45,7 +45,7 @@ from flower_ext.federation import (
     output_perturbation_mod,
     records,
 )
-from flower_ext.federation.client import cohort_app, masked_scores, protecting
+from flower_ext.federation.client import cohort_app, protecting
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
@@ -57,7 +57,6 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     PrivacyPlan,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     SecureScores,
@@ -65,6 +64,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms import bounds, noised_sum, protections, quantization
 from flower_ext.privacy.mechanisms import plan as plans
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import (
     ClipModel,
     ClipSteps,
@@ -96,7 +96,7 @@ DIRECTION = {name: array / _LENGTH for name, array in _DRAWN.items()}
 AXIS = {"weight": np.full((1, 16), 0.25)}
 """The same for methods that train a linear model."""
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
-SECURE = {"secure_aggregation": SecureSum(colluding=0.0, dropouts=0.0)}
+SECURE = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.0)}
 
 Sum = Mapping[str, np.ndarray]
 """The sum that a run has released, in clipping norms."""
@@ -319,7 +319,7 @@ def linear(size, strategy, factor, *, silos=0, norm=NORM):
 def users(size, method=UldpAvg, *, silos=2, factor=USERS, plan=None, **options):
     """Run one round of Uldp-FL; the user's records lie in every silo, with the same update."""
     local = {} if method is UldpSgd else {"local": ONE_STEP}
-    facts = {"sampling": FullParticipation(USERS), "unit": PrivacyUnit.USER, **(plan or {})}
+    facts = {"sampling": FullParticipation(USERS), **(plan or {})}
     make = private_strategy_of if "protocol" in options else strategy_of
     strategy = make(
         method, plan=release_plan(**facts), num_silos=silos, evaluate_every=0, **local, **options
@@ -369,8 +369,8 @@ def ditto(size, *, steps):
 
 def scores(size):
     """Return the centred score that one client adds to the noised sum, in units of its bound."""
-    shown = SecureScores(noise_multiplier=NOISE / 4, evaluations=1)
-    plan = release_plan(noise_multiplier=1.0, scores=shown, **SECURE)
+    shown = SecureScores(noise_multiplier=NOISE / 4, times=1)
+    plan = release_plan(noise_multiplier=1.0, queries=(shown,), **SECURE)
 
     def data(client):
         told = 0.5 + 0.5 * size * (client == LAST)
@@ -393,7 +393,7 @@ def scores(size):
 
 
 ADDED, CLIPPED = (plans, "total"), (noised_sum, "sum_clipped")
-LOST = {"secure_aggregation": SecureSum(colluding=0.0, dropouts=0.25)}
+LOST = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.25)}
 PAILLIER = PrivateWeighting(
     key_bits=512, allow_insecure_key_size=True, max_records_per_user=SILOS, precision=1e-6
 )
@@ -485,11 +485,11 @@ PATHS = {
     ),
     "masked sum without one member": Path(
         run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
-        through=((protections, "in_cells"), (ReleasePlan, "aggregate_sum")),
+        through=((protections, "in_cells"), (NoisedSum, "aggregate_sum")),
     ),
     "masked scores": Path(
         run=scores,
-        through=((masked_scores, "scores_vector"), (ClipToCells, "released")),
+        through=((SecureScores, "vector"), (ClipToCells, "released")),
         direction={"score": np.asarray(1.0)},
     ),
     # Sums over users or records in a silo.
@@ -519,7 +519,6 @@ PATHS = {
             method=UldpAvg,
             silos=SILOS,
             protocol=PAILLIER,
-            plan={"dropout_policy": "discard"},
         ),
         through=(
             (silo_training, "clip_each_row"),

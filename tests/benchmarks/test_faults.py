@@ -15,7 +15,8 @@ from flower_ext.federation import (
     exchange,
     records,
 )
-from flower_ext.privacy import ReleasePlan, SecureNoise
+from flower_ext.privacy import SecureNoise
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import LocalTraining
 from tests.faults import clients, malformed, noise, processes, wire
 from tests.faults.engine import run_case
@@ -23,9 +24,10 @@ from tests.faults.worlds import CASES, PERSONALISED, PRIVATE, nobody_private
 from tests.support.grids import grid
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
+DAILY = {"DP-FedAvg, clients noise", "ULDP-AVG, silos noise"}
 
 
-@pytest.mark.parametrize("name", grid(METHODS, lambda name: "top-up" in name))
+@pytest.mark.parametrize("name", grid(METHODS, DAILY.__contains__))
 def test_runs_under_mixed_faults_complete_and_use_only_what_counts(name):
     outcome = run_case(METHODS[name], 3 if name == PRIVATE.name else 12, flood=15, seed=3)
     assert outcome.crashes == []
@@ -44,14 +46,12 @@ def test_malformed_requests_are_answered_by_errors_and_sound_ones_are_answered(n
     assert found.sound > 0  # cohorts are drawn from the system's randomness
 
 
-@pytest.mark.parametrize("policy", ["top-up", "discard"])
 @pytest.mark.parametrize("dropout", [0.05, 0.9])
-def test_what_is_released_under_dropout_has_the_accounted_noise(dropout, policy):
-    found = noise.measure(dropout, policy, "client", rounds=15, seed=1)
+def test_what_is_released_under_dropout_has_the_accounted_noise(dropout):
+    found = noise.measure(dropout, "client", rounds=15, seed=1)
     assert found.enough
-    assert found.released == 15 if policy == "top-up" else found.released < 15
-    if found.released:
-        assert found.ratio == pytest.approx(1.0, abs=0.15)
+    assert found.released == 15
+    assert found.ratio == pytest.approx(1.0, abs=0.15)
 
 
 @pytest.mark.parametrize("name", PERSONALISED)
@@ -80,12 +80,12 @@ def test_parts_that_fail_or_are_not_kept_lose_no_other_and_are_named_last(
     monkeypatch.setattr(command, "DROPOUTS", (0.0,))
     monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev, **grid: update)
     monkeypatch.setattr(processes, "NODES", "no number")
-    only = ["processes-discard", "noise", "wire"]
+    only = ["processes-short", "noise", "wire"]
     status, last, written = run_command(capsys, tmp_path, only=only)
     assert status == 1
-    assert last == "NOT ALL KEPT: processes-discard (failed), noise (not kept)"
+    assert last == "NOT ALL KEPT: processes-short (failed), noise (not kept)"
     assert [line for line in written if line.startswith("##")] == [
-        "## processes-discard",
+        "## processes-short",
         "## Noise under dropout",
         "## Personal parameters on the wire",
     ]
@@ -99,16 +99,16 @@ def test_a_command_that_keeps_all_says_so(capsys, tmp_path):
 
 
 def test_real_processes_report_what_is_only_in_their_folder(monkeypatch):
-    settings = {**processes.SETTINGS, "rounds": 1, "dropout-policy": "top-up"}
+    settings = {**processes.SETTINGS, "rounds": 1}
 
     def in_this_process(folder, plan):
         run = processes.in_process(folder / "run", settings, {1: {2}})
         return [processes.Row("left out", 1, 1)], processes.Outcome(plan, [], run, run, None)
 
     monkeypatch.setattr(processes, "run", in_this_process)
-    text, kept = command.real_processes(processes.TOPPED_UP)
+    text, kept = command.real_processes(processes.LONG)
     assert kept
-    assert "| top-up | completed | 1 | 0 | 0 |" in text
+    assert "| long | completed | 1 | 0 | 0 |" in text
 
 
 def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
@@ -146,10 +146,10 @@ def _reads(read, reply):
 
 
 def test_the_referee_sees_noise_that_is_missing_and_a_crash(monkeypatch):
-    monkeypatch.setattr(ReleasePlan, "noise_stddev", property(lambda plan: 0.6))
+    monkeypatch.setattr(ReleaseMechanism, "noise_stddev", property(lambda plan: 0.6))
     outcome = run_case(CASES[2], 3, flood=0, seed=3)
     assert len(outcome.wrong_aggregates) == 3
-    monkeypatch.setattr(ReleasePlan, "noise_stddev", property(lambda plan: 1 / 0))
+    monkeypatch.setattr(ReleaseMechanism, "noise_stddev", property(lambda plan: 1 / 0))
     assert "ZeroDivisionError" in run_case(CASES[2], 3, flood=0, seed=3).crashes[0]
 
 
@@ -161,7 +161,7 @@ def test_too_little_noise_under_dropout_is_seen(monkeypatch, part):
         "add_gaussian",
         lambda self, update, stddev, *, grid=None: add(self, update, part * stddev),
     )
-    assert not noise.measure(0.5, "top-up", "client", rounds=15, seed=1).enough
+    assert not noise.measure(0.5, "client", rounds=15, seed=1).enough
 
 
 class Leaking(DPFedAvg):

@@ -13,7 +13,6 @@ from tests.support.apps import APPS, FOREIGN
 
 REFUSED = {
     "noise-placement=servr": "noise-placement='servr': expected one of client, server",
-    "dropout-policy=never": "dropout-policy='never': expected one of top-up, discard",
     "method=fedavgg": "method='fedavgg': expected one of dp2-fedsam",
     "sampling-rate=2": r"sampling-rate=2.0: expected a number in \(0, 1\]",
     "colluding-share=1.5": r"colluding-share=1.5: expected a number in \[0, 1\)",

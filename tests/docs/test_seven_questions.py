@@ -10,7 +10,7 @@ HOME, CHOOSE = "index.md", "choose.md"
 QUESTIONS = {
     "five hospitals that share patients": (
         [HOME, CHOOSE, "methods/uldp.md"],
-        ["UldpAvg(", "unit=PrivacyUnit.USER", "add or remove one person everywhere"],
+        ["UldpAvg(", "add or remove one person everywhere"],
     ),
     "ten thousand phones, and a server that nobody trusts": (
         [HOME, CHOOSE, "methods/dp2-fedsam.md"],

@@ -156,8 +156,6 @@ def expected_model(
             norm = np.sqrt(sum(float(np.square(a).sum()) for a in upload.values()))
             for array in upload.values():
                 array *= min(1.0, plan.clipping_norm / norm)
-    elif len(uploads) < asked and plan.dropout_policy == "discard":
-        return None
     else:
         stddev *= np.sqrt(1 - len(uploads) / asked) if asked else 1.0
     rng = seeded_generator(SEED, "server-noise", number)
@@ -220,7 +218,7 @@ def epsilons(
         return {"each upload": (ours, dp_accounting.get_epsilon_gaussian(multiplier, plan.delta))}
     if not isinstance(plan, ReleasePlan):
         return {}
-    multiplier = plan.noise_multiplier / plan.sensitivity
+    multiplier = plan.mechanism(strategy.method.traits).release.noise_multiplier
     assert isinstance(plan.sampling, PoissonSampling)
     accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
     gaussian = dp_accounting.GaussianDpEvent(multiplier)

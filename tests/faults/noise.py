@@ -12,7 +12,7 @@ from scipy import stats
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, ReleasePlan
-from flower_ext.privacy.mechanisms.noised_sum import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import NOTHING, FaultyGrid
 from tests.faults.worlds import DATA, Net, initial
@@ -26,7 +26,7 @@ class Measured:
     """The noise of released sums, relative to the noise for which the plan accounts."""
 
     dropout: float
-    policy: str
+    placement: NoisePlacement
     released: int
     rounds: int
     ratio: float
@@ -57,9 +57,7 @@ def _of_training(reply: Message) -> bool:
     return reply.metadata.message_type.startswith("train")
 
 
-def measure(
-    dropout: float, policy: DropoutPolicy, placement: NoisePlacement, *, rounds: int, seed: int
-) -> Measured:
+def measure(dropout: float, placement: NoisePlacement, *, rounds: int, seed: int) -> Measured:
     """Run with updates of zero, so that only noise from secure sources moves the model."""
     plan = ReleasePlan(
         sampling=FullParticipation(COHORT),
@@ -68,7 +66,6 @@ def measure(
         rounds=rounds,
         delta=1e-3,
         noise_placement=placement,
-        dropout_policy=policy,
     )
     strategy = FederatedStrategy(DPFedAvg(local=LocalTraining(epochs=0)), plan, evaluate_every=0)
     task = Task(model=Net, data=lambda number: DATA[number % len(DATA)], device="cpu")
@@ -93,7 +90,7 @@ def measure(
     noise = steps[[not rows[number].get("discarded", 0) for number in range(1, rounds + 1)]]
     return Measured(
         dropout=dropout,
-        policy=policy if placement == "client" else "server noises",
+        placement=placement,
         released=len(noise),
         rounds=rounds,
         ratio=float(noise.std()) if len(noise) else float("nan"),

@@ -238,7 +238,7 @@ def nothing(deployment: Deployment, node: int) -> None:
 class Plan:
     """Faults by round; ``returns`` has killed nodes that their owners start again."""
 
-    policy: str
+    name: str
     rounds: int
     faults: Mapping[int, Sequence[Fault]]
     returns: Mapping[int, Sequence[int]]
@@ -254,8 +254,8 @@ LATE = "late reply to an earlier round (SIGCONT)"
 STRANGER = "unregistered node joins"
 SUPERLINK = "SuperLink killed and restarted"
 
-TOPPED_UP = Plan(
-    "top-up",
+LONG = Plan(
+    "long",
     rounds=6,
     faults={
         1: [Fault(STARTING, kill_client, 0), Fault(STRANGER, knock)],
@@ -283,8 +283,8 @@ TOPPED_UP = Plan(
     },
     returns={2: [1], 5: [0]},
 )
-DISCARDED = Plan(
-    "discard",
+SHORT = Plan(
+    "short",
     rounds=4,
     faults={
         1: [Fault(WORKING, kill_client_at_work, 1), Fault(STRANGER, knock)],
@@ -293,7 +293,7 @@ DISCARDED = Plan(
     },
     returns={2: [2]},
 )
-PLANS = (TOPPED_UP, DISCARDED)
+PLANS = (LONG, SHORT)
 
 
 # The runs -------------------------------------------------------------------------------------
@@ -378,7 +378,6 @@ def under_faults(
     settings = {
         **SETTINGS,
         **{name.replace("_", "-"): value for name, value in more.items()},
-        "dropout-policy": plan.policy,
         "rounds": plan.rounds,
         "round-timeout": timeout,
     }
@@ -455,7 +454,7 @@ class Row:
 def run(folder: Path, plan: Plan, *, timeout: int = 75) -> tuple[list[Row], Outcome]:
     """Run on a deployment below ``folder``; return faults by kind, and their results."""
     with Deployment(folder / "deployment", NODES) as deployment:
-        outcome = under_faults(deployment, plan, folder / plan.policy, timeout=timeout)
+        outcome = under_faults(deployment, plan, folder / plan.name, timeout=timeout)
     met = [
         (fault.kind, fault.node in outcome.missing.get(number, set()))
         for number, fault in outcome.injected
@@ -471,10 +470,10 @@ def report(rows: Sequence[Row], outcome: Outcome) -> str:
         [(r.kind, r.injected, r.client_missed_round, r.nothing_lost) for r in rows],
     )
     run = table(
-        ("policy", "run", "rounds", "discarded", "wrong aggregates", "ε stated", "ε by the ledger"),
+        ("plan", "run", "rounds", "discarded", "wrong aggregates", "ε stated", "ε by the ledger"),
         [
             (
-                outcome.plan.policy,
+                outcome.plan.name,
                 outcome.run.facts["status"],
                 len(outcome.run.metrics()),
                 outcome.discarded,

@@ -35,7 +35,6 @@ from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
 )
@@ -123,9 +122,7 @@ def release_plan(**changes: Any) -> ReleasePlan:
 
 def user_plan(**changes: Any) -> ReleasePlan:
     """Return a plan of user-level privacy over silos."""
-    return release_plan(
-        **{"sampling": PoissonSampling(USERS, 0.6), "unit": PrivacyUnit.USER, **changes}
-    )
+    return release_plan(**{"sampling": PoissonSampling(USERS, 0.6), **changes})
 
 
 def record_plan() -> RecordLevelPlan:
@@ -160,15 +157,15 @@ _NO_HUGE = Rates(huge=0.0)
 
 CASES: tuple[Case, ...] = (
     Case(
-        name="DP-FedAvg, clients noise, top-up",
+        name="DP-FedAvg, clients noise",
         build=lambda **o: strategy_of(DPFedAvg, plan=release_plan(), local=FAST, **o),
         mutations=TRAIN,
         huge=times(1e4),
     ),
     Case(
-        name="DP²-FedSAM, clients noise, discard",
+        name="DP²-FedSAM, clients noise",
         build=lambda **o: strategy_of(
-            DP2FedSAM, plan=release_plan(dropout_policy="discard"), head=FAST, extractor=FAST, **o
+            DP2FedSAM, plan=release_plan(), head=FAST, extractor=FAST, **o
         ),
         rates=_SPARSE,
         mutations=TRAIN,
@@ -183,7 +180,7 @@ CASES: tuple[Case, ...] = (
         mutations=TRAIN,
     ),
     Case(
-        name="ULDP-AVG, silos noise, top-up",
+        name="ULDP-AVG, silos noise",
         build=lambda **o: strategy_of(
             UldpAvg, plan=user_plan(), num_silos=SILOS, local=FAST, server_learning_rate=3.0, **o
         ),
@@ -234,7 +231,7 @@ PRIVATE = Case(
     name="ULDP-AVG-w, encrypted",
     build=lambda **o: private_strategy_of(
         UldpAvg,
-        plan=user_plan(dropout_policy="discard"),
+        plan=user_plan(),
         num_silos=SILOS,
         local=FAST,
         protocol=PrivateWeighting(
@@ -274,7 +271,7 @@ def _plug_in(name: str) -> Case:
         name=f"ULDP-AVG-w, protocol {name}",
         build=lambda **o: private_strategy_of(
             UldpAvg,
-            plan=user_plan(dropout_policy="discard"),
+            plan=user_plan(),
             num_silos=SILOS,
             local=FAST,
             protocol=load_protocol(name)(max_records_per_user=60),

@@ -214,8 +214,8 @@ def test_a_secure_sum_of_clients_that_cannot_mask_is_refused_before_any_client_t
         return received
 
     sums = SecureSum(colluding=0.0, dropouts=0.0)
-    strategy = FederatedStrategy(DPFedAvg(), plan(secure_aggregation=sums), evaluate_every=0)
-    with pytest.raises(ValueError, match="secure_aggregation: expected None"):
+    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=sums), evaluate_every=0)
+    with pytest.raises(ValueError, match="cannot mask its uploads"):
         run(foreign_app(train), strategy)
     assert trained == []
 

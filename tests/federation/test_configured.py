@@ -16,7 +16,6 @@ from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
 )
@@ -108,12 +107,11 @@ def test_secure_sums_are_of_noised_updates_only(wrong):
         configured.non_private_plan(settings, configured.sampling(settings))
 
 
-@pytest.mark.parametrize("changes", [{}, {"sensitivity": 2.0}], ids=["one part", "two parts"])
 @pytest.mark.parametrize("given", [{}, {"noise_multiplier": 0.0, "calibration": "provable"}])
-def test_noise_is_the_least_for_epsilon_where_none_is_set(given, changes):
-    plan = plan_of(release(epsilon=2.0, **given), **changes)
+def test_noise_is_the_least_for_epsilon_where_none_is_set(given):
+    plan = plan_of(release(epsilon=2.0, **given))
     sampling = PoissonSampling(population=20, rate=0.5)
-    same = ReleasePlan.for_target(**TARGET, sampling=sampling, clipping_norm=0.5, **changes)
+    same = ReleasePlan.for_target(**TARGET, sampling=sampling, clipping_norm=0.5)
     assert plan == same
 
 
@@ -131,19 +129,16 @@ def test_noise_that_is_set_comes_before_epsilon_and_one_of_both_is_needed():
 
 def test_fields_of_a_plan_that_an_app_decides_come_before_its_settings():
     users = FullParticipation(population=7)
-    placed = release(noise_multiplier=1.0, noise_placement="server", dropout_policy="top-up")
-    plan = configured.release_plan(
-        placed, users, unit=PrivacyUnit.USER, dropout_policy="discard", rounds=2
-    )
-    assert (plan.sampling, plan.unit, plan.rounds) == (users, PrivacyUnit.USER, 2)
-    assert (plan.noise_placement, plan.dropout_policy) == ("server", "discard")
+    placed = release(noise_multiplier=1.0, noise_placement="server")
+    plan = configured.release_plan(placed, users, rounds=2)
+    assert (plan.sampling, plan.rounds, plan.noise_placement) == (users, 2, "server")
 
 
 def test_a_delta_of_zero_is_one_over_the_clients_and_of_no_other_unit():
     settings = release(noise_multiplier=1.0, delta=0.0)
     assert plan_of(settings).delta == 1 / 20
     with pytest.raises(UnfitSetting, match=r"run-config delta=0\.0"):
-        plan_of(settings, unit=PrivacyUnit.USER)
+        plan_of(settings, of_users=True)
 
 
 def test_options_are_those_of_the_settings(tmp_path):

@@ -330,7 +330,7 @@ def test_a_server_that_noises_clips_whatever_comes():
     times(1e6)(replies[0], np.random.default_rng(0))
     strategy.aggregate_train(1, replies)
     assert strategy.refusals == []
-    assert plan(noise_placement="server").largest_upload(cohort_size=4, numbers=9) == math.inf
+    assert strategy.run.mechanism.largest_upload(cohort_size=4, numbers=9) == math.inf
 
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
@@ -420,7 +420,7 @@ def test_the_owner_of_a_node_sets_the_least_noise(changes, least, takes_part):
 
 
 def test_an_absurd_cohort_leaves_a_share_of_noise_that_the_owner_refuses():
-    tiny = plan().client_noise_stddev(10**12)
+    tiny = plan().mechanism().client_noise_stddev(10**12)
     config = {"least-noise-multiplier": 0.01}
     assert answer_to({"noise-stddev": tiny}, node_config=config).has_error()
 

@@ -93,7 +93,7 @@ PLANS = {
     "clients noise": lambda: release_plan(sampling=EVERYONE),
     "server noises": lambda: release_plan(sampling=EVERYONE, noise_placement="server"),
     "secure sums": lambda: release_plan(
-        sampling=EVERYONE, secure_aggregation=SecureSum(colluding=0.0, dropouts=0.3)
+        sampling=EVERYONE, noise_placement=SecureSum(colluding=0.0, dropouts=0.3)
     ),
     "noised models": record_plan,
     "output perturbation": lambda: PerturbationPlan(
@@ -129,7 +129,7 @@ OVER_SILOS = {
     ),
     "ULDP-AVG, secure sums": lambda **o: strategy_of(
         UldpAvg,
-        plan=user_plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.0)),
+        plan=user_plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0)),
         num_silos=SILOS,
         local=FAST,
         **o,
@@ -147,7 +147,7 @@ OVER_SILOS = {
     ),
     "ULDP-AVG-w": lambda **o: private_strategy_of(
         UldpAvg,
-        plan=user_plan(dropout_policy="discard"),
+        plan=user_plan(),
         num_silos=SILOS,
         local=FAST,
         protocol=PrivateWeighting(

@@ -24,8 +24,10 @@ CLIENTS, NUMBERS = 4, 16
 EVERYONE = FullParticipation(CLIENTS)
 BASE = {"w": np.zeros(NUMBERS, np.float32)}
 FACTS = {"sampling": EVERYONE, "rounds": 3, "delta": 0.1}
-RELEASED = ReleasePlan(**FACTS, clipping_norm=0.5, noise_multiplier=1.0)
-BY_SERVER = ReleasePlan(**FACTS, clipping_norm=0.5, noise_multiplier=1.0, noise_placement="server")
+RELEASED = ReleasePlan(**FACTS, clipping_norm=0.5, noise_multiplier=1.0).mechanism()
+BY_SERVER = ReleasePlan(
+    **FACTS, clipping_norm=0.5, noise_multiplier=1.0, noise_placement="server"
+).mechanism()
 OF_MODELS = RecordLevelPlan(**FACTS, clipping_norm=2.0, noise_stddev=0.01, num_examples=30)
 
 

@@ -11,7 +11,7 @@ from flwr.app import MetricRecord
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.data import Examples
 from flower_ext.federation import records
-from flower_ext.federation.client import side as client_side
+from flower_ext.federation.client import vector_answers
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from tests.support.losing import Losing
@@ -20,11 +20,11 @@ from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
 
 BOUNDS = (("accuracy", 0.0, 1.0), ("loss", 0.0, 3.0))
-FINE = SecureScores(noise_multiplier=0.002, evaluations=3, bounds=BOUNDS)
+FINE = SecureScores(noise_multiplier=0.002, times=3, bounds=BOUNDS)
 
 
 def scored(scores=FINE, method=DPFedAvg, **changes):
-    changes.setdefault("plan", plan(scores=scores))
+    changes.setdefault("plan", plan(queries=(scores,)))
     return strategy_of(method, evaluate_every=1, **changes)
 
 
@@ -74,11 +74,11 @@ def test_scores_are_not_on_the_list_of_what_no_guarantee_covers():
     assert not any("scores" in text for text in one.run.not_covered())
     assert any("scores and test-set sizes" in text for text in other.run.not_covered())
     bases = {
-        guarantee.basis: any("training rounds alone" in text for text in guarantee.not_covered)
+        guarantee.basis: any("training rounds only" in text for text in guarantee.not_covered)
         for guarantee in one.guarantees()
     }
     assert bases == {"published": True, "provable": False}
-    with pytest.raises(ValueError, match="training_loss=True with scores"):
+    with pytest.raises(ValueError, match="training_loss=True with SecureScores"):
         scored(training_loss=True)
 
 
@@ -86,8 +86,8 @@ def test_the_epsilon_is_that_of_rounds_and_evaluations_and_is_on_the_ledger(tmp_
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = scored(ledger=ledger, seeded_noise=False)
     run(strategy, rounds=3)
-    own = strategy.run.plan
-    releases = {own.release: 3, own.of_scores.release: 3}
+    own = strategy.run.mechanism
+    releases = {own.release: 3, own.of_query(FINE).release: 3}
     expected = privacy_loss_of(releases, delta=own.delta).epsilon
     assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
     assert ledger.releases == 6
@@ -121,8 +121,8 @@ def test_an_evaluation_is_on_the_ledger_before_anybody_is_asked(tmp_path):
 
 
 def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
-    own = plan(scores=FINE)
-    rounds_alone = privacy_loss_of({own.release: 3}, delta=own.delta).epsilon
+    own = plan(queries=(FINE,))
+    rounds_alone = privacy_loss_of({own.mechanism().release: 3}, delta=own.delta).epsilon
     for how in ("ledger", "budget"):
         limit = Budget(epsilon=rounds_alone * 1.01, delta=own.delta)
         given = (
@@ -134,13 +134,13 @@ def test_no_evaluation_is_made_that_the_budget_does_not_allow(logged, tmp_path):
         grid, _ = run(strategy, rounds=3)
         assert evaluated(grid) == []
         assert strategy.participations.rounds == 3
-        assert strategy.participations.evaluations == 0
-        assert "no evaluation after round 1" in logged.text
+        assert strategy.participations.answers["scores"] == 0
+        assert "no scores after round 1" in logged.text
         logged.clear()
 
 
 def test_an_account_of_a_population_counts_evaluations_too(tmp_path):
-    path, own = tmp_path / "account.jsonl", plan(scores=FINE)
+    path, own = tmp_path / "account.jsonl", plan(queries=(FINE,))
     budget = Budget(epsilon=1e9, delta=own.delta, ledger=path)
     run(scored(budget=budget, seeded_noise=False), rounds=2)
     charges = [
@@ -173,7 +173,7 @@ def test_where_too_few_take_part_there_are_no_scores_and_the_spend_stays(stage, 
     _, result = run(strategy, AtEvaluation, later=[(p, stage) for p in range(4)])
     assert 1 not in result.evaluate_metrics_clientapp
     assert "no scores after round 1" in logged.text
-    assert strategy.participations.evaluations == 1
+    assert strategy.participations.answers["scores"] == 1
 
 
 def test_scores_that_a_client_spoiled_are_discarded(logged):
@@ -193,7 +193,7 @@ def test_scores_that_a_client_spoiled_are_discarded(logged):
     _, result = run(strategy, Spoiling)
     assert 1 not in result.evaluate_metrics_clientapp
     assert "no scores after round 1: the noised sum has a norm of" in logged.text
-    assert strategy.participations.evaluations == 1
+    assert strategy.participations.answers["scores"] == 1
 
 
 def test_clients_lost_while_they_evaluate_leave_the_mean_of_the_others():
@@ -255,7 +255,7 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     def broken(works, models, **how):
         return [ZeroDivisionError("of a record")] * len(works)
 
-    monkeypatch.setattr(client_side, "plain_scores", broken)
+    monkeypatch.setattr(vector_answers, "plain_scores", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []
@@ -267,9 +267,9 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
 
 def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
     alone = []
-    real = client_side.plain_scores
+    real = vector_answers.plain_scores
     monkeypatch.setattr(
-        client_side,
+        vector_answers,
         "plain_scores",
         lambda works, models, **how: alone.append(len(works)) or real(works, models, **how),
     )
@@ -299,15 +299,17 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
 
     with pytest.raises(KeyboardInterrupt):
         run(strategy, Dying, rounds=3)
-    assert strategy.participations.evaluations == 2
+    assert strategy.participations.answers["scores"] == 2
     run_.close()
     again = RunDirectory.resume(tmp_path / "run")
     second = scored(run=again, ledger=again.open_ledger(), seeded_noise=False)
     run(second, rounds=3)
-    assert second.participations.evaluations == 1 + 1 + 2  # the second of two rounds is done again
+    assert (
+        second.participations.answers["scores"] == 1 + 1 + 2
+    )  # the second of two rounds is done again
     assert second.run.spending.ledger.releases >= second.participations.rounds + 4
     expected = privacy_loss_of(
-        second.run.plan.releases(second.participations), delta=second.run.plan.delta
+        second.run.mechanism.releases(second.participations), delta=second.run.plan.delta
     ).epsilon
     assert second.spent()["epsilon_provable"] == pytest.approx(expected)
 
@@ -316,12 +318,12 @@ def test_upcycled_runs_evaluate_by_secure_sums_too():
     strategy = Upcycled(scored(), coefficient=0.5)
     _, result = run(strategy, rounds=4)
     assert len(result.evaluate_metrics_clientapp) == 4
-    assert strategy.base.participations.evaluations == 4
+    assert strategy.base.participations.answers["scores"] == 4
 
 
 def test_seeded_noise_of_two_evaluations_differs():
     """In silent rounds no training lies between them."""
-    still = SecureScores(noise_multiplier=0.5, evaluations=4, bounds=BOUNDS)
+    still = SecureScores(noise_multiplier=0.5, times=4, bounds=BOUNDS)
     strategy = Upcycled(scored(still), coefficient=0.5)
     _, result = run(strategy, rounds=4)
     counts = [m["scored_clients"] for m in result.evaluate_metrics_clientapp.values()]
@@ -332,5 +334,5 @@ def test_the_same_seed_gives_the_same_means():
     one, two = (run(scored())[1].evaluate_metrics_clientapp[1] for _ in range(2))
     assert dict(one) == dict(two)
     sums = SecureSum(colluding=0.0, dropouts=0.5, resist_equivocation=False)
-    other = run(scored(plan=plan(scores=FINE, secure_aggregation=sums)))[1]
+    other = run(scored(plan=plan(queries=(FINE,), noise_placement=sums)))[1]
     assert np.isfinite(other.evaluate_metrics_clientapp[1]["accuracy_mean"])

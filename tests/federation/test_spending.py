@@ -46,7 +46,7 @@ def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg
 
 
 def epsilon(rounds: int) -> float:
-    return privacy_loss_of({PLAN.release: rounds}, delta=DELTA).epsilon
+    return privacy_loss_of({PLAN.mechanism().release: rounds}, delta=DELTA).epsilon
 
 
 def account(tmp_path, rounds: float) -> Budget:
@@ -131,18 +131,20 @@ def test_a_ledger_or_a_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
     def check(plan, **given):
         Spending(**{"ledger": None, "budget": None, "exposed": (), **given}).check_plan(plan)
 
+    sums = PLAN.mechanism()
+
     check(bare)
-    check(PLAN, ledger=ledger, budget=Budget(epsilon=1.0, delta=DELTA))
+    check(sums, ledger=ledger, budget=Budget(epsilon=1.0, delta=DELTA))
     with pytest.raises(ValueError, match="ledger with a NonPrivatePlan"):
         check(bare, ledger=ledger)
-    for plan, delta in ((PLAN, 2 * DELTA), (bare, DELTA)):
+    for plan, delta in ((sums, 2 * DELTA), (bare, DELTA)):
         with pytest.raises(ValueError, match="expected the δ of the plan"):
             check(plan, budget=Budget(epsilon=1.0, delta=delta))
     shared = tmp_path / "people.jsonl"
     check(bare, budget=Budget(epsilon=1.0, delta=DELTA, ledger=shared))
-    check(PLAN, budget=Budget(epsilon=1.0, delta=2 * DELTA, ledger=shared))
+    check(sums, budget=Budget(epsilon=1.0, delta=2 * DELTA, ledger=shared))
     with pytest.raises(ValueError, match="expected at least the δ of the plan"):
-        check(PLAN, budget=Budget(epsilon=1.0, delta=DELTA / 2, ledger=shared))
+        check(sums, budget=Budget(epsilon=1.0, delta=DELTA / 2, ledger=shared))
 
 
 def _of(budget: Budget):

@@ -8,7 +8,7 @@ from flower_ext.algorithms import DPFedAvg, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.data import ClientData, SiloData
 from flower_ext.federation import FederatedStrategy, InProcessGrid
-from flower_ext.privacy import FullParticipation, NonPrivatePlan, PrivacyUnit, ReleasePlan
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.trees import FORMS, PACKED, packed
 
@@ -34,14 +34,13 @@ def of_silos(form):
     return data
 
 
-def plan(population, unit=PrivacyUnit.CLIENT):
+def plan(population):
     return ReleasePlan(
         sampling=FullParticipation(population),
         clipping_norm=0.5,
         noise_multiplier=1.0,
         rounds=2,
         delta=1e-3,
-        unit=unit,
     )
 
 
@@ -59,7 +58,7 @@ METHODS = {
     "ULDP-AVG": (
         lambda: FederatedStrategy(
             UldpAvg(num_silos=CLIENTS, local=LOCAL),
-            plan(USERS, PrivacyUnit.USER),
+            plan(USERS),
             seed=1,
             seeded_noise=True,
         ),

@@ -13,10 +13,11 @@ from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
     PerturbationPlan,
-    PrivacyPlan,
     RecordLevelPlan,
     ReleasePlan,
 )
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import LocalTraining, Task
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -87,11 +88,18 @@ def test_a_reply_without_its_number_of_examples_is_refused():
     assert "num-examples" in strategy.refusals[0]
 
 
-@pytest.mark.parametrize("plan", [ReleasePlan, RecordLevelPlan, PerturbationPlan])
-def test_no_plan_that_protects_takes_the_weights(plan):
+@pytest.mark.parametrize(
+    ("plan", "mechanism"),
+    [
+        (ReleasePlan, ReleaseMechanism),
+        (RecordLevelPlan, RecordLevelPlan),
+        (PerturbationPlan, PerturbationPlan),
+    ],
+)
+def test_no_plan_that_protects_takes_the_weights(plan, mechanism):
     with pytest.raises(TypeError, match="weighting"):
         plan(sampling=ALL, weighting="examples")
-    assert plan.weighs_examples is PrivacyPlan.weighs_examples
+    assert mechanism.weighs_examples is RoundMechanism.weighs_examples
 
 
 def test_another_word_is_refused():

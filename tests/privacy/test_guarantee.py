@@ -11,14 +11,13 @@ from flower_ext.privacy import (
     PoissonSampling,
     PrivacyUnit,
     Release,
-    ReleasePlan,
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from tests.support.guarantees import by_view
-from tests.support.plans import plan
+from tests.support.plans import mechanism, plan
 from tests.support.run_facts import run_facts
 
 RELEASE = Release(
@@ -32,7 +31,7 @@ RELEASE = Release(
 def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     seen = Participations.worst_case(60, 10)
     guarantees = client_level_guarantees(
-        plan(noise_placement=placement), seen, not_covered=["test scores"]
+        mechanism(noise_placement=placement), seen, not_covered=["test scores"]
     )
     for g in [theorem2_of_plan(plan(), run_facts(rounds=60))[0], *guarantees]:
         text = g.statement()
@@ -54,7 +53,7 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     ],
 )
 def test_a_statement_promises_no_more_than_holds(epsilon, delta, said):
-    (claim, *_) = client_level_guarantees(plan(), Participations.worst_case(60, 10))
+    (claim, *_) = client_level_guarantees(mechanism(), Participations.worst_case(60, 10))
     assert said in replace(claim, epsilon=epsilon, delta=delta).statement()
 
 
@@ -67,7 +66,7 @@ def test_unknown_fields_of_a_guarantee_are_refused():
 @pytest.mark.parametrize(("delta", "large"), [(0.1, True), (1.1e-3, True), (1e-3, False)])
 def test_a_delta_that_promises_little_is_said_to(delta, large):
     seen = Participations.worst_case(60, 10)
-    for guarantee in by_view(plan(FullParticipation(100), delta=delta), seen).values():
+    for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
         said = "is large: with that probability all of one client's data may be revealed"
         assert (said in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
 
@@ -78,22 +77,15 @@ def test_a_delta_that_promises_little_is_said_to(delta, large):
 )
 def test_a_delta_of_one_over_the_units_or_more_is_said_to_be_large(delta, units, large):
     seen = Participations.worst_case(60, 10)
-    for guarantee in by_view(plan(FullParticipation(100), delta=delta), seen).values():
+    for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
         said = f"is large for {units} clients" in replace(guarantee, units=units).statement()
         assert said == (large and math.isfinite(guarantee.epsilon))
     assert large_delta(delta, PrivacyUnit.RECORD) is None
 
 
 def test_guarantees_and_releases_survive_json_text():
-    plan = ReleasePlan(
-        sampling=PoissonSampling(50, 0.2),
-        clipping_norm=0.5,
-        noise_multiplier=1.5,
-        rounds=10,
-        delta=1e-2,
-        noise_placement="server",  # with infinite ε
-    )
-    for guarantee in client_level_guarantees(plan, Participations.worst_case(10, 10)):
+    by_server = mechanism(noise_placement="server")  # with infinite ε
+    for guarantee in client_level_guarantees(by_server, Participations.worst_case(10, 10)):
         text = json.dumps(guarantee.to_dict(), allow_nan=False)
         assert Guarantee.from_dict(json.loads(text)) == guarantee
     assert Release.from_dict(json.loads(json.dumps(RELEASE.to_dict()))) == RELEASE

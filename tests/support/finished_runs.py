@@ -21,11 +21,11 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
     if private:
         ledger = Ledger(run.ledger_path)
         for number in range(1, 5):
-            with ledger.reserve(PLAN.release, round=number) as entry:
+            with ledger.reserve(PLAN.mechanism().release, round=number) as entry:
                 entry.note(topped_up_stddev=0.1 if number == 2 else 0.0)
         ledger.close()
         seen = Participations.worst_case(4, 10)
-        guarantees = client_level_guarantees(PLAN, seen, not_covered=["test scores"])
+        guarantees = client_level_guarantees(PLAN.mechanism(), seen, not_covered=["test scores"])
         run.save_guarantees([theorem2_of_plan(PLAN, run_facts(rounds=4))[0], *guarantees])
     for number in range(1, 5):
         epsilon = {"epsilon_provable": 0.3 * number, "epsilon_published": 1.1 * number}

@@ -1,6 +1,10 @@
-"""Plans of a small federation."""
+"""Plans and mechanisms of a small federation."""
+
+from dataclasses import replace
 
 from flower_ext.privacy import ClippedSteps, PoissonSampling, ReleasePlan
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 
 
 def plan(sampling=None, **changes) -> ReleasePlan:
@@ -12,6 +16,17 @@ def plan(sampling=None, **changes) -> ReleasePlan:
         "delta": 1e-2,
     }
     return ReleasePlan(**{**facts, **changes})
+
+
+def mechanism(sampling=None, **changes) -> ReleaseMechanism:
+    """Return the mechanism of `plan` with the same changes."""
+    return plan(sampling, **changes).mechanism()
+
+
+def mechanism_of(plan: ReleasePlan, *, silos=None, **costs) -> ReleaseMechanism:
+    """Return the mechanism of a plan among so many silos, with a protocol's costs in privacy."""
+    method = MethodTraits(name="a method", num_silos=silos)
+    return replace(plan.mechanism(method), **costs)
 
 
 def steps(**changes) -> ClippedSteps:

@@ -10,12 +10,12 @@ import numpy as np
 
 from flower_ext.algorithms.uldp import averaging, silo_training
 from flower_ext.auditing import Experiment
-from flower_ext.federation.client import masked_scores
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.privacy import (
     PoissonSampling,
     SecureNoise,
+    SecureScores,
     SeededNoise,
     secure_generator,
     seeded_generator,
@@ -63,10 +63,11 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
     return CellSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
 
 
-def _scores_not_clipped(scores, bounds):
+def _scores_not_clipped(self, client):
+    scores = client.scores(training=False)
     if not scores:
-        return np.zeros(1 + len(bounds))
-    centred = [(scores[n] - (low + high) / 2) / (high - low) for n, low, high in bounds]
+        return np.zeros(self.size)
+    centred = [(scores[n] - (low + high) / 2) / (high - low) for n, low, high in self.bounds]
     return np.asarray([1.0, *centred])
 
 
@@ -74,7 +75,7 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.protections.in_cells", _cells_not_clipped)
-    patch.setattr(masked_scores, "scores_vector", _scores_not_clipped)
+    patch.setattr(SecureScores, "vector", _scores_not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(silo_training, "sum_clipped_rows", _rows_not_clipped)

@@ -49,9 +49,8 @@ def make_openly(method=UldpAvg, **changes):
 
 def _options(method, changes):
     rest = {"sampling": FullParticipation(USERS), "ledger": None, "plan": {}, **changes}
-    facts = {"dropout_policy": "discard", **rest.pop("plan")}
     local = {} if issubclass(method, UldpSgd) else {"local": LOCAL}
-    return {"plan": plan(rest.pop("sampling"), **facts), **local, **COMMON, **rest}
+    return {"plan": plan(rest.pop("sampling"), **rest.pop("plan")), **local, **COMMON, **rest}
 
 
 def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):

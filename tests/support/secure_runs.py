@@ -17,7 +17,7 @@ def plan(**changes):
         "noise_multiplier": 1.0,
         "rounds": 3,
         "delta": 0.01,
-        "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.3),
+        "noise_placement": SecureSum(colluding=0.0, dropouts=0.3),
     }
     return ReleasePlan(**{**facts, **changes})
 

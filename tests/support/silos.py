@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from flower_ext.data import Examples, SiloData
-from flower_ext.privacy import FullParticipation, PrivacyUnit, ReleasePlan
+from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.worlds import CLASSES, FEATURES, Net
 
@@ -47,7 +47,6 @@ def plan(sampling=None, **changes):
         "noise_multiplier": 0.4,
         "rounds": ROUNDS,
         "delta": 1e-5,
-        "unit": PrivacyUnit.USER,
     }
     return ReleasePlan(**{**facts, **changes})
 

@@ -16,7 +16,7 @@ from flower_ext.algorithms import (
     Upcycled,
 )
 from flower_ext.federation import FederatedStrategy, Method, configured
-from flower_ext.privacy import NonPrivatePlan, PoissonSampling, PrivacyUnit, ReleasePlan
+from flower_ext.privacy import NonPrivatePlan, PoissonSampling, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from private_finetuning_app.settings import Settings
@@ -64,7 +64,7 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
     changes = {"rounds": -(-settings.rounds // 2)} if settings.upcycled else {}
     if settings.method == USERS:
         users = PoissonSampling(population=settings.num_users, rate=settings.sampling_rate)
-        return configured.release_plan(settings, users, unit=PrivacyUnit.USER, **changes)
+        return configured.release_plan(settings, users, of_users=True, **changes)
     return configured.release_plan(settings, configured.sampling(settings), **changes)
 
 

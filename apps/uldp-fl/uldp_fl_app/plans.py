@@ -6,7 +6,6 @@ from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
-    PrivacyUnit,
     ReleasePlan,
 )
 from flower_ext.training import DpSgdTraining
@@ -26,8 +25,7 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan | None:
     return configured.release_plan(
         settings,
         FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
-        unit=PrivacyUnit.USER,
-        **({"dropout_policy": "discard"} if settings.method in PRIVATE else {}),  # no top-up there
+        of_users=True,
     )
 
 

@@ -59,9 +59,6 @@ class Settings(ReleaseSettings, TrainingSettings):
     noise_multiplier: NotNegative = setting("sigma")
     delta: FractionBelowOne = setting("at which epsilon is reported")
     user_sampling_rate: Fraction = setting("uldp-avg and uldp-sgd: the same users in every silo")
-    dropout_policy: Literal["top-up", "discard"] = setting(
-        "where a silo does not answer (private: discard)"
-    )
     aggregation: Literal["plain", "secure"] = setting(
         "whether the server sees silos' uploads, or sums alone (uldp-avg, -avg-w, -sgd, -sgd-w and "
         "-naive)"

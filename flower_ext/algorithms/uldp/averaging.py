@@ -73,9 +73,11 @@ from flower_ext.federation import (
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.federation.sums import silo_part
 from flower_ext.federation.sums.weighted import STEP, WEIGHTED
-from flower_ext.privacy import Guarantee, PrivacyPlan, ReleasePlan
+from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, among_silos, batching_assumption
+from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
     UserRun,
     Weighting,
@@ -152,9 +154,8 @@ class UldpAvg(OnePhase):
     All users count alike, whatever their number of records. ``weighting`` divides a user's weight
     among the silos.
 
-    The plan is a `ReleasePlan` of users: ``unit=PrivacyUnit.USER``, noise by the clients (the
-    silos), and all users or Poisson sampling. Its ``dropout_policy`` decides what happens if a silo
-    does not answer.
+    The plan is a `ReleasePlan` whose population are the users. The silos add the noise, and rounds
+    use all users or draw them by Poisson sampling.
 
     Parameters
     ----------
@@ -196,10 +197,6 @@ class UldpAvg(OnePhase):
         """Refuse a plan that is not one of users among so many silos."""
         check_user_plan(plan, self.num_silos, self.weighting)
 
-    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
-        """Return the plan, whose secure sums add the silos' uploads."""
-        return among_silos(_of_users(plan), self.num_silos)
-
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the users, whose parts a weighted sum hides."""
         if not summation.brings_weights:
@@ -209,20 +206,20 @@ class UldpAvg(OnePhase):
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return |U| and C, and the width of a cell if sums are secure, for the silos."""
-        plan = _of_users(plan)
-        numbers = {USERS: plan.sampling.population, CLIPPING_NORM: plan.clipping_norm}
-        return numbers if plan.secure_aggregation is None else {**numbers, CELL: plan.cell}
+        sums = _of_users(self.mechanism(plan))
+        numbers = {USERS: sums.sampling.population, CLIPPING_NORM: sums.clipping_norm}
+        return numbers if sums.secure_sum is None else {**numbers, CELL: sums.cell}
 
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""
-        plan, clients = _of_users(connected.summation.mechanism), connected.clients
+        sums, clients = _of_users(connected.summation.mechanism), connected.clients
         silos = {ONE_BY_ONE: ask_company(clients, self.training, self.num_silos)}
         if connected.summation.brings_weights:
             return State(server={SILOS: silos})
         is_asked = self.weighting == "by-records"
-        histogram = ask_silos(clients, plan.sampling.population, histogram=is_asked)
-        if plan.secure_aggregation is not None:
-            _warn_of_rounding(plan, connected.model, self.num_silos)
+        histogram = ask_silos(clients, sums.sampling.population, histogram=is_asked)
+        if sums.secure_sum is not None:
+            _warn_of_rounding(sums, connected.model, self.num_silos)
         weights = user_weights(self.weighting, histogram, self.num_silos)
         return State(server={SILOS: {**silos, WEIGHTS: weights}})
 
@@ -265,7 +262,7 @@ class UldpAvg(OnePhase):
         mechanism = _of_users(summation.mechanism)
         in_sums = run.participations.in_sums
         in_uploads = float(max(run.participations.uploads.values(), default=0))
-        if mechanism.secure_aggregation is None:
+        if mechanism.secure_sum is None:
             # The adversary saw refused uploads too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
@@ -313,16 +310,16 @@ class UldpSgd(UldpAvg):
             )
 
 
-def _of_users(plan: PrivacyPlan) -> ReleasePlan:
-    """Return a plan that `check_user_plan` accepted."""
-    assert isinstance(plan, ReleasePlan)
-    return plan
+def _of_users(mechanism: RoundMechanism) -> NoisedSum:
+    """Return the mechanism of a plan that `check_user_plan` accepted."""
+    assert isinstance(mechanism, NoisedSum)
+    return mechanism
 
 
-def _warn_of_rounding(plan: ReleasePlan, model: Arrays, num_silos: int) -> None:
+def _warn_of_rounding(sums: NoisedSum, model: Arrays, num_silos: int) -> None:
     """Warn if cells are so wide that most numbers of a user's part are rounded to zero."""
     numbers = sum(array.size for array in model.values())
-    cells = plan.clipping_norm / plan.cell / num_silos
+    cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:
         log.warning(
             "secure sums: a number of a user's clipped update is usually %.2g cells in a silo, "

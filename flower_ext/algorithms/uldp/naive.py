@@ -24,8 +24,9 @@ from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.privacy.theorems.silo_claims import among_silos
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 
 
@@ -68,16 +69,22 @@ class UldpNaive(OnePhase):
                 "sample users"
             )
 
-    def mechanism(self, plan: PrivacyPlan) -> PrivacyPlan:
-        """Return the plan for the silos' sum.
+    @property
+    def traits(self) -> MethodTraits:
+        """The method's declarations, with its number of silos."""
+        return replace(super().traits, num_silos=self.num_silos)
+
+    def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
+        """Return the mechanism of the silos' sum.
 
         The silos' noise adds up to σC|S|, and one user can move each silo's update by 2C.
         """
-        assert isinstance(plan, ReleasePlan)
+        sums = super().mechanism(plan)
+        assert isinstance(sums, NoisedSum)
         return replace(
-            among_silos(plan, self.num_silos),
+            sums,
             sampling=FullParticipation(self.num_silos),
-            noise_multiplier=plan.noise_multiplier * self.num_silos,
+            noise_multiplier=sums.noise_multiplier * self.num_silos,
             sensitivity=2.0 * self.num_silos,
         )
 
@@ -87,7 +94,7 @@ class UldpNaive(OnePhase):
         """Return Theorem 3, and what is provable against a server that sees each upload."""
         mechanism = summation.mechanism
         assert isinstance(plan, ReleasePlan)
-        assert isinstance(mechanism, ReleasePlan)
+        assert isinstance(mechanism, NoisedSum)
         return uldp_naive_guarantees(
             noise_multiplier=plan.noise_multiplier,
             rounds=run.participations.rounds,

@@ -11,6 +11,8 @@ from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.client.questions import answer_question
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.roster import IDENTITY, identity
+from flower_ext.privacy import SecureScores
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import Task
 
 
@@ -26,6 +28,7 @@ def client_app(
     *methods: ClientMethod,
     task: Task | Callable[[Context], Task],
     allow_seeded_noise: bool = False,
+    queries: Sequence[type[VectorQuery]] = (),
 ) -> MethodsApp:
     """Return a ClientApp that answers the messages of one or several methods.
 
@@ -39,8 +42,12 @@ def client_app(
         True if the server may ask for reproducible noise. Use it for simulation only, because
         anybody who knows the seed can remove the noise. The owner of a SuperNode can forbid such
         noise by ``--node-config "require-secure-noise=true"``.
+    queries : Sequence[type[VectorQuery]]
+        Kinds of queries that clients answer, beside `SecureScores`.
     """
     app = MethodsApp()
+    kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
+    kinds |= {kind.name: kind for kind in queries}
 
     @app.query("identity")
     def _(message: Message, context: Context) -> Message:
@@ -49,7 +56,7 @@ def client_app(
     app.together[IDENTITY] = _identities
 
     for method in methods:
-        side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise)
+        side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise, kinds)
         app.together |= {f"train.{method.name}": side.train, f"evaluate.{method.name}": side.score}
 
         @app.train(method.name)

@@ -31,8 +31,8 @@ class Request:
     training: Mapping[str, LocalTraining]
     settings: Mapping[str, float]
     config: Mapping[str, object]
-    scores: Mapping[str, Any] = field(default_factory=dict)
-    """Names and bounds of scores that an evaluation sums; empty if clients report scores."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Name and fields of a query that is answered by a noised sum; empty without one."""
 
     @property
     def run(self) -> str:
@@ -67,8 +67,9 @@ def reader(task: Task) -> Callable[[Message], Request]:
 
     def params(record: ArrayRecord) -> Params:
         if id(record) not in arrays:
-            arrays[id(record)] = records.to_params(record)
-            _check_received(arrays[id(record)], task)
+            received = records.to_params(record)
+            _check_received(received, task)  # before the next client may find it
+            arrays[id(record)] = received
         return arrays[id(record)]
 
     def request(message: Message) -> Request:
@@ -98,7 +99,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
             training=_Told(records.read_trainings(content)),
             settings=_Told(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
             config=dict(configs.get(records.CONFIG, {})),
-            scores=dict(configs.get(records.SCORES, {})),
+            query=dict(configs.get(records.QUERY, {})),
         )
 
     def read(message: Message) -> Request:

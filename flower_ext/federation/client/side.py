@@ -13,7 +13,7 @@ or their presence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from flower_ext.federation.client.client_method import (
     ClientWork,
     LocalResult,
 )
-from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     HiddenSum,
@@ -42,7 +41,7 @@ from flower_ext.federation.client.protecting import (
     step_noise,
 )
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.scores import plain_scores, scores_of
+from flower_ext.federation.client.scores import scores_of
 from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,
@@ -51,6 +50,7 @@ from flower_ext.federation.client.unmoved import (
     log_unmoved,
     unmoved_by_errors,
 )
+from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
 from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
@@ -60,6 +60,7 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import (
     MEMORY_LIMIT,
@@ -67,7 +68,6 @@ from flower_ext.training import (
     Task,
     difference,
 )
-from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
@@ -108,6 +108,7 @@ class ClientSide:
     method: ClientMethod
     task: Task | Callable[[Context], Task]
     allow_seeded_noise: bool
+    queries: Mapping[str, type[VectorQuery]] = field(default_factory=dict)
 
     def train(
         self,
@@ -150,27 +151,21 @@ class ClientSide:
     ) -> list[RecordDict | Exception]:
         """Return each client's scores of the model that it would use, or its error.
 
-        If scores are summed under noise, each client is evaluated by itself, so that no bit of its
-        part depends on the other clients.
+        If a query is answered by a noised sum, each client is evaluated by itself, so that no bit
+        of its part depends on the other clients.
         """
         requests, works = self._unpack(messages, contexts, alone=True)
-        if any(isinstance(request, Request) and request.scores for request in requests):
-            return each(self._masked_scores, requests, works, contexts)
+        if any(isinstance(request, Request) and request.query for request in requests):
+            return each(self._masked_vector, requests, works, contexts)
         models = self._used(works, memory_limit)
         wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
         return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
 
-    def _masked_scores(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
-        scores: dict[str, float] | Exception = {}
-        if len(work.data.test):
-            models, also = self._used([work], MEMORY_LIMIT), asks_training_loss(request)
-            try:
-                with isolated():
-                    (scores,) = plain_scores([work], models, also_training=also)
-            except Exception as error:  # unusual tensors may raise wherever they are read
-                scores = error
+    def _masked_vector(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
+        query = query_of(request, self.queries)
+        view = WorkView(work, lambda: self._used([work], MEMORY_LIMIT)[0])
         policy = self.policy(context)
-        return masked_scores(scores, request, context, self.method.name, policy)
+        return masked_vector(query, view, request, context, self.method.name, policy)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use, which is the one that `score` evaluates.
@@ -387,7 +382,7 @@ def _kept_apart(task: Task, data: ClientData, *, hidden: bool) -> ClientData:
 def _hides_missing_data(request: Request) -> bool:
     """Return True if the server must not learn that this client could not load its data."""
     if request.kind == "evaluate":
-        return bool(request.scores)  # summed under noise
+        return bool(request.query)  # summed under noise
     return request.protection is not None and request.protection.hides_missing_data
 
 

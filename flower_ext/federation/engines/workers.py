@@ -29,7 +29,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.uploads import Elsewhere, RowElsewhere, Upload, UploadReply
-from flower_ext.privacy import PrivacyPlan
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.updates import Layout, Summed
 
 _ROWS = "rows"
@@ -79,7 +79,7 @@ class Workers:
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
     def ask(
-        self, messages: Sequence[Message], plan: PrivacyPlan | None = None
+        self, messages: Sequence[Message], plan: RoundMechanism | None = None
     ) -> Iterator[Message]:
         """Return replies in the order of ``messages``; those of other processes come later.
 
@@ -88,7 +88,7 @@ class Workers:
 
         Parameters
         ----------
-        plan : PrivacyPlan, optional
+        plan : RoundMechanism, optional
             Lets each other process add up its updates by this plan. The updates stay there until a
             caller reads one, or until the process gets its next messages.
 
@@ -323,7 +323,7 @@ def _reply(message: Message, told: Error | RecordDict | Upload) -> Message:
     return private.reply_to(message, told)
 
 
-def _sum(plan: PrivacyPlan, uploads: Sequence[Upload]) -> Summed | None:
+def _sum(plan: RoundMechanism, uploads: Sequence[Upload]) -> Summed | None:
     """Return the sum of updates, or None if an update is invalid, so that the server refuses it."""
     try:
         return plan.part((upload.arrays for upload in uploads), like=uploads[0].arrays)

@@ -33,8 +33,8 @@ FOLDER, ASKED, MODEL = "checkpoints", "asked.jsonl", "model"
 _METHOD = "method."
 """Prefix of the names of a method's arrays on the server."""
 _KEPT = 2
-EVALUATION = "evaluation"
-"""Name in ``asked.jsonl`` of an evaluation's number."""
+QUERY = "query"
+"""Name in ``asked.jsonl`` of a query beside the rounds."""
 
 
 @dataclass(kw_only=True)
@@ -122,15 +122,15 @@ class Checkpoints:
         if self.run is not None:
             self.run.accounted = False
 
-    def evaluating(self, number: int) -> None:
-        """Note, durably, that evaluation ``number`` is about to be asked for.
+    def asking(self, query: str, number: int) -> None:
+        """Note, durably, that a query is about to be asked for the ``number``-th time.
 
         Raises
         ------
         OSError
             It could not be written: nobody may be asked.
         """
-        self._note(**{EVALUATION: number})
+        self._note(**{QUERY: query, "number": number})
 
     def answered(self, number: int) -> None:
         """Record durably the number of usable answers, before the server uses them.
@@ -201,7 +201,7 @@ class Checkpoints:
             write_whole(file, b"".join(line + b"\n" for line in lines))
         found: dict[int, AskedUnits] = {}
         for entry in map(json.loads, lines):
-            if EVALUATION in entry:
+            if QUERY in entry:
                 continue
             if "asked" in entry:
                 found[entry["training"]] = AskedUnits(**entry)
@@ -209,16 +209,16 @@ class Checkpoints:
                 found[entry["training"]].answered = entry["answered"]
         return [one for number, one in sorted(found.items()) if number > after]
 
-    def evaluations(self) -> int:
-        """Return the number of the last evaluation for which the server asked clients.
+    def times_asked(self, query: str) -> int:
+        """Return how often the server asked a query.
 
-        The number is 0 if rounds repeat bit for bit (`repeats`), because a repeated evaluation
-        then needs no number of its own.
+        The number is 0 if rounds repeat bit for bit (`repeats`), because a repeated query then
+        needs no number of its own.
         """
         if self.repeats:
             return 0
         noted = map(json.loads, whole_lines(self._folder() / ASKED))
-        return max((entry.get(EVALUATION, 0) for entry in noted), default=0)
+        return max((e["number"] for e in noted if e.get(QUERY) == query), default=0)
 
     # Parts --------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class MaskedSum(Summation):
     Parameters
     ----------
     mechanism : NoisedSum
-        A plan with ``secure_aggregation``.
+        One with a `SecureSum`.
     """
 
     mechanism: NoisedSum

@@ -14,8 +14,12 @@ from flwr.app import Message
 from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.federation.uploads import in_parts
-from flower_ext.privacy import PrivacyPlan
-from flower_ext.privacy.mechanisms.plan import Aggregate, times_examples, weighted_mean
+from flower_ext.privacy.mechanisms.plan import (
+    Aggregate,
+    RoundMechanism,
+    times_examples,
+    weighted_mean,
+)
 
 
 class PlainSum(Summation):
@@ -27,7 +31,7 @@ class PlainSum(Summation):
 
 
 class _OpenPlainSum(OpenSum):
-    def __init__(self, mechanism: PrivacyPlan, opening: Opening) -> None:
+    def __init__(self, mechanism: RoundMechanism, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
         self.cohort = opening.cohort
 

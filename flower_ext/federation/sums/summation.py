@@ -12,8 +12,8 @@ from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update
-from flower_ext.privacy import AdversaryView, NoiseSource, PrivacyPlan
-from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy import AdversaryView, NoiseSource
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
 
 
@@ -93,7 +93,7 @@ class Summation(ABC):
 
     Parameters
     ----------
-    mechanism : PrivacyPlan
+    mechanism : RoundMechanism
         Bounds each contribution, and releases each sum.
     """
 
@@ -108,7 +108,7 @@ class Summation(ABC):
     disclosures: Sequence[str] = ()
     """Facts about clients' data that the sums reveal without a guarantee, a line each."""
 
-    def __init__(self, mechanism: PrivacyPlan) -> None:
+    def __init__(self, mechanism: RoundMechanism) -> None:
         self.mechanism = mechanism
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:  # noqa: B027 - by default any
@@ -143,8 +143,8 @@ class Summation(ABC):
         return ()
 
     def state(self) -> Mapping[str, Arrays]:
-        """Return what a resumed run must know of this one's sums; nothing by default."""
+        """Return the state that a checkpoint keeps; nothing by default."""
         return {}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
-        """Take over the `state` of the process before, after `connect`."""
+        """Restore the `state` of a checkpoint; after `connect` if the run continues."""

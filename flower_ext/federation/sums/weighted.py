@@ -44,11 +44,10 @@ from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
-    PrivacyPlan,
-    ReleasePlan,
     SecureNoise,
 )
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
 from flower_ext.secure.protocols import load_protocol
 
@@ -78,11 +77,11 @@ def party_options() -> dict[str, Any]:
 
 def weighted_sum(
     protocol: str | WeightingProtocol = "paillier",
-) -> Callable[[PrivacyPlan], WeightedSum]:
+) -> Callable[[RoundMechanism], WeightedSum]:
     """Return the ``sum=`` of a `FederatedStrategy` whose method is `UldpAvg` or `UldpSgd`.
 
     Each coordinate of a sum over silos equals that of ``UldpAvg(weighting="by-records")`` within
-    the precision of ``protocol``. The plan needs ``dropout_policy="discard"``.
+    the precision of ``protocol``. A round without all silos is discarded.
 
     Parameters
     ----------
@@ -100,8 +99,8 @@ class WeightedSum(Summation):
     Parameters
     ----------
     protocol : WeightingProtocol
-    plan : ReleasePlan
-        The plan of the run; ``mechanism`` is the same with the protocol's own costs in privacy.
+    mechanism : NoisedSum
+        That of the plan. Once the protocol is set up, it has the protocol's own costs in privacy.
 
     Raises
     ------
@@ -111,26 +110,21 @@ class WeightedSum(Summation):
 
     repeats = False  # keys, blinds and dither are secret
     brings_weights = True
-    mechanism: ReleasePlan
+    mechanism: NoisedSum
 
-    def __init__(self, protocol: WeightingProtocol, plan: PrivacyPlan) -> None:
-        if not isinstance(plan, ReleasePlan):
-            raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan of users")
-        if plan.dropout_policy != "discard":
+    def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
+        if not isinstance(mechanism, NoisedSum):
+            raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
+        if mechanism.secure_sum is not None:
             raise InvalidValue(
-                f"dropout_policy={plan.dropout_policy!r} of the plan: expected 'discard', because "
-                "the masks cancel only in the sum over all silos"
+                "noise_placement=SecureSum(…) of the plan: expected 'client', as private weighting "
+                "has a secure sum of its own"
             )
-        if plan.secure_aggregation is not None:
-            raise InvalidValue(
-                "secure_aggregation of the plan: expected None, as private weighting has a secure "
-                "sum of its own"
-            )
-        super().__init__(plan)
-        self.protocol, self._plan = protocol, plan
+        super().__init__(mechanism)
+        self.protocol, self._plan = protocol, mechanism
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw
         self.disclosures = protocol.shown
-        self._costs = {_SENSITIVITY: plan.sensitivity}
+        self._costs = {_SENSITIVITY: mechanism.sensitivity}
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self._keys_lost = False

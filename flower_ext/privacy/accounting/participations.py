@@ -22,8 +22,8 @@ class Participations:
 
     def __init__(self) -> None:
         self.rounds = 0
-        self.evaluations = 0
-        """Evaluations whose scores were released as noised sums."""
+        self.answers: Counter[str] = Counter()
+        """Number of noised sums that answered each kind of query beside the rounds."""
         self.uploads: Counter[int] = Counter()
         """Number of uploads that each unit was asked for."""
         self._in_sums: defaultdict[int, float] = defaultdict(float)
@@ -55,9 +55,11 @@ class Participations:
             if answered > 0:
                 self._in_sums[unit] += asked / answered
 
-    def record_evaluation(self, units: Iterable[int], *, in_sum: float, in_upload: float) -> None:
-        """Add an evaluation of ``units``, with its weights for those who see its sum or uploads."""
-        self.evaluations += 1
+    def record_answer(
+        self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float
+    ) -> None:
+        """Add an answer to a query about ``units``, with its weights in sums and in uploads."""
+        self.answers[query] += 1
         for unit in units:
             self._in_sums[unit] += in_sum
             self._in_uploads[unit] += in_upload
@@ -88,7 +90,7 @@ class Participations:
         """Return everything as plain values, which `from_dict` reads."""
         return {
             "rounds": self.rounds,
-            "evaluations": self.evaluations,
+            "answers": dict(self.answers),
             "units": [
                 [unit, self.uploads[unit], self._in_sums.get(unit), self._in_uploads[unit]]
                 for unit in sorted({*self.uploads, *self._in_uploads})
@@ -100,7 +102,7 @@ class Participations:
         """Return the participations that `to_dict` wrote."""
         participations = cls()
         participations.rounds = fields["rounds"]
-        participations.evaluations = fields.get("evaluations", 0)
+        participations.answers = Counter(fields["answers"])
         for unit, count, in_sums, in_uploads in fields["units"]:
             participations.uploads[unit] = count
             participations._in_uploads[unit] = in_uploads

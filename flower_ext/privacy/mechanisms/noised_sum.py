@@ -1,11 +1,11 @@
-"""One noised sum per round: a plan that binds sampler, bound, noise and aggregation together."""
+"""One noised sum per round: sampler, bound, noise and aggregation, bound together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from flower_ext.checks import (
     require_at_least_one,
@@ -17,25 +17,71 @@ from flower_ext.checks import (
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.sampling import PoissonSampling, Sampling
+from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
 from flower_ext.privacy.mechanisms.bounds import sum_clipped
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
-from flower_ext.privacy.mechanisms.plan import Aggregate, PrivacyPlan, RoundDiscarded, divided
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism, divided
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.mechanisms.updates import Summed, Update, l2_norm
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 NoisePlacement = Literal["client", "server"]
-DropoutPolicy = Literal["top-up", "discard"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisedSum(PrivacyPlan):
-    """Plan of a round that releases one noised average.
+class ReleaseTerms:
+    """The values that a user chooses for a run of noised sums; see `ReleasePlan`."""
+
+    sampling: Sampling
+    clipping_norm: float
+    noise_multiplier: float
+    rounds: int
+    delta: float
+    relation: NeighboringRelation | None = None
+    noise_placement: NoisePlacement | SecureSum = "client"
+    queries: tuple[VectorQuery, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_at_least_one("rounds", self.rounds)
+        require_delta(self.delta)
+        if not isinstance(self.noise_placement, SecureSum):
+            require_one_of("noise_placement", self.noise_placement, ("client", "server"))
+        if self.relation is None:
+            object.__setattr__(self, "relation", default_relation(self.sampling))
+        self._check_queries()
+
+    def _check_queries(self) -> None:
+        object.__setattr__(self, "queries", tuple(self.queries))
+        names = [query.name for query in self.queries]
+        if len({*names}) < len(names):
+            raise InvalidValue(f"queries={names}: expected each kind of query once")
+        if names and self.secure_sum is None:
+            raise InvalidValue(
+                f"queries={names} with noise_placement={self.noise_placement!r}: expected "
+                "noise_placement=SecureSum(…), as the server would see each client's vector with "
+                "only that client's share of the noise"
+            )
+
+    @property
+    def secure_sum(self) -> SecureSum | None:
+        """Settings of the secure sums that hide single uploads; None without any."""
+        return self.noise_placement if isinstance(self.noise_placement, SecureSum) else None
+
+    @property
+    def noised_by_server(self) -> bool:
+        """True if the server adds the noise, after it has seen the uploads."""
+        return self.noise_placement == "server"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedSum(ReleaseTerms, RoundMechanism):
+    """Mechanism of a round that releases one noised average.
 
     Guarantees
     ----------
@@ -47,63 +93,64 @@ class NoisedSum(PrivacyPlan):
     ----------
     sampling, clipping_norm, noise_multiplier, …
         As for `ReleasePlan`.
+    silos : int, optional
+        Number of clients among which each unit's data may be divided. All of them are asked in
+        every round; they are the members of a secure sum over users. None if each unit is a client.
+    sensitivity : float
+        Most clipping norms by which one unit moves a sum, at least 1: more for a unit with a part
+        in several uploads.
+    approximation_error : float
+        Most clipping norms between a sum and the exact one, or by which a unit that was not drawn
+        moves it. Above 0 if a protocol adds up under encryption.
     """
 
-    sampling: Sampling
-    clipping_norm: float
-    noise_multiplier: float
-    rounds: int
-    delta: float
-    relation: NeighboringRelation | None = None
-    noise_placement: NoisePlacement = "client"
-    dropout_policy: DropoutPolicy = "top-up"
-    unit: PrivacyUnit = PrivacyUnit.CLIENT
+    silos: int | None = None
     sensitivity: float = 1.0
     approximation_error: float = 0.0
-    secure_aggregation: SecureSum | None = None
-    silos: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive("clipping_norm", self.clipping_norm)
-        require_positive("noise_multiplier", self.noise_multiplier)
-        require_positive("sensitivity", self.sensitivity)
+        super().__post_init__()
+        if not 1 <= self.sensitivity < math.inf:
+            raise InvalidValue(
+                f"sensitivity={self.sensitivity!r}: expected 1 or more, because one unit can move "
+                "a sum by a whole clipping norm"
+            )
         require_not_negative("approximation_error", self.approximation_error)
-        require_at_least_one("rounds", self.rounds)
         if self.silos is not None:
             require_at_least_one("silos", self.silos)
-        require_delta(self.delta)
-        require_one_of("noise_placement", self.noise_placement, ("client", "server"))
-        require_one_of("dropout_policy", self.dropout_policy, ("top-up", "discard"))
-        if self.secure_aggregation is not None and self.noise_placement == "server":
-            raise InvalidValue(
-                "secure_aggregation with noise_placement='server': expected 'client', because the "
-                "server of a secure sum sees no single upload, so it cannot clip one"
-            )
-        if self.secure_aggregation is not None:
+        if self.secure_sum is not None:
             check_cell(self.cell, self.clipping_norm)
-            self._check_members()
-        if self.relation is None:
-            object.__setattr__(self, "relation", default_relation(self.sampling))
+            if self.silos is None and isinstance(self.sampling, PoissonSampling):
+                raise InvalidValue(
+                    "noise_placement=SecureSum(…) with Poisson sampling: expected cohorts of a "
+                    "fixed size (FixedSizeSampling), as a sum's noise would reveal the number of "
+                    "drawn clients, which amplification needs to be secret"
+                )
+            _ = self.sum_bits  # refuses a cohort without a secure sum
+        if self.queries and self.silos is not None:
+            raise InvalidValue(
+                f"queries of {self.queries[0].name} among silos: expected none, as a user's part "
+                "in a silo's vector is not bounded; set evaluate_every=0 to turn evaluations off"
+            )
+        for query in self.queries:
+            self.of_query(query)  # refuses noise that no sum of the query's vectors can carry
         _ = self.release  # refuses a relation that does not fit the sampling
 
-    def _check_members(self) -> None:
-        """Refuse a secure sum with too few members, or with a secret number of members.
+    @property
+    def unit(self) -> PrivacyUnit:
+        """The privacy unit: a client, or a user whose data lie in several silos."""
+        return PrivacyUnit.CLIENT if self.silos is None else PrivacyUnit.USER
 
-        For user-level plans the members are the silos, for any number of drawn users (`silos`).
-        """
-        if self.silos is None and self.unit is PrivacyUnit.USER:
-            return  # the silos' strategy checks again, once it has set `silos`
-        if self.silos is None and isinstance(self.sampling, PoissonSampling):
-            raise InvalidValue(
-                "secure_aggregation with Poisson sampling: expected cohorts of a fixed size "
-                "(FixedSizeSampling), as a sum's noise would reveal the number of drawn clients, "
-                "which amplification needs to be secret"
-            )
-        _ = self.sum_bits  # refuses a cohort without a secure sum
-
-    def num_units(self, run: RunFacts) -> int:
-        """Return the size of the population from which units are drawn."""
-        return self.sampling.population
+    def of_query(self, query: VectorQuery) -> Self:
+        """Return the mechanism of one release of a query: a secure sum over all clients."""
+        return replace(
+            self,
+            sampling=FullParticipation(self.sampling.population),
+            clipping_norm=query.norm,
+            noise_multiplier=query.noise_multiplier,
+            rounds=query.times,
+            queries=(),
+        )
 
     @property
     def release(self) -> Release:
@@ -136,7 +183,7 @@ class NoisedSum(PrivacyPlan):
         The cohort size is the drawn one, also under Poisson sampling. With the expected size
         instead, a small cohort's sum would carry too little noise.
         """
-        if self.noise_placement == "server":
+        if self.noised_by_server:
             return 0.0
         require_at_least_one("cohort_size", cohort_size)
         return self.noise_stddev / math.sqrt(cohort_size)
@@ -150,7 +197,7 @@ class NoisedSum(PrivacyPlan):
     def cohort_size(self) -> int:
         """Number of clients in each secure sum, the same in every round.
 
-        With `silos`, these are all silos. Neither the asked clients, nor a silo's share of the
+        With ``silos``, these are all silos. Neither the asked clients, nor a silo's share of the
         noise, nor the noise of a sum then depends on the number of drawn users. Users may therefore
         be drawn by Poisson sampling, whose amplification needs this number to be secret.
         """
@@ -164,8 +211,8 @@ class NoisedSum(PrivacyPlan):
     @property
     def sum_parameters(self) -> SumParameters:
         """Parameters of the secure sums, for cohorts from all clients and for all rounds."""
-        assert self.secure_aggregation is not None
-        return self.secure_aggregation.for_cohort(
+        assert self.secure_sum is not None
+        return self.secure_sum.for_cohort(
             self.cohort_size, population=self.num_clients, rounds=self.rounds
         )
 
@@ -258,21 +305,21 @@ class NoisedSum(PrivacyPlan):
             )
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return `PrivacyPlan.largest_upload`; infinite if the server adds the noise.
+        """Return `RoundMechanism.largest_upload`; infinite if the server adds the noise.
 
         Refusing larger uploads changes a sum with at most that probability per upload, which no
         reported δ counts. The limit keeps a hostile client from moving the sum further than the
         noise of an honest upload might. It does not bound the client's part by C, as a server that
         adds the noise itself does.
         """
-        if self.noise_placement == "server":
+        if self.noised_by_server:
             return math.inf
         share = self.client_noise_stddev(cohort_size)
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
     def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
-        """Return `PrivacyPlan.part`, of clipped uploads if the server adds the noise."""
-        if self.noise_placement == "server":
+        """Return `RoundMechanism.part`, of clipped uploads if the server adds the noise."""
+        if self.noised_by_server:
             return sum_clipped(uploads, self.clipping_norm, like=like)
         return super().part(uploads, like=like)
 
@@ -287,29 +334,22 @@ class NoisedSum(PrivacyPlan):
         """Return the noised sum of a round's uploads, divided by the expected cohort size.
 
         If the server adds the noise, it bounds every upload itself, so the guarantee relies on no
-        client. If clients add the noise, uploads arrive bounded and noised.
+        client. If clients add the noise, uploads arrive bounded and noised, and the server adds the
+        shares of clients that did not answer.
 
         Raises
         ------
-        RoundDiscarded
-            Clients add the noise, some did not answer, and the policy is ``"discard"``.
         ValueError
             There are more uploads than asked clients, or names or shapes differ from ``like``.
         """
-        if self.secure_aggregation is not None:
-            raise InvalidValue(
-                "secure_aggregation: expected the sum of all uploads; call aggregate_sum"
-            )
-        by_server = self.noise_placement == "server"
+        if self.secure_sum is not None:
+            raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
+        by_server = self.noised_by_server
         summed = self.part(uploads, like=like)
         answered = summed.count
         if answered > cohort_size:
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
-            )
-        if not by_server and answered < cohort_size and self.dropout_policy == "discard":
-            raise RoundDiscarded(
-                f"{answered} of {cohort_size} clients answered; the sum lacks the others' noise"
             )
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)

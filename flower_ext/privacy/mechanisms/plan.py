@@ -1,4 +1,4 @@
-"""The base class of all plans. A round uses every plan through this class only."""
+"""Base classes of plans, which a user writes, and of mechanisms, which run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class Aggregate:
 
 
 class PrivacyPlan(ABC):
-    """A plan: the sampling of a round, and the protection of the units that take part.
+    """A user's decisions about the privacy of a run, from which its mechanism is made.
 
-    A plan is frozen. It knows about a run only what `RunFacts` say. The defaults of this class
-    accept any method and any training, and protect nobody.
+    A plan is frozen. It knows about a run only what `RunFacts` say.
 
     Attributes
     ----------
@@ -59,18 +58,44 @@ class PrivacyPlan(ABC):
         """Return the number of privacy units, against which δ is judged; None if not known."""
         return None
 
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+
+    @abstractmethod
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return the mechanism of each round of a method, made once in a run.
+
+        Raises
+        ------
+        ValueError
+            The plan does not protect the method's uploads; the message gives the reason.
+        """
+
+
+class RoundMechanism(ABC):
+    """The mechanism of each round: protection of uploads, their sum, and its accounting.
+
+    A mechanism is frozen. The defaults of this class accept any training, and protect nobody.
+
+    Attributes
+    ----------
+    sampling : Sampling
+        Draws the cohorts.
+    delta : float, optional
+        As in `PrivacyPlan`.
+    """
+
+    sampling: Sampling
+    delta: float | None
+
     @property
     def release(self) -> Release | None:
         """The release of one round, for accountant and ledger; None without a noised sum.
 
-        Where a plan names one, nothing but that sum may show in the model, and cohorts must stay
-        secret.
+        Where a mechanism names one, nothing but that sum may show in the model, and cohorts must
+        stay secret.
         """
-        return None
-
-    @property
-    def evaluation_release(self) -> Release | None:
-        """The release of one evaluation; None if it releases no noised sum of scores."""
         return None
 
     @property
@@ -100,19 +125,6 @@ class PrivacyPlan(ABC):
         Plans that protect never do so, because that number is private data.
         """
         return False
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Describe the plan in words, for the log."""
-
-    def check(self, method: MethodTraits) -> None:  # noqa: B027 - by default any
-        """Refuse a method whose uploads the plan does not protect.
-
-        Raises
-        ------
-        ValueError
-            The message gives the reason.
-        """
 
     def check_training(self, run: RunFacts) -> None:  # noqa: B027 - by default any
         """Refuse local training that the plan does not cover.
@@ -189,12 +201,29 @@ class PrivacyPlan(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainAverage(PrivacyPlan):
-    """A plan that takes the mean of the replies; it promises nothing unless a subclass does."""
+class PlainAverage(PrivacyPlan, RoundMechanism):
+    """A plan that takes the mean of the replies; it promises nothing unless a subclass does.
+
+    It needs nothing of a method but its consent, so it is its own mechanism.
+    """
 
     tells_sizes = True
 
     sampling: Sampling
+
+    def check(self, method: MethodTraits) -> None:
+        """Refuse a method whose uploads the plan does not protect.
+
+        Raises
+        ------
+        ValueError
+            The message gives the reason.
+        """
+
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan, which fits the method."""
+        self.check(method)
+        return self
 
     def aggregate(
         self,

@@ -23,7 +23,7 @@ class MethodTraits:
     needs_each_update : bool
         The server needs every single update, not only their noised sum.
     keeps_memory : bool
-        Clients keep memory from round to round, and their updates depend on it.
+        Clients store memory between rounds; `memoryless` says if updates depend on it.
     memoryless : bool
         Updates do not depend on any client memory.
     upload_phase : str, optional

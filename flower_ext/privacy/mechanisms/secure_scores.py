@@ -10,13 +10,14 @@ its numbers. The count carries noise too, because it reveals which clients have 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flower_ext.checks import is_number, require_at_least_one, require_positive
+from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.vector_query import LocalView, VectorQuery
 
 Bounds = tuple[tuple[str, float, float], ...]
 """Names of scores, each with its smallest and its largest value."""
@@ -24,14 +25,14 @@ ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecureScores:
-    """Settings with which a run's evaluations release mean scores over all clients.
+class SecureScores(VectorQuery):
+    """Mean scores over all clients, released by each evaluation of a run.
 
     Parameters
     ----------
     noise_multiplier : float
         Standard deviation of the noise on the sum, divided by the norm bound of a client's vector.
-    evaluations : int
+    times : int
         Planned number of evaluations.
     bounds : tuple of (str, float, float)
         Names of scores, each with its smallest and its largest value. Values outside are clipped. A
@@ -41,17 +42,19 @@ class SecureScores:
     Raises
     ------
     InvalidValue
-        Noise or evaluations are not above 0; there are no bounds; a name occurs twice; or a largest
-        value is not above the smallest.
+        Noise or times are not above 0; there are no bounds; a name occurs twice; or a largest value
+        is not above the smallest.
     """
 
-    noise_multiplier: float
-    evaluations: int
+    name = "scores"
+    asked = "in evaluations"
+
     bounds: Bounds = ACCURACY
 
     def __post_init__(self) -> None:
-        require_positive("noise_multiplier", self.noise_multiplier)
-        require_at_least_one("evaluations", self.evaluations)
+        super().__post_init__()
+        # A message has lists in place of tuples.
+        object.__setattr__(self, "bounds", tuple((str(n), lo, hi) for n, lo, hi in self.bounds))
         names = [name for name, *_ in self.bounds]
         if not names or len({*names}) < len(names):
             raise InvalidValue(f"bounds={self.bounds!r}: expected one or more scores, each once")
@@ -64,16 +67,33 @@ class SecureScores:
                 )
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the scores."""
-        return tuple(name for name, *_ in self.bounds)
+    def size(self) -> int:
+        """1 + k numbers for k scores."""
+        return 1 + len(self.bounds)
 
     @property
     def norm(self) -> float:
         """Norm bound of one client's vector: √(1 + k/4)."""
         return math.sqrt(1 + len(self.bounds) / 4)
 
-    def means(self, total: np.ndarray, stddev: float) -> dict[str, float]:
+    def vector(self, client: LocalView) -> NDArray[np.float64]:
+        """Return a one, which counts the client, and k scores, each scaled to −½ … ½.
+
+        A client without any scores takes part with zeros.
+        """
+        names = {name for name, *_ in self.bounds}
+        scores = client.scores(training="training_loss" in names)
+        if not scores:
+            return np.zeros(self.size)
+        parts = [1.0]
+        for name, low, high in self.bounds:
+            middle = (low + high) / 2
+            value = scores.get(name, middle)
+            value = middle if math.isnan(value) else min(max(value, low), high)
+            parts.append((value - middle) / (high - low))
+        return np.asarray(parts)
+
+    def answer(self, total: NDArray[np.float64], stddev: float) -> dict[str, float]:
         """Return the means of the scores, each with its standard error due to noise.
 
         Parameters
@@ -101,24 +121,3 @@ class SecureScores:
             error = stddev / count * math.sqrt(1 + centred**2)
             means[f"{name}_mean_error"] = (high - low) * error
         return means
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        return f"scores in secure sums, noise multiplier {self.noise_multiplier:.4g}"
-
-
-def scores_vector(scores: Mapping[str, float], bounds: Bounds) -> np.ndarray:
-    """Return the vector by which one client takes part in the sum of scores.
-
-    Its 1 + k numbers are a one, which counts the client, and k scores, each scaled to the range
-    from −½ to ½. A client without any scores takes part with zeros.
-    """
-    if not scores:
-        return np.zeros(1 + len(bounds))
-    parts = [1.0]
-    for name, low, high in bounds:
-        middle = (low + high) / 2
-        value = scores.get(name, middle)
-        value = middle if math.isnan(value) else min(max(value, low), high)
-        parts.append((value - middle) / (high - low))
-    return np.asarray(parts)

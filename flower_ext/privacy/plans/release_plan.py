@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flower_ext.errors import InvalidValue
@@ -11,9 +11,10 @@ from flower_ext.privacy.accounting.accountant import Accountant, privacy_loss_of
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
+from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
+from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.protections import (
     ClipUnits,
     ClipUnitsToCells,
@@ -22,16 +23,21 @@ from flower_ext.privacy.mechanisms.protections import (
     Protection,
 )
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.mechanisms.secure_scores import SecureScores
-from flower_ext.privacy.theorems.client_level import check_client_plan, client_level_guarantees
-from flower_ext.privacy.units import PrivacyUnit
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.theorems.client_level import client_level_guarantees
+
+_OF_CLIENTS = MethodTraits(name="a method of clients")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleasePlan(NoisedSum):
+class ReleasePlan(ReleaseTerms, PrivacyPlan):
     """Plan of a run that releases one noised average per round, with its guarantees.
 
-    The guarantee is that of `NoisedSum`.
+    The privacy unit is a client, or a user with records in several silos under a method of Uldp-FL.
+
+    Guarantees
+    ----------
+    That of `NoisedSum`, which `mechanism` makes from this plan.
 
     Parameters
     ----------
@@ -47,94 +53,31 @@ class ReleasePlan(NoisedSum):
         δ at which the run reports ε.
     relation : NeighboringRelation, optional
         By default the relation for which amplification by ``sampling`` is proved.
-    noise_placement : {"client", "server"}
-        Party that adds the noise: every client adds its share before it sends, or the server adds
-        all of it.
-    dropout_policy : {"top-up", "discard"}
-        Reaction to missing answers if clients add the noise: the server adds the missing shares, or
-        discards the round.
-    unit : PrivacyUnit
-    sensitivity : float
-        Most clipping norms by which one unit moves a sum: 1 for a unit with one upload, more for a
-        unit with a part in several.
-    approximation_error : float
-        Most clipping norms between a sum and the exact one, or by which a unit that was not drawn
-        moves it. Above 0 if a protocol adds up under encryption.
-    secure_aggregation : SecureSum, optional
-        The server sees only the sum of a round's uploads, and no single upload. Uploads are whole
-        numbers with discrete Gaussian noise, scaled for the least number of answers. A round with
-        fewer answers is discarded under every ``dropout_policy``. It needs
-        ``noise_placement="client"`` and cohorts of a fixed size.
-    silos : int, optional
-        Number of clients among which each unit's data may be divided. All of them are asked in
-        every round; they are the members of a secure sum over users. The strategies of Uldp-FL set
-        it. By default each unit is a client.
-    scores : SecureScores, optional
-        Evaluations release noised means of scores over all clients, counted in ε, by secure sums
-        with the parameters of ``secure_aggregation``. By default clients send their scores without
-        noise, and no ε covers them.
+    noise_placement : {"client", "server"} or SecureSum
+        Party that adds the noise. ``"client"``: every client adds its share before it sends, and
+        the server the shares of those that do not answer. ``"server"``: the server adds all of it.
+        A `SecureSum`: clients add shares of discrete Gaussian noise, and the server sees only the
+        sum of a round's uploads, which are whole numbers, scaled for the least number of answers.
+        It needs cohorts of a fixed size, and discards a round with fewer answers.
+    queries : tuple of VectorQuery
+        What a run releases beside its rounds, counted in the same ε: `SecureScores` for the scores
+        of evaluations, or queries of your own, over all clients in secure sums. Without
+        `SecureScores` clients send their scores without noise, and no ε covers them.
+
+    Examples
+    --------
+    >>> from flower_ext.privacy import FixedSizeSampling, ReleasePlan
+    >>> plan = ReleasePlan.for_target(
+    ...     epsilon=2.0,
+    ...     delta=1e-5,
+    ...     sampling=FixedSizeSampling(2000, 100),
+    ...     rounds=40,
+    ...     clipping_norm=1.0,
+    ...     noise_placement="server",
+    ... )
+    >>> round(plan.noise_multiplier, 2)
+    SIGMA
     """
-
-    scores: SecureScores | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scores is None:
-            return
-        if self.secure_aggregation is None:
-            raise InvalidValue(
-                "scores: expected None without secure_aggregation, as the server would see each "
-                "client's scores with only that client's share of the noise"
-            )
-        if self.unit is not PrivacyUnit.CLIENT:
-            raise InvalidValue(
-                f"scores of a plan with unit={self.unit.value!r}: expected None, as test examples "
-                "have no owners whose part in a score could be bounded; set evaluate_every=0 to "
-                "turn evaluations off"
-            )
-        _ = self.of_scores  # refuses a population without a secure sum
-
-    @property
-    def of_scores(self) -> ReleasePlan | None:
-        """The plan of one evaluation: a secure sum over all clients of the population."""
-        if self.scores is None:
-            return None
-        return replace(
-            self,
-            sampling=FullParticipation(self.sampling.population),
-            clipping_norm=self.scores.norm,
-            noise_multiplier=self.scores.noise_multiplier,
-            rounds=self.scores.evaluations,
-            scores=None,
-        )
-
-    @property
-    def evaluation_release(self) -> Release | None:
-        """Release of a sum of clients' scores, if the plan has `scores`; else None."""
-        return None if self.of_scores is None else self.of_scores.release
-
-    def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return a run's releases so far, with counts: sums of rounds and of evaluations."""
-        counts = Counter({self.release: participations.rounds})
-        if (of_scores := self.of_scores) is not None:
-            counts[of_scores.release] += participations.evaluations
-        return dict(counts)
-
-    def count_scores(self, participations: Participations) -> None:
-        """Count an evaluation of all clients, of which an adversary may see the sum or uploads.
-
-        Participations are counted in training rounds, with noise multiplier σ. An evaluation with
-        noise multiplier σ_e reveals as much as (σ/σ_e)² of them, and therefore counts as many.
-        """
-        of_scores = self.of_scores
-        assert of_scores is not None
-        parameters = of_scores.sum_parameters
-        worth = (self.noise_multiplier / of_scores.noise_multiplier) ** 2
-        participations.record_evaluation(
-            range(self.sampling.population),
-            in_sum=worth * parameters.least_answers / parameters.honest_answers,
-            in_upload=worth * parameters.least_answers,
-        )
 
     @classmethod
     def for_target(
@@ -150,25 +93,24 @@ class ReleasePlan(NoisedSum):
     ) -> ReleasePlan:
         """Return the plan with the least noise whose provable ε is at most ``epsilon``.
 
-        With ``scores`` among the options, ε covers all rounds and all planned evaluations together,
+        With ``queries`` among the options, ε covers all rounds and all planned answers together,
         and the rounds get the least noise within this ε.
 
         The ε holds for `AdversaryView.RELEASED_MODELS`, amplified by the sampling. See
         `client_level_guarantees` for other views.
         """
+        terms = {
+            "sampling": sampling,
+            "clipping_norm": clipping_norm,
+            "rounds": rounds,
+            "delta": delta,
+            **options,
+        }
         besides: dict[Release, int] = {}
-        if (scores := options.get("scores")) is not None:
-            # Evaluations do not depend on the rounds' noise, which is not known yet.
-            some = cls(
-                sampling=sampling,
-                clipping_norm=clipping_norm,
-                noise_multiplier=1.0,
-                rounds=rounds,
-                delta=delta,
-                **options,
-            ).of_scores
-            assert some is not None
-            besides = {some.release: scores.evaluations}
+        if queries := options.get("queries"):
+            # Queries do not depend on the rounds' noise, which is not known yet.
+            of_clients = cls(noise_multiplier=1.0, **terms).mechanism()
+            besides = {of_clients.of_query(query).release: query.times for query in queries}
         multiplier = calibrate_noise_multiplier(
             besides=besides,
             epsilon=epsilon,
@@ -178,23 +120,19 @@ class ReleasePlan(NoisedSum):
             relation=options.get("relation"),
             accountant=accountant,
         )
-        return cls(
-            sampling=sampling,
-            clipping_norm=clipping_norm,
-            noise_multiplier=multiplier * options.get("sensitivity", 1.0),
-            rounds=rounds,
-            delta=delta,
-            **options,
-        )
+        return cls(noise_multiplier=multiplier, **terms)
 
     def describe(self) -> str:
         """Return one line for the log."""
-        sums, scores = self.secure_aggregation, self.scores
-        return (
-            f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise multiplier "
-            f"{self.noise_multiplier:.4g} added by the {self.noise_placement}"
-            + ("" if sums is None else f" · {sums.describe()}")
-            + ("" if scores is None else f" · {scores.describe()}")
+        sums = self.secure_sum
+        by = "client" if sums else self.noise_placement
+        return " · ".join(
+            [
+                f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise "
+                f"multiplier {self.noise_multiplier:.4g} added by the {by}",
+                *([] if sums is None else [sums.describe()]),
+                *(query.describe() for query in self.queries),
+            ]
         )
 
     @property
@@ -202,29 +140,43 @@ class ReleasePlan(NoisedSum):
         """Planned number of rounds, T."""
         return self.rounds
 
-    @property
-    def client_protects(self) -> bool:
-        """True if clients add the noise."""
-        return self.noise_placement == "client"
+    def num_units(self, run: RunFacts) -> int:
+        """Return the size of the population from which units are drawn."""
+        return self.sampling.population
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse a method that needs single updates, or units that are not the clients."""
+    def mechanism(self, method: MethodTraits = _OF_CLIENTS) -> ReleaseMechanism:
+        """Return the mechanism of a method's rounds; by default of a method of clients.
+
+        Raises
+        ------
+        InvalidValue
+            The method needs single updates, or the plan's secure sum does not fit its members.
+        """
         if method.needs_each_update:
             raise InvalidValue(
                 f"plan: the server of {method.name} needs each client's update, which a "
                 "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
                 "RecordLevelPlan for record-level privacy"
             )
-        if method.units_are_clients:
-            check_client_plan(self)
+        return ReleaseMechanism(**vars(self), silos=method.num_silos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseMechanism(NoisedSum):
+    """A `NoisedSum` of clients' uploads, with its accounting."""
+
+    @property
+    def client_protects(self) -> bool:
+        """True if clients add the noise."""
+        return not self.noised_by_server
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the bound and one client's share of the noise in a cohort of that size."""
         if cohort_size == 0:
             return None
-        if self.noise_placement == "server":
+        if self.noised_by_server:
             return ProtectedByServer()
-        if self.secure_aggregation is not None:
+        if self.secure_sum is not None:
             in_cells = self.cells_protection
             return ClipUnitsToCells(**vars(in_cells)) if run.method.bounds_units else in_cells
         kind = ClipUnits if run.method.bounds_units else ClipUpdate
@@ -232,6 +184,28 @@ class ReleasePlan(NoisedSum):
             clipping_norm=self.clipping_norm,
             noise_stddev=self.client_noise_stddev(cohort_size),
             noise_grid=self.noise_grid,
+        )
+
+    def releases(self, participations: Participations) -> dict[Release, int]:
+        """Return a run's releases so far, with counts: sums of rounds and of queries."""
+        counts = Counter({self.release: participations.rounds})
+        for query in self.queries:
+            counts[self.of_query(query).release] += participations.answers[query.name]
+        return dict(counts)
+
+    def count_answer(self, query: VectorQuery, participations: Participations) -> None:
+        """Count one release of a query, of which an adversary may see the sum or the uploads.
+
+        Participations are counted in training rounds, with noise multiplier σ. A release with
+        noise multiplier σ_q reveals as much as (σ/σ_q)² of them, and therefore counts as many.
+        """
+        parameters = self.of_query(query).sum_parameters
+        worth = (self.noise_multiplier / query.noise_multiplier) ** 2
+        participations.record_answer(
+            query.name,
+            range(self.sampling.population),
+            in_sum=worth * parameters.least_answers / parameters.honest_answers,
+            in_upload=worth * parameters.least_answers,
         )
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:

@@ -30,7 +30,7 @@ from flower_ext.privacy.theorems.assumptions import (
     noise_assumption,
 )
 from flower_ext.privacy.theorems.claims import Claims
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 _ALWAYS = (
     "the population and the planned rounds are public",
@@ -69,7 +69,7 @@ def client_level_guarantees(
     on the rounds in which they were drawn. With a fixed cohort size that reveals something about
     who else was drawn, which the amplification of single rounds does not cover; the guarantee
     then lists it as an assumption. Under Poisson sampling clients are drawn independently.
-    ``releases`` are all releases of the run, evaluations included; by default its rounds.
+    ``releases`` are all releases of the run, answers to queries included; by default its rounds.
 
     Raises
     ------
@@ -77,10 +77,10 @@ def client_level_guarantees(
         The plan does not have clients as units with one upload each (see `check_client_plan`).
     """
     check_client_plan(plan)
-    sums = plan.secure_aggregation
-    if plan.noise_placement != "client":
+    sums = plan.secure_sum
+    if plan.noised_by_server:
         sharing: tuple[str, ...] = ()
-        release: tuple[str, ...] = (NONE_OF_THEM,) if sums else ()
+        release: tuple[str, ...] = ()
     else:
         sharing = ("clients clip and add their share of noise",)
         release = (NONE_OF_THEM,) if sums else NOISE_OF_OTHERS
@@ -99,20 +99,19 @@ def client_level_guarantees(
     relation = plan.release.relation
     if releases is None:
         releases = {plan.release: participations.rounds}
-    evaluations = participations.evaluations
-    scored = f", {evaluations} evaluations" if evaluations else ""
+    answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
     models = claims.provable(
         AdversaryView.RELEASED_MODELS,
         privacy_loss_of(releases, delta=plan.delta),
         f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
-        f"{participations.rounds} rounds{scored}"
+        f"{participations.rounds} rounds{answers}"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
         *release,
         *_hidden_cohorts(plan, secure_cohorts=secure_cohorts, memory=memory),
         "the server follows the protocol and keeps uploads to itself",
         relation=relation,
     )
-    if plan.noise_placement != "client":
+    if plan.noised_by_server:
         return [models, *_nothing_before_noise(plan)]
 
     def most_exposed(weight: float) -> PrivacyLoss:
@@ -129,7 +128,7 @@ def client_level_guarantees(
         claims.provable(
             AdversaryView.SUM_ONLY,
             most_exposed(participations.in_sums),
-            f"most exposed client: {participations.in_sums:.4g} sums' worth{scored}"
+            f"most exposed client: {participations.in_sums:.4g} sums' worth{answers}"
             + (", colluders' noise not counted" if sums else ""),
             *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(plan, sums)),
         ),
@@ -138,7 +137,7 @@ def client_level_guarantees(
             most_exposed(participations.in_uploads),
             f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
             "single upload; most exposed client: "
-            f"{participations.in_uploads:.4g} sums' worth{scored}"
+            f"{participations.in_uploads:.4g} sums' worth{answers}"
             + (", if its masks fall" if sums else ""),
         ),
     ]
@@ -181,19 +180,20 @@ def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
 
 
 def check_client_plan(plan: NoisedSum) -> None:
-    """Refuse a plan whose units are not clients, or whose clients make several uploads.
+    """Refuse a mechanism whose units are not clients, or whose clients make several uploads.
 
     Raises
     ------
     ValueError
-        The message names the setting.
+        The message names the value.
     """
-    if plan.unit is not PrivacyUnit.CLIENT:
+    if plan.silos is not None:
         raise InvalidValue(
-            f"unit={plan.unit.value!r} of the plan: expected 'client', because it bounds each "
-            "client's update as a whole"
+            f"silos={plan.silos!r} of the mechanism: expected None, because the guarantee is that "
+            "of clients, whose updates are bounded as a whole"
         )
     if plan.sensitivity != 1:
         raise InvalidValue(
-            f"sensitivity={plan.sensitivity!r} of the plan: expected 1, as a client has one upload"
+            f"sensitivity={plan.sensitivity!r} of the mechanism: expected 1, as a client has one "
+            "upload"
         )

@@ -17,7 +17,7 @@ import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.claims import Claims
@@ -94,7 +94,7 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunFacts) -> list[Guarantee]:
     """Return `dp2_fedsam_theorem2` for the rounds so far; empty if it does not cover the plan."""
-    if not isinstance(plan, NoisedSum):
+    if not isinstance(plan, ReleaseTerms):
         return []
     theorem = dp2_fedsam_theorem2(
         noise_multiplier=plan.noise_multiplier,

@@ -20,18 +20,13 @@ sampling amplifies nothing against a server that sees sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
 
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
 from flower_ext.privacy.theorems.assumptions import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
-
-PlanT = TypeVar("PlanT", bound=NoisedSum)
 
 _OF_DATA = (
     "the numbers of users, silos and rounds are public",
@@ -62,29 +57,16 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
     )
 
 
-def among_silos(plan: PlanT, num_silos: int) -> PlanT:
-    """Return the plan for users in ``num_silos`` silos, whose uploads a secure sum adds.
-
-    Raises
-    ------
-    InvalidValue
-        The parameters allow no secure sum of so many silos, or the plan names another number.
-    """
-    if plan.silos not in (None, num_silos):
-        raise InvalidValue(f"silos={plan.silos!r} of the plan: expected num_silos={num_silos}")
-    return plan if plan.secure_aggregation is None else replace(plan, silos=num_silos)
-
-
 def shield_of(plan: NoisedSum | None) -> tuple[str, ...]:
     """Return the assumptions about the secure sum of a plan's silos; none without one."""
-    if plan is None or plan.secure_aggregation is None:
+    if plan is None or plan.secure_sum is None:
         return ()
-    return (*of_secure_sum(plan, plan.secure_aggregation), _OWN_RECORDS)
+    return (*of_secure_sum(plan, plan.secure_sum), _OWN_RECORDS)
 
 
 def published_shield(plan: NoisedSum | None) -> tuple[str, ...]:
     """Return the assumptions of a published theorem about sums, which counts all silos' noise."""
-    if plan is None or plan.secure_aggregation is None:
+    if plan is None or plan.secure_sum is None:
         return (SECURE_SUM,)
     return (PROTOCOL, "silos do not collude with the server")
 
@@ -119,7 +101,7 @@ def exposures(
     """Return the most exposed user's weight in sums, and in uploads that an adversary sees."""
     sums = float(rounds if in_sums is None else in_sums)
     uploads = sums if in_uploads is None else float(in_uploads)
-    if plan.secure_aggregation is None:
+    if plan.secure_sum is None:
         return sums, uploads
     parameters = plan.sum_parameters
     honest = parameters.honest_answers / parameters.least_answers

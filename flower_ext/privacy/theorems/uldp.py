@@ -41,7 +41,7 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss, participations
 from flower_ext.privacy.accounting.loss import PrivacyLoss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.theorems.assumptions import (
     HIDDEN_DRAW,
@@ -54,13 +54,12 @@ from flower_ext.privacy.theorems.silo_claims import (
     OF_SILOS,
     OF_SILOS_IN_CELLS,
     SECURE_SUM,
-    among_silos,
     exposures,
     published_shield,
     shield_of,
     user_claims,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
@@ -212,8 +211,7 @@ def uldp_avg_guarantees(plan: NoisedSum, run: UserRun) -> list[Guarantee]:
     Parameters
     ----------
     plan : NoisedSum
-        A plan with the user as unit, sampling of users and noise by the silos. With secure sums, a
-        plan from `among_silos`.
+        The mechanism of the silos' sums, with sampling of users and noise by the silos.
 
     Raises
     ------
@@ -222,7 +220,6 @@ def uldp_avg_guarantees(plan: NoisedSum, run: UserRun) -> list[Guarantee]:
     """
     check_user_plan(plan, run.num_silos, run.weighting)
     loss = privacy_loss_of({plan.release: run.rounds}, delta=plan.delta)
-    plan = among_silos(plan, run.num_silos)
     shield = shield_of(plan)
     in_sums, in_uploads = exposures(
         plan, run.rounds, run.weighting, run.participations, run.in_uploads
@@ -285,7 +282,7 @@ def _share_of_noise(plan: NoisedSum, run: UserRun) -> tuple[float, str]:
     """
     if run.weighting == "equal":
         return 1.0, ""
-    if plan.secure_aggregation is None:
+    if plan.secure_sum is None:
         shares, factor = run.num_silos, "/√|S|"
     else:
         shares, factor = plan.sum_parameters.least_answers, "/√least answers"
@@ -335,27 +332,20 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
     )
 
 
-def check_user_plan(plan: PrivacyPlan, num_silos: int, weighting: str) -> None:
-    """Refuse a plan whose unit is not the user, or that the Uldp-FL methods cannot carry out.
+def check_user_plan(plan: PrivacyPlan | NoisedSum, num_silos: int, weighting: str) -> None:
+    """Refuse a plan that the methods of Uldp-FL cannot carry out.
 
     Raises
     ------
     ValueError
         A field of the plan does not fit; the message names it.
     """
-    if not isinstance(plan, NoisedSum):
+    if not isinstance(plan, ReleaseTerms):
         raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan of users")
-    if plan.sensitivity < 1:
+    if plan.noised_by_server:
         raise InvalidValue(
-            f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, because one user "
-            "can move a sum by a whole clipping norm; leave the field out, and it is 1"
-        )
-    if plan.unit is not PrivacyUnit.USER:
-        raise InvalidValue(f"unit={plan.unit.value!r} of the plan: expected 'user'")
-    if plan.noise_placement != "client":
-        raise InvalidValue(
-            f"noise_placement={plan.noise_placement!r} of the plan: expected 'client', because "
-            "the silos, which are the clients, add the noise"
+            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
+            "silos, which are the clients, add the noise"
         )
     if isinstance(plan.sampling, FixedSizeSampling):
         raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")

@@ -27,9 +27,10 @@ class WeightingSettings(PartySettings):
     run, users, silos, coordinates, draw_choices, winning_choices
         As for `PartySettings`.
     max_records_per_user, allowed_totals, silo_record_limits, precision, key_bits
-        As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of totals has a small least common multiple, so that
-        many coordinates fit one plaintext. Without limits of silos the server notices an excess
-        over all silos in the decrypted sum (see `WeightingServer.close_round`).
+        As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of
+        totals has a small least common multiple, so that many coordinates fit one plaintext.
+        Without limits of silos the server notices an excess over all silos in the decrypted sum
+        (see `WeightingServer.close_round`).
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float

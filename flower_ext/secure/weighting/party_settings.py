@@ -104,7 +104,7 @@ class PartySettings(ABC):
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance of a sum from the exact one in clipping norms, as in `ReleasePlan`."""
+        """Largest distance of a sum from the exact one in clipping norms, as in `NoisedSum`."""
         return 0.0
 
     @property

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy import AdversaryView
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.protocol import WeightingProtocol, winning_choices
@@ -108,7 +109,7 @@ class PrivateWeighting(WeightingProtocol):
             + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
         )
 
-    def settings_of(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> WeightingSettings:
+    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> WeightingSettings:
         """Return the settings of a new run.
 
         Raises

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
+from flower_ext.privacy import AdversaryView, PoissonSampling
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.weighting.party_settings import PartySettings
 from flower_ext.secure.weighting.server_party import ServerParty
 from flower_ext.secure.weighting.silo_party import SiloParty
@@ -72,7 +73,7 @@ class WeightingProtocol(ABC):
         """Return one line for the log."""
 
     @abstractmethod
-    def settings_of(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> PartySettings:
+    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
         """Return the settings of a new run, under a name that no other run has.
 
         Raises
@@ -82,7 +83,7 @@ class WeightingProtocol(ABC):
         """
 
 
-def winning_choices(plan: ReleasePlan, choices: int | None) -> int:
+def winning_choices(plan: NoisedSum, choices: int | None) -> int:
     """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
 
     Parameters

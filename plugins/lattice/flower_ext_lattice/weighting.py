@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy import AdversaryView
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.protocol import (
     HIDDEN_BY_TRANSFER,
@@ -108,7 +109,7 @@ class LatticeWeighting(WeightingProtocol):
         name = "private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed)"
         return f"{name}: {most}{drawn}"
 
-    def settings_of(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> LatticeSettings:
+    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> LatticeSettings:
         """Return the settings of a new run.
 
         Raises

@@ -27,6 +27,7 @@ from flower_ext_lattice.messages import LatticeSum
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.silo import LatticeSilo
 from tests.support import grids
+from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     METHOD,
     SMALL,
@@ -132,7 +133,8 @@ def test_the_model_is_that_of_plain_weights_and_of_paillier():
 def test_by_name_a_protocol_has_its_default_settings():
     protocol = make(protocol="lattice").run.summation.protocol
     assert protocol == LatticeWeighting()
-    settings = protocol.settings_of(plan(EVERYONE), silos=3, coordinates=5)
+    mechanism = mechanism_of(plan(EVERYONE), silos=3)
+    settings = protocol.settings_of(mechanism, silos=3, coordinates=5)
     assert settings.silo_record_limits == (2000, 2000, 2000)
 
 
@@ -486,7 +488,6 @@ def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
         ),
         (lambda: lattice_of(plan={"noise_multiplier": 1e-6}), "noise_multiplier=1e-06 of the plan"),
         (lambda: lattice_of(num_silos=1), "silos=1"),
-        (lambda: lattice_of(plan={"dropout_policy": "top-up"}), "expected 'discard'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, said):
@@ -496,7 +497,7 @@ def test_settings_that_make_no_sense_are_refused_before_anybody_is_asked(bad, sa
 
 def test_noise_too_small_for_the_model_is_refused_with_what_to_change():
     strategy = lattice_of(plan={"noise_multiplier": 0.4})
-    huge = replace(strategy.run.plan, noise_multiplier=2e-3, rounds=100_000)
+    huge = replace(strategy.run.mechanism, noise_multiplier=2e-3, rounds=100_000)
     with pytest.raises(ValueError, match=r"noise_multiplier=0.002 of the plan.*more noise"):
         LATTICE.settings_of(huge, silos=3, coordinates=10**6)
 

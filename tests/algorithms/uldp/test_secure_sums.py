@@ -48,7 +48,7 @@ SAMPLED = PoissonSampling(USERS, 0.4)
 
 
 def secure(sampling=None, sums=ALL, **changes):
-    return plan(sampling, secure_aggregation=sums, **changes)
+    return plan(sampling, noise_placement=sums, **changes)
 
 
 def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
@@ -116,7 +116,7 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
-    return found, norm / strategy.run.plan.cell
+    return found, norm / strategy.run.mechanism.cell
 
 
 def without(user, data):
@@ -266,7 +266,7 @@ def test_sums_are_not_amplified_since_the_server_knows_whom_it_drew():
     strategy = strategy_of(UldpAvg, plan=secure(SAMPLED), local=LOCAL, **COMMON)
     run(strategy, rounds=3)
     found = by_view(strategy)
-    amplified = privacy_loss_of({strategy.run.plan.release: 3}, delta=1e-5).epsilon
+    amplified = privacy_loss_of({strategy.run.mechanism.release: 3}, delta=1e-5).epsilon
     assert found[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(amplified)
     most = max(strategy.participations.uploads.values())
     plainly = gaussian_loss(0.4, releases=most, delta=1e-5).epsilon
@@ -303,8 +303,6 @@ def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
         FederatedStrategy(UldpAvg(num_silos=2), secure())
     with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
         FederatedStrategy(UldpNaive(num_silos=2), secure())
-    with pytest.raises(ValueError, match="silos=4 of the plan: expected num_silos=3"):
-        FederatedStrategy(UldpAvg(num_silos=3), secure(silos=4))
     steps = DpSgdTraining(
         steps=4,
         sampling_rate=0.4,
@@ -320,10 +318,10 @@ def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
 
 def test_private_weighting_has_a_secure_sum_of_its_own():
     pytest.importorskip("gmpy2")
-    with pytest.raises(ValueError, match="secure_aggregation of the plan: expected None"):
+    with pytest.raises(ValueError, match="SecureSum.* of the plan: expected 'client'"):
         FederatedStrategy(
             UldpAvg(num_silos=3, weighting="by-records"),
-            secure(dropout_policy="discard"),
+            secure(),
             sum=weighted_sum(),
         )
 

@@ -609,7 +609,7 @@ def test_after_a_round_that_nobody_answers_the_even_round_changes_nothing():
 
 def test_after_a_discarded_private_round_the_even_round_changes_nothing(tmp_path):
     ledger = Ledger(tmp_path / "ledger")
-    plan = release_plan(dropout_policy="discard")
+    plan = release_plan()
     lost = set()
 
     def one_of_round_three(seen):

@@ -16,7 +16,6 @@ from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
     NonPrivatePlan,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     SecureScores,
@@ -62,10 +61,10 @@ def ditto(plan):
 
 SUMS = SecureSum(colluding=0.0, dropouts=0.3)
 SETUPS = {
-    "discard": lambda: fedavg(released(dropout_policy="discard")),
+    "discard": lambda: fedavg(released()),
     "top-up": lambda: fedavg(released()),
     "server": lambda: fedavg(released(noise_placement="server")),
-    "secure sum": lambda: fedavg(released(noise_multiplier=1.0, secure_aggregation=SUMS)),
+    "secure sum": lambda: fedavg(released(noise_multiplier=1.0, noise_placement=SUMS)),
     "head": lambda: strategy_of(DP2FedSAM, plan=released(), head=FAST, extractor=FAST, **OPTIONS),
     "ditto": lambda: ditto(released()),
     "feddyn": lambda: strategy_of(FedDyn, plan=released(), local=FAST, **OPTIONS),
@@ -118,13 +117,13 @@ def test_no_failure_that_data_cause_shows_in_a_protected_run(setup, kind):
 
 @pytest.mark.parametrize("kind", ["a NaN", "data that raise"])
 def test_the_noise_of_a_client_that_fails_is_the_noise_of_all_others(kind):
-    plan = released(noise_multiplier=5.0, dropout_policy="discard")
+    plan = released(noise_multiplier=5.0)
     mine, others = trained(run(fedavg(plan), failing_task(kind), rounds=12))
     numbers = [
         np.concatenate([a.ravel() for a in records.to_arrays(m.content[records.UPDATE]).values()])
         for m in mine
     ]
-    share = plan.client_noise_stddev(CLIENTS)
+    share = plan.mechanism().client_noise_stddev(CLIENTS)
     assert len(numbers) == 12
     assert np.std(numbers) == pytest.approx(share, rel=0.2)  # of 1,104 numbers
     assert len(others) == 12 * (CLIENTS - 1)
@@ -171,9 +170,7 @@ class Overflowing(DPFedAvg):
 
 
 def test_a_difference_that_overflows_is_no_error_either():
-    strategy = strategy_of(
-        Overflowing, plan=released(dropout_policy="discard"), local=FAST, **OPTIONS
-    )
+    strategy = strategy_of(Overflowing, plan=released(), local=FAST, **OPTIONS)
     task = failing_task("a label out of range")
     grid = Recorder(Overflowing.client_app(task), num_clients=CLIENTS)
     large = {n: np.full_like(a, 3e38) for n, a in records.to_arrays(initial()).items()}
@@ -205,8 +202,8 @@ def test_a_method_that_fails_without_examples_too_sends_the_received_model():
 
 @pytest.mark.parametrize("kind", ["data that raise", "tensors of an unusual kind"])
 def test_scores_that_are_summed_do_not_tell_that_data_could_not_be_used(kind):
-    scores = SecureScores(noise_multiplier=1.0, evaluations=3, bounds=(("loss", 0.0, 3.0),))
-    plan = released(noise_multiplier=1.0, secure_aggregation=SUMS, scores=scores)
+    scores = SecureScores(noise_multiplier=1.0, times=3, bounds=(("loss", 0.0, 3.0),))
+    plan = released(noise_multiplier=1.0, noise_placement=SUMS, queries=(scores,))
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan, seed=1, evaluate_every=1, timeout=5.0)
     grid = run(strategy, failing_task(kind))
     assert strategy.refusals == []
@@ -238,9 +235,7 @@ def test_noise_in_steps_cannot_stand_in_for_data_that_are_missing(kind):
 
 @pytest.mark.parametrize("method", [UldpAvg, UldpNaive])
 def test_a_silo_that_cannot_load_its_data_counts_as_one_without_users(method):
-    plan = released(
-        sampling=FullParticipation(USERS), unit=PrivacyUnit.USER, dropout_policy="discard"
-    )
+    plan = released(sampling=FullParticipation(USERS))
     whole = silos(3)
 
     def data(partition):

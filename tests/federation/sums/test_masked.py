@@ -56,7 +56,7 @@ def raw_updates():
 
 def expected_model(answered):
     """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
-    private = plan()
+    private = plan().mechanism()
     protection = private.cells_protection
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
@@ -468,7 +468,7 @@ def sums_only(strategy):
 
 
 def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
-    plain, secure = strategy_of(plan=plan(secure_aggregation=None)), strategy_of()
+    plain, secure = strategy_of(plan=plan(noise_placement="client")), strategy_of()
     for strategy in (plain, secure):
         run(strategy, rounds=3)
     before, after = sums_only(plain), sums_only(secure)
@@ -483,7 +483,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
 def test_the_noise_of_those_who_may_collude_is_not_counted():
     sums = SecureSum(colluding=0.25, dropouts=0.25)
     assert sums.for_cohort(CLIENTS).honest_answers == 4  # of 6 answers
-    colluding = strategy_of(plan=plan(secure_aggregation=sums))
+    colluding = strategy_of(plan=plan(noise_placement=sums))
     run(colluding, rounds=2)
     assert colluding.participations.in_sums == pytest.approx(2 * 6 / 4)
     assert sums_only(colluding).epsilon > 0
@@ -499,16 +499,12 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
         _, found = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
-    expected = plan().noise_stddev * np.sqrt(CLIENTS / plan().sum_parameters.least_answers)
+    sums = plan().mechanism()
+    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.sum_parameters.least_answers)
     assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
 
 
 # What is refused ----------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_seen_is_refused_by_name():
-    with pytest.raises(ValueError, match="secure_aggregation with noise_placement='server'"):
-        plan(noise_placement="server")
 
 
 def test_a_client_that_names_another_member_is_lost():
@@ -529,7 +525,7 @@ def test_a_client_that_names_another_member_is_lost():
 def test_clients_of_a_fixed_size_are_drawn_and_summed():
     sampling = FixedSizeSampling(population=CLIENTS, size=5)
     sums = SecureSum(colluding=0.0, dropouts=0.2)
-    strategy = strategy_of(plan=plan(sampling=sampling, secure_aggregation=sums))
+    strategy = strategy_of(plan=plan(sampling=sampling, noise_placement=sums))
     grid, _ = run(strategy, rounds=3)
     assert sum(stage_of(message) == "train" for message in grid.sent) == 15
     assert strategy.refusals == []

@@ -12,7 +12,6 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
-    PrivacyUnit,
     ReleasePlan,
     SecureNoise,
     SecureSum,
@@ -23,6 +22,7 @@ from flower_ext.privacy.mechanisms.secure_sum import SumParameters, ring_bits
 from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.secure.aggregation.graph import graph_of
 from tests.support.pages import DOCS
+from tests.support.plans import mechanism_of
 
 INSECURE, FAILED = Fraction(1, 2**40), Fraction(1, 2**20)
 SHARES = [(0.05, 0.1), (0.1, 0.1), (0.2, 0.1), (0.1, 0.3), (0.2, 0.2), (0.0, 0.1)]
@@ -98,7 +98,7 @@ def test_no_cohort_of_a_run_has_more_colluders_than_are_counted(share, members, 
 def test_the_noise_that_is_reported_is_in_random_cohorts_and_a_share_of_each_would_not_be():
     """Of 1,000 clients 100 collude; in 42 % of cohorts of 100 they are more than ten."""
     sampling = FixedSizeSampling(population=1_000, size=100)
-    drawn = plan(sampling=sampling, rounds=1_000)
+    drawn = sums_of(sampling=sampling, rounds=1_000)
     rng, parameters = np.random.default_rng(3), drawn.sum_parameters
     colluders = np.array([np.sum(np.array(sampling.draw(rng)) < 100) for _ in range(5_000)])
     assert parameters.least_answers - colluders.max() >= parameters.honest_answers
@@ -367,33 +367,34 @@ def test_answers_that_a_plan_does_without_count_as_gaps_of_the_graph():
         SecureSum(neighbors=32, least_answers=60).for_cohort(100)
 
 
-def plan(**changes):
+def sums_of(*, silos=None, **changes):
+    """Return the mechanism of a plan of secure sums; among silos if ``silos`` says how many."""
     facts = {
         "sampling": FullParticipation(100),
         "clipping_norm": 0.5,
         "noise_multiplier": 1.0,
         "rounds": 3,
         "delta": 0.01,
-        "secure_aggregation": SecureSum(),
+        "noise_placement": SecureSum(),
     }
-    return ReleasePlan(**{**facts, **changes})
+    return mechanism_of(ReleasePlan(**{**facts, **changes}), silos=silos)
 
 
 def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_not_equivocate():
     sampling = FixedSizeSampling(population=1_000, size=100)
     for resist in (True, False):
         sums = SecureSum(resist_equivocation=resist)
-        drawn = plan(sampling=sampling, rounds=60, secure_aggregation=sums)
+        drawn = sums_of(sampling=sampling, rounds=60, noise_placement=sums)
         text = "; ".join(of_secure_sum(drawn, sums))
         assert "at most 100 of 1000 clients collude" in text
         assert "at most 36 of each cohort of 100 collude, all but surely" in text
         assert ("resist_equivocation is off" in text) is not resist
-    assert "all but surely" not in "; ".join(of_secure_sum(plan(), SecureSum()))
+    assert "all but surely" not in "; ".join(of_secure_sum(sums_of(), SecureSum()))
 
 
 @pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])
 def test_no_sum_leaves_its_ring(members, noise):
-    own = plan(sampling=FullParticipation(members), noise_multiplier=noise)
+    own = sums_of(sampling=FullParticipation(members), noise_multiplier=noise)
     bits = own.sum_bits
     assert bits == (64 if noise == 0.01 else 32)
     most = members * own.clipping_norm / own.cell
@@ -418,7 +419,7 @@ def test_a_ring_has_room_for_eleven_stddevs_beside_the_largest_sum(whole, share)
 
 @pytest.mark.parametrize("members", [5, 100, 1_000])
 def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
-    own = plan(sampling=FullParticipation(members))
+    own = sums_of(sampling=FullParticipation(members))
     parameters = own.sum_parameters
     share = own.cells_protection.share_stddev / own.cell
     cells = own.noise_stddev / own.cell
@@ -429,7 +430,7 @@ def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
 
 
 def test_the_server_adds_the_shares_of_those_who_did_not_answer():
-    own = plan()
+    own = sums_of()
     like = {"a": np.zeros(200_000, np.float64)}
     cells = {"a": np.zeros(200_000, np.int64)}
     share = own.cells_protection.share_stddev
@@ -444,7 +445,7 @@ def test_the_server_adds_the_shares_of_those_who_did_not_answer():
 @pytest.mark.parametrize("dropouts", [0.0, 0.5, 0.75])
 def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dropouts):
     sums = SecureSum(colluding=0.0, dropouts=dropouts, resist_equivocation=False)
-    own = plan(noise_multiplier=stddevs, secure_aggregation=sums)
+    own = sums_of(noise_multiplier=stddevs, noise_placement=sums)
     update = {"a": np.ones(3)}
     cells = own.cells_protection.released(update, SecureNoise())
     least = own.sum_parameters.least_answers
@@ -454,43 +455,41 @@ def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dro
 
 def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs():
     with pytest.raises(ValueError, match="least_answers=10: expected 25 to 100"):
-        plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.9))
+        sums_of(noise_placement=SecureSum(colluding=0.0, dropouts=0.9))
     for multiplier in (1e-6, 1e6):
         with pytest.raises(ValueError, match="a noise multiplier of"):
-            plan(noise_multiplier=multiplier)
+            sums_of(noise_multiplier=multiplier)
 
 
 def test_cohorts_of_a_secret_size_have_no_secure_sum():
     """The noise of a sum would reveal the size of the cohort."""
     sampling = PoissonSampling(population=1_000, rate=0.1)
-    with pytest.raises(ValueError, match="secure_aggregation with Poisson sampling"):
-        plan(sampling=sampling)
+    with pytest.raises(ValueError, match="with Poisson sampling"):
+        sums_of(sampling=sampling)
     with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
-        plan(sampling=FixedSizeSampling(population=100, size=2))
+        sums_of(sampling=FixedSizeSampling(population=100, size=2))
 
 
 def test_silos_are_members_whatever_users_are_drawn():
     """The number of silos alone decides who is asked and how much noise there is."""
-    users = {"unit": PrivacyUnit.USER, "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.2)}
+    users = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.2)}
     sampled = PoissonSampling(population=1_000, rate=0.1)
-    plans = [
-        plan(sampling=sampling, silos=5, **users)
+    mechanisms = [
+        sums_of(sampling=sampling, silos=5, **users)
         for sampling in (sampled, FullParticipation(1_000), PoissonSampling(10, 0.9))
     ]
-    assert {own.cohort_size for own in plans} == {5}
-    assert {own.sum_parameters.least_answers for own in plans} == {4}
-    assert len({own.cells_protection.share_stddev for own in plans}) == 1
-    assert plan(sampling=sampled, **users).silos is None  # until the strategy says how many
+    assert {own.cohort_size for own in mechanisms} == {5}
+    assert {own.sum_parameters.least_answers for own in mechanisms} == {4}
+    assert len({own.cells_protection.share_stddev for own in mechanisms}) == 1
     for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
-        unit = PrivacyUnit.USER if silos else PrivacyUnit.CLIENT
         with pytest.raises(ValueError, match=said):
-            plan(sampling=sampled, silos=silos, **{**users, "unit": unit})
+            sums_of(sampling=sampled, silos=silos, **users)
 
 
 @pytest.mark.parametrize("users", [10, 1_000, 100_000])
 def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(users):
     own, everyone = (
-        plan(sampling=sampling, silos=5, unit=PrivacyUnit.USER)
+        sums_of(sampling=sampling, silos=5)
         for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
     )
     assert own.sum_bits == everyone.sum_bits == (64 if users == 100_000 else 32)
@@ -499,7 +498,7 @@ def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(us
 
 
 def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
-    own = plan()
+    own = sums_of()
     like = {"b": np.zeros((2, 2), np.float32), "a": np.zeros(3, np.float32)}
     cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**20, 0], [0, -7]])}
     found = own.aggregate_sum(cells, answered=100, noise=SecureNoise(), like=like)
@@ -514,8 +513,7 @@ def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
 @pytest.mark.parametrize("silos", [None, 5])
 def test_a_sum_of_the_largest_honest_answers_is_released_and_a_larger_one_is_not(numbers, silos):
     """All units send C in one direction, and their noise lies there too, as far as it ever does."""
-    units = {} if silos is None else {"silos": silos, "unit": PrivacyUnit.USER}
-    own = plan(**units)
+    own = sums_of(silos=silos)
     largest = own.sampling.population * own.clipping_norm
     stddev = own.cells_protection.share_stddev * math.sqrt(own.cohort_size)
     honest = largest + stddev * math.sqrt(stats.chi2(numbers).isf(2.0**-40))

@@ -8,20 +8,19 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     PoissonSampling,
-    PrivacyUnit,
     privacy_loss,
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 from tests.support.guarantees import by_view
-from tests.support.plans import plan
+from tests.support.plans import mechanism, mechanism_of, plan
 
 
 def test_a_stronger_adversary_is_promised_less():
     seen = Participations()
     for number in range(60):
         seen.record([number % 40, (number + 1) % 40, *range(50, 58)], answered=10)
-    guarantees = by_view(plan(), seen)
+    guarantees = by_view(mechanism(), seen)
     models = guarantees[AdversaryView.RELEASED_MODELS].epsilon
     sums = guarantees[AdversaryView.SUM_ONLY].epsilon
     uploads = guarantees[AdversaryView.EACH_UPLOAD].epsilon
@@ -33,7 +32,7 @@ def test_each_view_is_accounted_as_it_says():
     for _ in range(9):
         seen.record([0, 1, 2, 3], answered=4)
     seen.record([1, 2, 3, 4], answered=4)
-    guarantees = by_view(plan(), seen)
+    guarantees = by_view(mechanism(), seen)
     gaussian = {
         "sampling": FullParticipation(100),
         "relation": NeighboringRelation.REPLACE_SPECIAL,
@@ -61,7 +60,7 @@ def test_noise_that_the_server_topped_up_does_not_count_against_the_server():
     complete, half = Participations(), Participations()
     complete.record([0, 1], answered=2)
     half.record([0, 1], answered=1)
-    views = [by_view(plan(), seen) for seen in (complete, half)]
+    views = [by_view(mechanism(), seen) for seen in (complete, half)]
     sums = [v[AdversaryView.SUM_ONLY].epsilon for v in views]
     models = [v[AdversaryView.RELEASED_MODELS].epsilon for v in views]
     assert sums[1] > sums[0]
@@ -69,7 +68,7 @@ def test_noise_that_the_server_topped_up_does_not_count_against_the_server():
 
 
 def test_server_side_noise_promises_nothing_against_the_server():
-    guarantees = by_view(plan(noise_placement="server"), Participations.worst_case(60, 10))
+    guarantees = by_view(mechanism(noise_placement="server"), Participations.worst_case(60, 10))
     assert math.isfinite(guarantees[AdversaryView.RELEASED_MODELS].epsilon)
     for view in (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD):
         assert math.isinf(guarantees[view].epsilon)
@@ -77,7 +76,7 @@ def test_server_side_noise_promises_nothing_against_the_server():
 
 
 def test_fixed_size_sampling_is_accounted_with_twice_the_bound():
-    fixed = plan(FixedSizeSampling(100, 10), noise_multiplier=5.0)
+    fixed = mechanism(FixedSizeSampling(100, 10), noise_multiplier=5.0)
     models = by_view(fixed, Participations.worst_case(60, 10))[AdversaryView.RELEASED_MODELS]
     assert models.relation is NeighboringRelation.REPLACE_ONE
     assert "sensitivity 2C" in models.source
@@ -86,14 +85,14 @@ def test_fixed_size_sampling_is_accounted_with_twice_the_bound():
 def test_seeded_noise_is_named_as_simulation_in_every_guarantee():
     seen = Participations.worst_case(60, 10)
     for secure, word in ((True, "cryptographic generator"), (False, "SIMULATION")):
-        for guarantee in client_level_guarantees(plan(), seen, secure_noise=secure):
+        for guarantee in client_level_guarantees(mechanism(), seen, secure_noise=secure):
             assert any(word in text for text in guarantee.assumptions)
 
 
 def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
     seen = Participations.worst_case(60, 10)
     for secure in (True, False):
-        models = by_view(plan(), seen, secure_cohorts=secure)[AdversaryView.RELEASED_MODELS]
+        models = by_view(mechanism(), seen, secure_cohorts=secure)[AdversaryView.RELEASED_MODELS]
         warned = any(text.startswith("SIMULATION: cohorts") for text in models.assumptions)
         assert warned == (not secure)
 
@@ -111,7 +110,7 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
     sampling, memory, assumed
 ):
     seen = Participations.worst_case(60, 10)
-    for view, guarantee in by_view(plan(sampling), seen, memory=memory).items():
+    for view, guarantee in by_view(mechanism(sampling), seen, memory=memory).items():
         found = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
         assert found == (assumed and view is AdversaryView.RELEASED_MODELS)
 
@@ -119,14 +118,13 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"unit": PrivacyUnit.USER}, "unit='user' of the plan: expected 'client'"),
-        ({"sensitivity": 0.5}, "sensitivity=0.5 of the plan: expected 1"),
-        ({"sensitivity": 3.0}, "sensitivity=3.0 of the plan: expected 1"),
+        ({"silos": 3}, "silos=3 of the mechanism: expected None"),
+        ({"sensitivity": 3.0}, "sensitivity=3.0 of the mechanism: expected 1"),
     ],
 )
-def test_nothing_is_promised_to_clients_by_a_plan_of_other_units(changes, said):
+def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):
     with pytest.raises(ValueError, match=said):
-        client_level_guarantees(plan(**changes), Participations.worst_case(60, 10))
+        client_level_guarantees(mechanism_of(plan(), **changes), Participations.worst_case(60, 10))
 
 
 PROTOCOL, OTHERS, CLIENTS = "follows the protocol", "none of those who add noise", "clients clip"
@@ -178,7 +176,9 @@ def test_each_promise_names_what_it_rests_on_and_nothing_else_and_what_it_leaves
     placement, rests_on, sampling, secret
 ):
     seen = Participations.worst_case(60, 10)
-    guarantees = by_view(plan(sampling, noise_placement=placement), seen, not_covered=["scores"])
+    guarantees = by_view(
+        mechanism(sampling, noise_placement=placement), seen, not_covered=["scores"]
+    )
     assert set(guarantees) == set(rests_on)
     for view, guarantee in guarantees.items():
         if math.isinf(guarantee.epsilon):

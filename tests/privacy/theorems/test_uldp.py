@@ -23,6 +23,7 @@ from flower_ext.privacy.theorems.uldp import (
 )
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from tests.support.guarantees import by_basis
+from tests.support.plans import mechanism_of
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
@@ -35,7 +36,6 @@ def plan(sampling=None, **changes) -> ReleasePlan:
         "noise_multiplier": 5.0,
         "rounds": 100,
         "delta": DELTA,
-        "unit": PrivacyUnit.USER,
     }
     return ReleasePlan(**{**facts, **changes})
 
@@ -44,8 +44,9 @@ def provable_by_view(guarantees):
     return {g.view: g.epsilon for g in guarantees if g.basis == "provable"}
 
 
-def averaging_guarantees(plan, **run):
-    return uldp_avg_guarantees(plan, UserRun(**run))
+def averaging_guarantees(plan, *, num_silos, sensitivity=1.0, **run):
+    sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
+    return uldp_avg_guarantees(sums, UserRun(num_silos=num_silos, **run))
 
 
 def all_guarantees():
@@ -151,11 +152,9 @@ def test_seeds_are_named_as_simulation():
 @pytest.mark.parametrize(
     ("changes", "arguments", "said"),
     [
-        ({"unit": PrivacyUnit.CLIENT}, {}, "unit='client'"),
-        ({"sensitivity": 0.1}, {}, "sensitivity=0.1 of the plan: expected 1 or more"),
         ({"noise_placement": "server"}, {}, "noise_placement='server'"),
         ({"sampling": FixedSizeSampling(100, 5)}, {}, "FullParticipation or PoissonSampling"),
-        ({}, {"num_silos": 0}, "num_silos=0"),
+        ({}, {"num_silos": 0}, "silos=0"),
         ({}, {"weighting": "sizes"}, "weighting='sizes'"),
     ],
 )
@@ -224,7 +223,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
 def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weighting, hidden):
     """Only the provable guarantee changes; the published one knows one clipping norm only."""
     run = {"num_silos": 5, "rounds": 9, "weighting": weighting, "hidden_draw": hidden}
-    far = averaging_guarantees(plan(sampling, noise_multiplier=10.0, sensitivity=2.0), **run)
+    far = averaging_guarantees(plan(sampling, noise_multiplier=10.0), sensitivity=2.0, **run)
     near = averaging_guarantees(plan(sampling, noise_multiplier=5.0), **run)
     assert provable_by_view(far) == provable_by_view(near)
     same = averaging_guarantees(plan(sampling, noise_multiplier=10.0), **run)

@@ -1,0 +1,138 @@
+"""A client's vector as its part of a noised secure sum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+
+import numpy as np
+from flwr.app import Context, RecordDict
+from numpy.typing import NDArray
+
+from flower_ext.data import ClientData
+from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
+from flower_ext.federation import records
+from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation.client.protecting import NodePolicy
+from flower_ext.federation.client.requests import Request
+from flower_ext.federation.client.scores import plain_scores
+from flower_ext.federation.sums import masked
+from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.training import MEMORY_LIMIT, Params
+from flower_ext.training.isolation import isolated
+
+log = getLogger("flwr")
+
+OF_QUERY = "query-noise"
+"""Name of the noise that protects a vector."""
+
+
+@dataclass(frozen=True)
+class WorkView:
+    """One client's data, and the scores of the model that it would use (see `LocalView`)."""
+
+    work: ClientWork
+    model: Callable[[], Params | Exception]
+
+    @property
+    def data(self) -> ClientData:
+        """The client's examples."""
+        return self.work.data
+
+    def scores(self, *, training: bool) -> Mapping[str, float]:
+        """Return the model's scores; none for a client without test examples."""
+        if not len(self.data.test):
+            return {}
+        (scores,) = plain_scores(
+            [self.work], [self.model()], also_training=training, memory_limit=MEMORY_LIMIT
+        )
+        if isinstance(scores, Exception):
+            raise scores
+        return scores
+
+
+def query_of(request: Request, kinds: Mapping[str, type[VectorQuery]]) -> VectorQuery:
+    """Return the query that the server asks, if this ClientApp answers its kind.
+
+    Raises
+    ------
+    InvalidValue
+        The ClientApp does not answer this kind of query, or the message does not describe one.
+    """
+    name = str(request.query["name"])
+    with knowing_no_data():
+        if name not in kinds:
+            raise InvalidValue(
+                f"query {name!r}: this ClientApp answers {sorted(kinds)}; give its class to "
+                "client_app(queries=…)"
+            )
+        try:
+            return kinds[name](**json.loads(str(request.query["fields"])))
+        except (TypeError, ValueError, KeyError) as error:
+            raise InvalidValue(f"query {name!r} in the server's message: {error}") from error
+
+
+def masked_vector(
+    query: VectorQuery,
+    view: WorkView,
+    request: Request,
+    context: Context,
+    method: str,
+    policy: NodePolicy,
+) -> RecordDict:
+    """Return a client's bounded, noised and masked vector.
+
+    Raises
+    ------
+    PermissionError
+        The node's owner demands more noise.
+    InvalidValue, ProtocolError
+        The server's message is malformed or out of order, or its protection fits no query.
+    """
+    vector = _vector(query, view)
+    protection = request.protection
+    with knowing_no_data():
+        policy.check(protection)
+        if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.state:
+            raise tellable(
+                InvalidValue("query: expected a protection by noise in cells, and a secure sum")
+            )
+        number = request.facts["query"]
+        noise = policy.noise({**request.facts, "number": number}, f"{OF_QUERY} {query.name}")
+        of_sum = {n: np.asarray(array) for n, array in request.state[records.SECURE_SUM].items()}
+    # `released` clips to the norm that the noise is for, whatever norm the query names.
+    cells = protection.released({"vector": vector}, noise)
+    whole = {name: np.asarray(array) for name, array in cells.items()}
+    return RecordDict({records.UPDATE: masked.seal(whole, of_sum, context, method)})
+
+
+def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
+    """Return the client's vector, or zeros where it has none.
+
+    An error, or a vector of another length, would reveal something about a record.
+    """
+    try:
+        with isolated():
+            vector = np.asarray(query.vector(view), dtype=np.float64)
+    except Exception as error:  # unusual tensors may raise wherever they are read
+        if is_tellable(error):
+            raise
+        log.warning(
+            "query %s failed (%s), so this client adds zeros to the sum: check its data",
+            query.name,
+            type(error).__name__,
+        )
+        log.debug("query %s failed", query.name, exc_info=error)
+        return np.zeros(query.size)
+    if vector.shape != (query.size,) or not np.isfinite(vector).all():
+        log.warning(
+            "query %s: expected %d finite numbers, so this client adds zeros to the sum: check its "
+            "data",
+            query.name,
+            query.size,
+        )
+        return np.zeros(query.size)
+    return vector

@@ -1,0 +1,133 @@
+"""A round of a query beside the training: one noised sum of a vector from every client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import asdict
+from logging import getLogger
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from flower_ext.federation import records
+from flower_ext.federation.exchange import Content
+from flower_ext.federation.population import Cohort
+from flower_ext.federation.protection import to_facts
+from flower_ext.federation.round import Round, in_round, training_contents
+from flower_ext.federation.run import Run
+from flower_ext.federation.sums.masked import MaskedSum
+from flower_ext.federation.sums.summation import Opening
+from flower_ext.privacy import BudgetExhausted
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
+from flower_ext.privacy.randomness import derived_seed
+
+log = getLogger("flwr")
+
+VECTOR = "vector"
+"""Name of the only array in a client's contribution."""
+
+
+def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
+    """Return the content from which a client derives the model that it would use."""
+    return {
+        records.MODEL: records.to_record(model),
+        records.CONFIG: config,
+        **use_records(run),
+    }
+
+
+def use_records(run: Run) -> dict[str, ConfigRecord]:
+    """Return the records by which a client derives the model that it would use."""
+    last = max(1, run.participations.rounds)
+    return {
+        records.ROUND: run.round_record(last, **{"training-loss": run.training_loss}),
+        **records.training_records(in_round(run.method.evaluation_training, last)),
+    }
+
+
+class QueryRound:
+    """One round of a query, over all clients.
+
+    Parameters
+    ----------
+    run : Run
+        Its plan has the query among its ``queries``.
+    server_round : int
+    query : VectorQuery
+    """
+
+    def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
+        assert isinstance(run.mechanism, ReleaseMechanism)
+        self._run, self._query, self._of_run = run, query, run.mechanism
+        self._mechanism = run.mechanism.of_query(query)
+        self._number = run.participations.answers[query.name] + 1
+        self._round = Round("evaluate", server_round, exchange=run.exchange, spending=run.spending)
+
+    def ask(self, grid: Grid, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
+        """Store the spend durably, let all clients agree on masks, and ask for their vectors."""
+        run, query, number = self._run, self._query, self._number
+        server_round = self._round.server_round
+        try:
+            ahead = deepcopy(run.participations)
+            self._of_run.count_answer(query, ahead)
+            run.check_spending(server_round, ahead, query=query)
+            same = derived_seed(run.seed or 0, query.name, run.checkpoints.run_id, number)
+            release = self._mechanism.release
+            self._round.reserve(release, same if run.repeats else None)
+        except BudgetExhausted as reason:
+            log.warning("no %s after round %d: %s", query.name, server_round, reason)
+            return []
+        run.checkpoints.asking(query.name, number)
+        self._of_run.count_answer(query, run.participations)
+        nodes = [*run.exchange.nodes]
+        opening = Opening(
+            clients=run.clients(grid),
+            population=run.population,
+            cohort=Cohort(asked=nodes, units=nodes, population=len(nodes)),
+            number=number,
+            server_round=server_round,
+            noise=run.noise("query-noise", query.name, number),
+            like={VECTOR: np.zeros(query.size)},
+            read=_read_nothing,
+        )
+        cohort = self._round.open(MaskedSum(self._mechanism), opening)
+        if not cohort.asked:
+            self.close([])
+            return []
+        shared = {**evaluation_content(run, model, config), **self._query_records()}
+        contents = training_contents(cohort, shared, {}, slow={}, request=self._round.request)
+        return self._round.ask(contents)
+
+    def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
+        """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""
+        size, name = self._mechanism.cohort_size, self._query.name
+        released, _ = self._round.close(replies, cohort=size, of=name)
+        if released is None:
+            reason, number = self._round.discard_reason, self._round.server_round
+            log.warning("no %s after round %d: %s", name, number, reason)
+            return {}
+        total = np.asarray(released.value[VECTOR]) * size
+        # The server adds the noise shares of silent clients, so every sum has as many shares.
+        stddev = self._mechanism.cells_protection.share_stddev * size**0.5
+        answer = self._query.answer(total, stddev)
+        self._run.progress.row |= answer
+        self._run.answers[name] = answer
+        return answer
+
+    def _query_records(self) -> Content:
+        run = self._run
+        protection = to_facts(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
+        last = max(1, run.participations.rounds)
+        fields = json.dumps(asdict(self._query))
+        return {
+            records.ROUND: run.round_record(last, **protection, query=self._number),
+            records.QUERY: ConfigRecord({"name": self._query.name, "fields": fields}),
+        }
+
+
+def _read_nothing(reply: Message) -> records.Update:
+    raise records.RefusedReply("a vector in the clear: expected a masked one")

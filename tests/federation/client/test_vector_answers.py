@@ -1,0 +1,67 @@
+"""The checks of a client before its vector becomes part of a noised sum."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flower_ext.errors import InvalidValue, is_tellable
+from flower_ext.federation.client.protecting import NodePolicy
+from flower_ext.federation.client.vector_answers import masked_vector, query_of
+from flower_ext.privacy import SecureScores
+from flower_ext.privacy.mechanisms.protections import ClipToCells
+
+SHARE = ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16)
+KINDS = {"scores": SecureScores}
+ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
+
+
+def request(name="scores", fields=ONE_SCORE, protection=SHARE, **state):
+    query = {"name": name, "fields": fields if isinstance(fields, str) else json.dumps(fields)}
+    return SimpleNamespace(query=query, protection=protection, state=state, facts={})
+
+
+def test_a_query_is_what_the_server_asked():
+    asked = SecureScores(noise_multiplier=1.0, bounds=(("accuracy", 0.0, 1.0),))
+    assert query_of(request(), KINDS) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("totals", ONE_SCORE, r"'totals': this ClientApp answers \['scores'\]; give its class"),
+        ("scores", "{", "'scores' in the server's message"),
+        ("scores", [1.0], "'scores' in the server's message"),
+        ("scores", {**ONE_SCORE, "other": 1}, "'scores' in the server's message.*other"),
+        ("scores", {"bounds": ONE_SCORE["bounds"]}, "'scores' in the server's message.*noise"),
+        ("scores", {**ONE_SCORE, "bounds": []}, "expected one or more scores"),
+        ("scores", {**ONE_SCORE, "bounds": [["accuracy", 0.0]]}, "'scores' in the server's"),
+        ("scores", {**ONE_SCORE, "bounds": [["accuracy", 0.0, "1"]]}, "expected two finite"),
+    ],
+)
+def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fields, said):
+    with pytest.raises(InvalidValue, match=said) as refusal:
+        query_of(request(name, fields), KINDS)
+    assert is_tellable(refusal.value)  # the message tells nothing of the client's data
+
+
+def answer(asked, *, least=0.0):
+    node = {"partition-id": 0, "least-noise-multiplier": least}
+    context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
+    view = SimpleNamespace(data=None, scores=lambda *, training: {"accuracy": 1.0})
+    query = query_of(asked, KINDS)
+    return masked_vector(query, view, asked, context, "m", NodePolicy(context, False))
+
+
+@pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])
+def test_the_owner_of_a_node_sets_the_least_noise_of_a_query_too(least, error):
+    with pytest.raises(error):
+        answer(request(), least=least)  # without a secure sum
+
+
+def test_no_vector_leaves_a_client_without_noise_in_cells_and_a_secure_sum():
+    for asked in (request(), request(protection=None, **{"secure-sum": {"a": np.zeros(1)}})):
+        with pytest.raises(InvalidValue, match="expected a protection by noise in cells"):
+            answer(asked)

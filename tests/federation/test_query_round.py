@@ -1,0 +1,159 @@
+"""Queries beside the training: a vector of each client, released as one noised sum."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import Ledger, SecureScores, VectorQuery, privacy_loss_of
+from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.runs import RunDirectory
+from tests.support.secure_runs import CLIENTS, plan, strategy_of
+from tests.support.travelling import Recorder
+from tests.support.worlds import CLASSES, client_data, initial, task
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelHistogram(VectorQuery):
+    """The labels of all clients' training examples; each client counts as one."""
+
+    name = "labels"
+    num_labels: int = CLASSES
+    norm = 1.0
+
+    @property
+    def size(self):
+        return self.num_labels
+
+    def vector(self, client):
+        counts = np.bincount(client.data.train.targets, minlength=self.num_labels)
+        return counts / max(1, counts.sum())
+
+    def answer(self, total, stddev):
+        labels = {f"label_{label}": float(clients) for label, clients in enumerate(total)}
+        return {**labels, "label_error": stddev}
+
+
+FINE = LabelHistogram(noise_multiplier=0.002)
+
+
+def asking(query=FINE, **changes):
+    return strategy_of(DPFedAvg, plan=plan(queries=(query, *changes.pop("besides", ()))), **changes)
+
+
+def run(strategy, kinds=(LabelHistogram,), rounds=1, tasks=None):
+    app = strategy.method.client_app(tasks or task(), allow_seeded_noise=True, queries=kinds)
+    grid = Recorder(app, num_clients=CLIENTS)
+    return grid, strategy.start(grid, initial(), num_rounds=rounds)
+
+
+def exact():
+    targets = [client_data(client).train.targets.numpy() for client in range(CLIENTS)]
+    return np.sum([np.bincount(t, minlength=CLASSES) / len(t) for t in targets], axis=0)
+
+
+def released(strategy):
+    answer = strategy.answers["labels"]
+    return np.array([answer[f"label_{label}"] for label in range(CLASSES)])
+
+
+def test_an_answer_is_the_sum_of_all_clients_vectors_but_for_noise_of_the_size_that_is_told():
+    strategy = asking()
+    run(strategy, rounds=2)
+    assert strategy.refusals == []
+    error = strategy.answers["labels"]["label_error"]
+    assert 0.002 < error < 0.003  # members may be lost, so each adds a little more
+    np.testing.assert_allclose(released(strategy), exact(), atol=6 * error)
+    assert strategy.participations.answers == {"labels": 1}  # asked before round 1 alone
+
+
+def test_the_answer_is_among_the_metrics_of_the_first_round(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", {})
+    strategy = asking(run=directory)
+    run(strategy, rounds=2)
+    first, second = directory.metrics()
+    assert first["label_0"] == strategy.answers["labels"]["label_0"]
+    assert "label_0" not in second
+
+
+def test_queries_rounds_and_evaluations_are_counted_in_one_epsilon_and_one_ledger(tmp_path):
+    scores = SecureScores(noise_multiplier=3.0, times=2)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    coarse = replace(FINE, noise_multiplier=2.0)
+    options = {"besides": (scores,), "evaluate_every": 1, "seeded_noise": False}
+    strategy = asking(coarse, ledger=ledger, **options)
+    run(strategy, rounds=2)
+    mechanism = strategy.run.mechanism
+    releases = {
+        mechanism.release: 2,
+        mechanism.of_query(coarse).release: 1,
+        mechanism.of_query(scores).release: 2,
+    }
+    expected = privacy_loss_of(releases, delta=mechanism.delta).epsilon
+    assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
+    assert ledger.spent(mechanism.delta).epsilon == pytest.approx(expected)
+    models = next(g for g in strategy.guarantees() if g.basis == "provable")
+    assert "1 sums of labels, 2 sums of scores" in models.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddHistogram(LabelHistogram):
+    """A histogram that goes wrong on the clients with label 3."""
+
+    oddity: str = "none"
+
+    def vector(self, client):
+        vector = super().vector(client)
+        if vector[3] == 0:
+            return vector
+        if self.oddity == "raises":
+            raise RuntimeError("label 3")
+        return {"nan": vector * np.nan, "long": np.ones(9), "huge": vector * 1e30}[self.oddity]
+
+
+@pytest.mark.parametrize("oddity", ["raises", "nan", "long", "huge"])
+def test_an_odd_clients_part_is_zero_or_bounded_and_moves_nobody_elses(oddity):
+    query = OddHistogram(noise_multiplier=0.002, oddity=oddity)
+    strategy = asking(query)
+    run(strategy, kinds=[OddHistogram])
+    assert strategy.refusals == []  # the server does not learn who is odd
+    assert strategy.participations.rounds == 1
+    expected = np.zeros(CLASSES)
+    for client in range(CLIENTS):
+        targets = client_data(client).train.targets.numpy()
+        share = np.bincount(targets, minlength=CLASSES) / len(targets)
+        if share[3]:
+            share = share / np.linalg.norm(share) if oddity == "huge" else 0 * share
+        expected += share
+    error = strategy.answers["labels"]["label_error"]
+    np.testing.assert_allclose(released(strategy), expected, atol=6 * error)
+    assert l2_norm({"labels": released(strategy) - expected}) < 0.1
+
+
+def test_an_app_that_does_not_know_a_query_says_how_to_add_it():
+    strategy = asking()
+    run(strategy, kinds=())
+    assert "labels" not in strategy.answers
+    assert "client_app(queries=" in strategy.refusals[0]
+    assert strategy.participations.rounds == 1
+
+
+def test_a_resumed_run_does_not_ask_again(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", {})
+    run(asking(run=directory, seeded_noise=False), rounds=1)
+    directory.close()
+    again = asking(run=RunDirectory.resume(tmp_path / "run"), seeded_noise=False)
+    run(again, rounds=2)
+    assert again.participations.answers == {"labels": 1}
+    assert again.participations.rounds == 2
+
+
+def test_queries_that_no_sum_protects_are_refused():
+    with pytest.raises(InvalidValue, match=r"queries=\['labels'\] with noise_placement='server'"):
+        plan(noise_placement="server", queries=[FINE])
+    with pytest.raises(InvalidValue, match="expected each kind of query once"):
+        plan(queries=[FINE, FINE])
+    with pytest.raises(InvalidValue, match="noise_multiplier=0"):
+        LabelHistogram(noise_multiplier=0.0)
