@@ -47,7 +47,7 @@ DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
         "which share of each of its users' records a silo has: the server tells the silo",
     ),
 }
-"""What weights in the clear reveal, and to whom, outside any guarantee."""
+"""Facts that weights in the clear reveal, and to whom, outside any guarantee."""
 _ROUNDING = 1e-13
 """Accepted excess of a sum of weights, far below the tolerance of clipping."""
 
