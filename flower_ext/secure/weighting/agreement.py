@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.fixed_point import FixedPoint
+from flower_ext.secure.weighting.encoding import FixedPoint, Packing
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
 from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.plaintext_packing import Packing
 
 _MOST_RECORDS = 2**24
 """Up to this number, a silo searches the modulus for small factors within a second."""

@@ -12,9 +12,9 @@ from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.threads import Progress, map_slices
 from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.encoding import FixedPoint
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
 from flower_ext.secure.weighting.paillier_messages import unpack_ciphertexts

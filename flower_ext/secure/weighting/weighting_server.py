@@ -12,9 +12,9 @@ from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (

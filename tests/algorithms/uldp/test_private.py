@@ -36,7 +36,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import protocols
-from flower_ext.secure.fixed_point import from_residue
+from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.weighting_server import WeightingServer
 from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.plans import mechanism_of

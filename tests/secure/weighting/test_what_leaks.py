@@ -8,9 +8,9 @@ import pytest
 from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
-from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting import encrypted_sums
+from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
 from flower_ext.secure.weighting.paillier_messages import EncryptedWeights, MaskedSum
 from flower_ext.secure.weighting.weighting_silo import WeightingSilo
