@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.lattice.runs import timed
+from benchmarks.uldp.dialogue import set_up
 from flower_ext.privacy import seeded_generator
-from flower_ext.secure import WeightingServer, WeightingSettings, WeightingSilo
+from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.paillier import ZeroPool
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 
 def round_cost(*, coordinates: int, users: int, silos: int) -> tuple[float, float, int]:
@@ -22,21 +26,13 @@ def round_cost(*, coordinates: int, users: int, silos: int) -> tuple[float, floa
     )
     server = WeightingServer(settings)
     parties = [WeightingSilo(settings, at) for at in range(silos)]
-    relayed = server.relay_keys([silo.key for silo in parties])
-    for silo in parties:
-        silo.receive_keys(server.public_key, relayed)
-    seeds = server.relay_seed(parties[0].seal_seed())
-    for silo, seed in zip(parties[1:], seeds, strict=True):
-        silo.open_seed(seed)
     rng = seeded_generator(0, "counts")
     counts = rng.integers(1, 2000 // silos + 1, (silos, users))
-    server.receive_counts(
-        [silo.mask_counts(own.tolist()) for silo, own in zip(parties, counts, strict=True)]
-    )
+    set_up(server, parties, counts)
     weights, opening = timed(server.open_round, 1)
-    pool, spent, sums = parties[0].prepare(), 0.0, []
+    pool, spent, sums = ZeroPool(server.public_key.public), 0.0, []
     for silo in parties:
-        silo.prepare(pool)
+        silo._sums.zeros = pool  # set up before the round
         drawn = rng.standard_normal((users, coordinates))
         drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
         own = dict(enumerate(drawn))

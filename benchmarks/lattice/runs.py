@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.uldp.dialogue import answers, converse
 from flower_ext.privacy import seeded_generator
+from flower_ext.secure.weighting.party import Step
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
@@ -73,19 +75,17 @@ def set_up(
     """Exchange keys, seed and counts, and open an epoch."""
     server, cost.set_up_server = timed(lambda: LatticeServer(settings, workers=workers))
     silos = [LatticeSilo(settings, at, workers=workers) for at in range(settings.silos)]
-    relayed = server.relay_keys([silo.key for silo in silos])
-    public = server.public_key
-    for silo in silos:
-        silo.receive_keys(public, relayed)
-    seeds = server.relay_seed(silos[0].seal_seed())
-    answer, cost.set_up_silo = timed(silos[0].answer_transfer)
-    _, spent = timed(server.receive_answer, answer)
-    cost.set_up_server += spent
-    for silo, seed in zip(silos[1:], seeds, strict=True):
-        silo.open_seed(seed)
-    server.receive_counts(
-        [silo.mask_counts(own.tolist()) for silo, own in zip(silos, counts, strict=True)]
-    )
+    answering = 0.0
+
+    def ask(step: Step) -> dict[int, bytes]:
+        nonlocal answering
+        replies, spent = timed(answers, silos, counts.tolist(), step)
+        answering += spent
+        return replies
+
+    _, whole = timed(converse, server.set_up(), ask)
+    cost.set_up_server += whole - answering
+    cost.set_up_silo = answering / len(silos)
     weights, cost.weights_server, answering = _opened(server, silos[0])
     cost.down = len(weights.to_bytes())
     # The first opening also computes the silo's keys of the transfer, once per run.
@@ -106,10 +106,15 @@ def _opened(server: LatticeServer, silo: LatticeSilo) -> tuple[LatticeWeights, f
     """Return an epoch's weights, and the CPU seconds of the server and of the silo that answers."""
     if server.settings.draw_choices is None:
         return *timed(server.open_epoch), 0.0
-    offer, offering = timed(server.offer_draw)
-    answer, answering = timed(silo.answer_draw, offer)
-    weights, opening = timed(server.open_drawn_epoch, answer)
-    return weights, offering + opening, answering
+    answering = 0.0
+
+    def ask(step: Step) -> dict[int, bytes]:
+        nonlocal answering
+        replies, answering = timed(answers, [silo], [[]], step)
+        return replies
+
+    weights, whole = timed(converse, server._draw_epoch(), ask)
+    return weights, whole - answering, answering
 
 
 def round_cost(

@@ -28,23 +28,23 @@ from benchmarks.uldp.app import describe_silos, load_silos
 from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
-    private_silo,
+    silo_training,
     theory_learning_rate,
     weighted_sum,
 )
-from flower_ext.algorithms.uldp.weighted import WeightedSum
-from flower_ext.algorithms.uldp.weighting.paillier_end import pool_pays
-from flower_ext.algorithms.uldp.weighting.paillier_weighting import PaillierServerEnd
-from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation.sums.weighted import WeightedSum, party_options
 from flower_ext.metrics import concordance_index
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.runs.page import table
-from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round
+from flower_ext.secure.weighting.protocol import WeightingProtocol
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
 from flower_ext.training.models import build
-from flower_ext_lattice.silo_end import LatticeOpenSum, LatticeSiloEnd
-from flower_ext_lattice.weighting import LatticeServerEnd, LatticeWeighting
+from flower_ext_lattice.server import LatticeServer
+from flower_ext_lattice.silo import LatticeOpenSum, LatticeSilo
+from flower_ext_lattice.weighting import LatticeWeighting
 
 PARTS = ("set-up", "training", "encryptions", "silos", "decryption", "rest")
 LOCAL = LocalTraining(epochs=2, batch_size=32, learning_rate=0.2)
@@ -64,17 +64,16 @@ class Clock:
             (UldpAvg, "connect", "set-up"),
             (WeightedSum, "connect", "set-up"),
             (WeightingServer, "open_round", "encryptions"),
-            (WeightingServer, "open_drawn_round", "encryptions"),
-            (WeightingSilo, "answer_draw", "silos"),
+            (WeightingServer, "_seal_weights", "encryptions"),
+            (WeightingSilo, "_draw_receiver", "silos"),
             (WeightingSilo, "weigh", "silos"),
-            (WeightingSilo, "prepare", "silos"),
             (WeightingServer, "close_round", "decryption"),
-            (LatticeServerEnd, "open_round", "encryptions"),
-            (LatticeSiloEnd, "open_sum", "silos"),
+            (LatticeServer, "_encrypt", "encryptions"),
+            (LatticeSilo, "open_sum", "silos"),
             (LatticeOpenSum, "add", "silos"),
             (LatticeOpenSum, "finish", "silos"),
-            (LatticeServerEnd, "close_round", "decryption"),
-            (private_silo, "users_updates", "training"),
+            (LatticeServer, "close_round", "decryption"),
+            (silo_training, "users_updates", "training"),
         )
         kept = [getattr(owner, name) for owner, name, _ in spots]
         for (owner, name, part), work in zip(spots, kept, strict=True):
@@ -154,25 +153,15 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     )
     options: dict[str, Any] = {"seed": 1, "seeded_noise": True, "evaluate_every": 0}
     strategy = FederatedStrategy(method, plan, sum=weighted_sum(protocol), **options)
-    summation = strategy.run.summation
-    assert isinstance(summation, WeightedSum)
     rounds, found = timed_rounds(method, strategy, task, arguments.rounds, cpu=arguments.cpu)
     parameters = sum(array.size for array in found.values())
     print(
         f"\n{dataset}: {info.num_silos} silos, {users} users, {parameters} parameters, "
-        f"{protocol.describe()}, {cores()} threads"
+        f"{protocol.describe()}, {party_options()['workers']} threads"
         + (", processor seconds" if arguments.cpu else "")
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))
-    connected = summation._connected
-    if isinstance(connected, PaillierServerEnd):
-        pays = pool_pays(connected.settings)
-        guess = estimate_round(connected.settings, prepared=pays)
-        print(
-            f"Estimate on one core: a silo with all users {guess.silo:.1f} s "
-            f"(+ {guess.prepare:.1f} s once), the server {guess.server:.1f} s"
-        )
     if rate == 1:
         plain = FederatedStrategy(method, plan, **options)
         _, expected = timed_rounds(method, plain, task, arguments.rounds, cpu=arguments.cpu)

@@ -26,16 +26,15 @@ import numpy as np
 import phe
 from gmpy2 import mpz
 
+from benchmarks.uldp.dialogue import set_up
 from flower_ext.runs.page import table
-from flower_ext.secure import (
-    WeightingServer,
-    WeightingSettings,
-    WeightingSilo,
-    estimate_round,
-)
 from flower_ext.secure.threads import map_slices
+from flower_ext.secure.weighting import encrypted_sums
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts, choose_windows
 from flower_ext.secure.weighting.paillier import PrivateKey, ZeroPool, generate_key
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 BASE = WeightingSettings(
     run="benchmark",
@@ -112,28 +111,21 @@ class Parties:
         self.settings = settings
         self.server = WeightingServer(settings, key=key, workers=workers)
         self.silos = [WeightingSilo(settings, i, workers=workers) for i in range(settings.silos)]
-        keys = self.server.relay_keys([silo.key for silo in self.silos])
-        for silo in self.silos:
-            silo.receive_keys(self.server.public_key, keys)
-        seeds = self.server.relay_seed(self.silos[0].seal_seed())
-        for silo, seed in zip(self.silos[1:], seeds, strict=True):
-            silo.open_seed(seed)
         rng = np.random.default_rng(0)
         most = settings.max_records_per_user // settings.silos
         self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)
-        self.server.receive_counts(
-            [s.mask_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
-        )
-        if pool is not None:
-            for silo in self.silos:
-                silo.prepare(pool)
+        set_up(self.server, self.silos, self.counts)
+        encrypted_sums._POOL_PAYS = math.inf if pool is None else 0
+        for silo in self.silos:
+            if pool is not None:
+                silo._sums.zeros = pool
         self.updates = rng.uniform(-1, 1, (settings.silos, settings.users, settings.coordinates))
         self.noise = rng.normal(0, 3, (settings.silos, settings.coordinates))
 
     def round(self, number: int, *, fresh: bool = True) -> Round:
         """Run one round, and check it against the plain sum."""
-        sampled = range(self.settings.users) if fresh else None
-        encrypt, message = timed(lambda: self.server.open_round(number, sampled=sampled))
+        places = range(self.settings.users) if fresh else None
+        encrypt, message = timed(lambda: self.server.open_round(number, places=places))
         silos, sums = timed(
             lambda: [
                 silo.weigh(message, dict(enumerate(self.updates[i])), self.noise[i])
@@ -249,21 +241,10 @@ def side_by_side(
 
 
 def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
-    """Print the parts of a round, for all silos, timed one by one, and the estimate."""
+    """Print the parts of a round, for all silos, timed one by one."""
     alone, together = (parts(settings, key, pool, threads) for threads in (1, workers))
-    guess = estimate_round(settings)
-    guesses = {
-        "encrypt (server)": guess.encrypt,
-        "fold": settings.silos * guess.fold,
-        "tables": settings.silos * guess.tables,
-        "products": settings.silos * guess.products,
-        "re-randomise": settings.silos * guess.rerandomise,
-        "decrypt (server)": guess.decrypt,
-    }
-    rows = [
-        (name, str(alone[name]), str(together[name]), f"{guesses[name]:.2f}") for name in guesses
-    ]
-    print(table(("part, all silos", "1 thread, s", f"{workers} threads, s", "estimate, s"), rows))
+    rows = [(name, str(alone[name]), str(together[name])) for name in alone]
+    print(table(("part, all silos", "1 thread, s", f"{workers} threads, s"), rows))
     largest = settings.encoding.largest
     windows = choose_windows(
         bases=settings.users,

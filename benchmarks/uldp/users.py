@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.uldp.app import load_silos
-from flower_ext.algorithms.uldp.silo_training import SiloJob, sums_over_users
+from flower_ext.algorithms.uldp.silo_training import ClippedTotal, SiloJob, add_users
 from flower_ext.data import SiloData
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.runs.page import table
@@ -94,7 +94,13 @@ def main() -> None:
 
     def batches(given: Sequence[SiloJob]) -> list[BoundedSum]:
         limit = arguments.memory_limit * 2**20
-        return sums_over_users(task, given, trained=lambda name: True, memory_limit=limit)
+        totals = [
+            ClippedTotal(dict(job.params), CLIPPING_NORM, [1 / len(silos)] * arguments.users)
+            for job in given
+        ]
+        fresh = [replace(job, total=total) for job, total in zip(given, totals, strict=True)]
+        add_users(task, fresh, trained=lambda name: True, memory_limit=limit)
+        return [total.value for total in totals]
 
     def one_at_a_time() -> list[BoundedSum]:
         alone = (replace(jobs[silo], users={user: jobs[silo].users[user]}) for silo, user in chosen)
@@ -150,9 +156,8 @@ def jobs_of(task: Task, silos: Sequence[SiloData], users: int, epochs: int) -> l
                 training=LocalTraining(epochs=epochs, batch_size=64, learning_rate=0.05),
                 generator=generator,
                 users=silo.by_user(),
-                weights=dict.fromkeys(range(users), 1 / len(silos)),
                 seeds=torch.randint(2**63 - 1, (users,), generator=generator).tolist(),
-                clipping_norm=CLIPPING_NORM,
+                total=ClippedTotal(start, CLIPPING_NORM, [1 / len(silos)] * users),
             )
         )
     return made
@@ -188,7 +193,7 @@ def by_hand(task: Task, jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int
         with torch.no_grad():
             update = [p - s for p, s in zip(own.parameters(), start, strict=True)]
             norm = torch.stack([part.norm() for part in update]).norm()
-            factor = job.weights[user] * min(1.0, job.clipping_norm / float(norm))
+            factor = min(1.0, CLIPPING_NORM / float(norm)) / len(jobs)
             for total, part in zip(sums[silo], update, strict=True):
                 total += factor * part
     return [dict(zip(jobs[0].params, total, strict=True)) for total in sums]

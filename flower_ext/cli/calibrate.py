@@ -175,8 +175,9 @@ def _ways(
             return privacy_loss_of({release: repeats}, delta=delta).epsilon
 
         def noise_for(epsilon: float) -> float:
-            facts = {"epsilon": epsilon, "delta": delta, "rounds": repeats}
-            return scale * calibrate_noise_multiplier(**facts, **options)
+            return scale * calibrate_noise_multiplier(
+                epsilon=epsilon, delta=delta, rounds=repeats, **options
+            )
 
         return Way(_described(name, relation, view), epsilon_at, noise_for)
 

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from flower_ext.algorithms.uldp.weighting.silo_store import StoredSilo
 from flower_ext.cli.deployment import Deployment
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import ULDP_FL
@@ -52,7 +51,7 @@ class Watch(threading.Thread):
     def last(self, what) -> int:
         """Return a number in the state of the victim; 0 before it has one."""
         for file in self.secrets.rglob("*.secret"):
-            silo = json.loads(StoredSilo.read(file.read_bytes()).state)
+            silo = json.loads(file.read_bytes())
             if silo["index"] == VICTIM:
                 return int(silo[what])
         return 0

@@ -29,10 +29,8 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
-    private_silo,
     silo_training,
 )
-from flower_ext.algorithms.uldp.weighted import WeightedSum
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
     ClientMethod,
@@ -49,6 +47,7 @@ from flower_ext.federation.client import cohort_app, protecting
 from flower_ext.federation.engines import workers
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
+from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.federation.uploads import Upload, UploadReply
 from flower_ext.privacy import (
     ClippedSteps,
@@ -502,7 +501,7 @@ PATHS = {
             protocol=PAILLIER,
         ),
         through=(
-            (private_silo, "clip_each_row"),
+            (silo_training, "clip_each_row"),
             (protecting.HiddenSum, "__init__"),
             (WeightedSum, "open"),
         ),

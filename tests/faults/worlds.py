@@ -28,9 +28,9 @@ from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
 )
-from flower_ext.algorithms.uldp.weighting.protocol import SUM, load_protocol, protocols
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation.sums.weighted import SUM
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
@@ -38,6 +38,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
+from flower_ext.secure.protocols import load_protocol, protocols
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import Rates, times
 from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric

@@ -8,8 +8,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg, private_silo
-from flower_ext.algorithms.uldp.weighted import OpenWeightedSum
+from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
 from flower_ext.federation import (
     FederatedStrategy,
@@ -21,6 +20,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.roster import Roster
+from flower_ext.federation.sums.weighted import LOST, OpenWeightedSum
 from flower_ext.privacy import (
     FullParticipation,
     NonPrivatePlan,
@@ -465,7 +465,7 @@ def test_silos_make_no_room_for_more_users_than_there_can_be():
 
 @pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
 def test_lost_keys_are_told_in_one_form_only(data):
-    content = RecordDict({"update": records.to_record({private_silo.LOST: data})})
+    content = RecordDict({"update": records.to_record({LOST: data})})
     opened = object.__new__(OpenWeightedSum)
     with pytest.raises(RefusedReply, match="lost"):
         opened.read(reply(content))

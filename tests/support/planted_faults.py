@@ -9,7 +9,6 @@ from itertools import count
 import numpy as np
 
 from flower_ext.algorithms.uldp import averaging, silo_training
-from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
@@ -292,8 +291,8 @@ def count_unnoised(patch, experiment: Experiment) -> Experiment:
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
     """Let the weights of each user sum to 2."""
-    real = EqualWeights.weights
-    patch.setattr(EqualWeights, "weights", lambda self, *facts: 2 * real(self, *facts))
+    real = averaging.user_weights
+    patch.setattr(averaging, "user_weights", lambda *source: 2 * real(*source))
     patch.setattr(averaging, "check_weights", lambda *_: None)
     return experiment
 

@@ -5,10 +5,10 @@ import pytest
 from flwr.app import ArrayRecord, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
-from flower_ext.algorithms.uldp.weighting import paillier_end, party_ends
-from flower_ext.algorithms.uldp.weighting.protocol import load_protocol, protocols
 from flower_ext.federation import ClientVault, InProcessGrid, records
+from flower_ext.federation.sums import silo_part
 from flower_ext.privacy import FullParticipation
+from flower_ext.secure.protocols import load_protocol, protocols
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
 from tests.support.strategies import private_strategy_of, strategy_of
 
@@ -19,15 +19,21 @@ SMALL = PrivateWeighting(
     max_records_per_user=60,
     precision=1e-6,  # far above the rounding of float32 models
 )
+
+
+def name_of(protocol):
+    return protocol.silo_type.settings_type.protocol
+
+
 INSTALLED = [
     SMALL,
     *(
         load_protocol(name)(silo_record_limits=(12, 12, 12))
         for name in sorted(protocols())
-        if name != SMALL.name
+        if name != "paillier"
     ),
 ]
-EVERY = pytest.mark.parametrize("protocol", INSTALLED, ids=lambda protocol: protocol.name)
+EVERY = pytest.mark.parametrize("protocol", INSTALLED, ids=lambda protocol: name_of(protocol))
 """Runs a test under Paillier, and under each protocol of an installed plug-in."""
 
 
@@ -90,8 +96,7 @@ class FreshProcesses(InProcessGrid):
     def _answer_here(self, messages):
         replies = []
         for message in messages:
-            party_ends._cache.clear()
-            paillier_end._pools.clear()
+            silo_part._cache.clear()
             context = self.contexts[message.metadata.dst_node_id]
             stored = vault(self, context.node_id - 1_000).load()
             context.state = RecordDict()

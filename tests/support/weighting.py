@@ -7,9 +7,15 @@ from functools import cache
 import numpy as np
 from gmpy2 import invert, mpz, powmod
 
-from flower_ext.secure import WeightingServer, WeightingSettings, WeightingSilo
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
-from flower_ext.secure.weighting.paillier_messages import MaskedSum
+from flower_ext.secure.weighting.paillier_messages import (
+    EncryptedWeights,
+    MaskedSum,
+    SealedWeights,
+)
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 
 KEY_BITS = 512
 
@@ -49,29 +55,56 @@ def draw_counts(rng: np.random.Generator, settings: WeightingSettings) -> np.nda
     ).T
 
 
+def play(dialogue, silos, counts, asked, answered):
+    """Take all steps of a dialogue, and return its result; note all questions and answers."""
+    answers = None
+    while True:
+        try:
+            step = dialogue.send(answers)
+        except StopIteration as end:
+            return end.value
+        answers = {
+            at: silos[at].answer(step.name, question, lambda limit, at=at: counts[at])
+            for at, question in step.questions.items()
+        }
+        asked.append((step.name, step.questions))
+        answered.append((step.name, answers))
+
+
 @dataclass
 class World:
-    """Parties that have exchanged keys and counts; ``sent`` records everything that they send."""
+    """Parties that have exchanged keys and counts.
+
+    ``sent`` has the messages of all rounds, ``asked`` and ``answered`` those of all steps by silo.
+    """
 
     settings: WeightingSettings
     counts: np.ndarray
-    save: Callable[[bytes], None] | None = None
+    save: Callable[[bytes], None] = lambda state: None
     sent: list = field(default_factory=list)
+    asked: list = field(default_factory=list)
+    answered: list = field(default_factory=list)
 
     def __post_init__(self):
         self.server = WeightingServer(self.settings, key=key(self.settings.key_bits))
         self.silos = [
             WeightingSilo(self.settings, i, save=self.save) for i in range(self.settings.silos)
         ]
-        relayed = self.server.relay_keys([silo.key for silo in self.silos])
-        for silo in self.silos:
-            silo.receive_keys(self.server.public_key, relayed)
-        seeds = self.server.relay_seed(self.silos[0].seal_seed())
-        for silo, seed in zip(self.silos[1:], seeds, strict=True):
-            silo.open_seed(seed)
-        masked = [s.mask_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
-        self.server.receive_counts(masked)
-        self.sent += [self.server.public_key, *relayed, *seeds, *masked]
+        self.play(self.server.set_up())
+
+    def play(self, dialogue):
+        return play(dialogue, self.silos, self.counts, self.asked, self.answered)
+
+    def answers(self, step) -> list[bytes]:
+        """Return all answers of silos to a step, by round and silo."""
+        of_step = [of_silos for name, of_silos in self.answered if name == step]
+        return [data for of_silos in of_step for data in of_silos.values()]
+
+    def begin(self, number, places=None):
+        """Return the weights of a round that begins."""
+        data = self.play(self.server.begin_round(number, places))
+        kind = EncryptedWeights if self.settings.draw_choices is None else SealedWeights
+        return kind.from_bytes(data, self.settings)
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return updates (silos × users × coordinates) and noise (silos × coordinates)."""
@@ -90,14 +123,8 @@ class World:
             silo.weigh(message, self.own(i, updates), noise[i]) for i, silo in enumerate(self.silos)
         ]
 
-    def run_round(self, number, updates, noise, sampled=None) -> np.ndarray:
-        if self.settings.draw_choices is None:
-            message = self.server.open_round(number, sampled=sampled)
-        else:
-            offer = self.server.offer_draw(number)
-            answer = self.silos[0].answer_draw(offer)
-            message = self.server.open_drawn_round(answer)
-            self.sent += [offer, answer]
+    def run_round(self, number, updates, noise, places=None) -> np.ndarray:
+        message = self.begin(number, places)
         sums = self.weigh(message, updates, noise)
         self.sent += [message, *sums]
         return self.server.close_round(sums)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from flower_ext.federation import Summation
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.runs.settings import UnfitSetting, integers
+from flower_ext.secure.protocols import load_protocol
 from uldp_fl_app.settings import Settings
 
 if TYPE_CHECKING:
-    from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
+    from flower_ext.secure.weighting.protocol import WeightingProtocol
 
 
 def private_sum_of(settings: Settings) -> Callable[[PrivacyPlan], Summation]:
@@ -32,7 +33,6 @@ def protocol_of(settings: Settings) -> WeightingProtocol:
         The protocol is not installed; the message says what to install.
     """
     from flower_ext.algorithms.uldp import PrivateWeighting
-    from flower_ext.algorithms.uldp.weighting.protocol import load_protocol
 
     protocol = load_protocol(settings.protocol)
     limits: dict[str, Any] = {

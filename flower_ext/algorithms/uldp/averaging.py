@@ -27,30 +27,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import getLogger
 
 import numpy as np
 
-from flower_ext.algorithms.uldp import private_silo
 from flower_ext.algorithms.uldp.silo_training import (
-    CELL,
-    CLIPPING_NORM,
-    cells_over_users,
-    silo_job,
-    sums_over_users,
+    CellTotal,
+    ClippedTotal,
+    SealedTotal,
+    users_training,
 )
 from flower_ext.algorithms.uldp.weights import (
+    DISCLOSURES,
     USERS,
-    WeightSource,
     answer_counts,
     ask_company,
     ask_silos,
+    check_weighting,
     check_weights,
+    counts_of,
     owned,
     read_weights,
+    user_weights,
     users_records,
-    weight_source,
 )
+from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
@@ -58,6 +60,7 @@ from flower_ext.federation import (
     ClientWork,
     Cohort,
     Connected,
+    HiddenSum,
     LocalResult,
     Method,
     Population,
@@ -66,15 +69,14 @@ from flower_ext.federation import (
     State,
     Steps,
     Summation,
-    Training,
     shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
+from flower_ext.federation.sums import silo_part
+from flower_ext.federation.sums.weighted import STEP, WEIGHTED
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
 from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
@@ -82,6 +84,8 @@ from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
 
+CLIPPING_NORM, CELL = "clipping-norm", "cell"
+"""Settings of silos besides `USERS`."""
 SILOS, ONE_BY_ONE, WEIGHTS = "silos", "one-by-one", "weights"
 """A group of the state: whether a silo's users train one by one, and w_{s,u} if the server knows
 them."""
@@ -91,24 +95,47 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
-    if private_silo.is_weighted(work):
-        return (yield from private_silo.local_update(work))
-    num_users = int(work.settings[USERS])
-    data, weights = owned(work.data, num_users), read_weights(work)
+    num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
+    data = owned(work.data, num_users)
+    if WEIGHTED in work.state:
+        return (yield from _sealed_update(work, data, num_users, bound))
+    weights = read_weights(work).tolist()
     users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
-    job = silo_job(work, users, dict(enumerate(weights.tolist())))
-    solve = sums_over_users if job.cell is None else cells_over_users
-    summed: BoundedSum | CellSum = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=solve
+    cell = work.settings.get(CELL)
+    total = (
+        ClippedTotal(work.received, bound, weights)
+        if cell is None
+        else CellTotal(work.received, bound, weights, cell)
     )
-    return LocalResult(update=summed)
+    yield users_training(work, users, total, num_users)
+    return LocalResult(update=total.value)
+
+
+def _sealed_update(
+    work: ClientWork, data: SiloData, num_users: int, bound: float
+) -> Steps[LocalResult]:
+    """Return the silo's part of a weighted sum, in which the protocol weighs each user."""
+    part = silo_part.open_part(work.state, work.vault, number=work.round, users=num_users)
+    if part is None:
+        lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
+        return LocalResult(update=lost)
+    total = SealedTotal(part, bound)
+    yield users_training(work, data.by_user(), total, num_users)
+    return LocalResult(update=total.value)
 
 
 def answer(question: Question) -> Mapping[str, object]:
     """Answer a question before a round: take a step of a weighted sum, or count the records."""
-    if private_silo.is_step(question):
-        return private_silo.answer(question)
-    return answer_counts(question)
+    if STEP not in question.asked:
+        return answer_counts(question)
+    return silo_part.answer(
+        str(question.asked[STEP]),
+        question.arrays,
+        question.vault,
+        silo=question.partition,
+        may_simulate=question.may_simulate,
+        counts=partial(counts_of, question.data),
+    )
 
 
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:
@@ -130,7 +157,7 @@ class UldpAvg(Method):
     ----------
     num_silos : int
         Number of silos. The server asks all of them in every round.
-    weighting : {"equal", "by-records"} or WeightSource
+    weighting : {"equal", "by-records"}
         w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos send the server their histograms, unless
         the run's sum is a `weighted_sum`.
     local : LocalTraining
@@ -151,23 +178,21 @@ class UldpAvg(Method):
     )
 
     num_silos: int
-    weighting: Weighting | WeightSource = "equal"
+    weighting: Weighting = "equal"
     local: LocalTraining = LocalTraining()
 
-    @property
-    def weights(self) -> WeightSource:
-        """The rule for weights."""
-        return weight_source(self.weighting)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weighting(self.weighting)
 
     @property
     def traits(self) -> MethodTraits:
         """The method's declarations, with its number of silos and its weights."""
-        rule = self.weights.weighting
-        return replace(super().traits, num_silos=self.num_silos, weighting=rule)
+        return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that is not one of users among so many silos."""
-        check_user_plan(plan, self.num_silos, self.weights.weighting)
+        check_user_plan(plan, self.num_silos, self.weighting)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the users, whose parts a weighted sum hides."""
@@ -188,11 +213,11 @@ class UldpAvg(Method):
         silos = {ONE_BY_ONE: ask_company(clients, self.training, self.num_silos)}
         if connected.summation.brings_weights:
             return State(server={SILOS: silos})
-        source = self.weights
-        histogram = ask_silos(clients, sums.sampling.population, histogram=source.needs_histogram)
+        is_asked = self.weighting == "by-records"
+        histogram = ask_silos(clients, sums.sampling.population, histogram=is_asked)
         if sums.secure_sum is not None:
             _warn_of_rounding(sums, connected.model, self.num_silos)
-        weights = source.weights(histogram, self.num_silos)
+        weights = user_weights(self.weighting, histogram, self.num_silos)
         return State(server={SILOS: {**silos, WEIGHTS: weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
@@ -207,7 +232,7 @@ class UldpAvg(Method):
         is_common = weights.shape[1] == 1
         if not is_common:
             weights = weights[:, np.asarray(users, dtype=np.int64)]
-        check_weights(weights, self.num_silos, users, self.weights.weighting)
+        check_weights(weights, self.num_silos, users, self.weighting)
         totals = weights.sum(axis=1) * (len(users) if is_common else 1)
         requests = users_records(weights, users, cohort.population)
         return replace(
@@ -225,7 +250,7 @@ class UldpAvg(Method):
         """Return what the weights reveal, in the clear or by the protocol of a weighted sum."""
         if summation.brings_weights:
             return summation.disclosures
-        return self.weights.disclosures
+        return DISCLOSURES[self.weighting]
 
     def claims(
         self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation

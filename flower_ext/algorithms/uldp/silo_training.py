@@ -1,8 +1,7 @@
-"""The trainings of a silo's users: each user is trained and clipped alone, and only sums remain.
+"""The trainings of a silo's users: each user is trained and clipped alone, and only totals remain.
 
-Sums in the clear and weighted sums share them. Under a plan with secure sums, a silo rounds each
-user's weighted update to whole numbers of cells
-(`privacy.mechanisms.quantization.sum_rows_in_cells`) before it adds them.
+The three totals are a sum in the clear, a sum in whole numbers of cells under a plan with secure
+sums, and the silo's part of a weighted sum.
 """
 
 from __future__ import annotations
@@ -12,14 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, WARNING, getLogger
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS
 from flower_ext.data import Examples
-from flower_ext.federation import ClientWork
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
+from flower_ext.federation import ClientWork, HiddenSum, Training
+from flower_ext.federation.sums.silo_part import SiloPart
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip_each_row, sum_clipped_rows
 from flower_ext.privacy.mechanisms.quantization import CellSum, sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
@@ -27,23 +27,112 @@ from flower_ext.training.params import flat_rows
 
 log = getLogger("flwr")
 
-CLIPPING_NORM, CELL = "clipping-norm", "cell"
 _PREPARED = 2048
 """Number of users whose trainings are set up at a time."""
 
 
-@dataclass(kw_only=True)
-class SiloJob(Job):
-    """Trainings of a silo's users, each on that user's examples; only their sum is needed.
+class UsersTotal(Protocol):
+    """A total over a silo's users, which takes their unclipped updates in groups of rows."""
 
-    With a ``cell``, each user's part of the sum consists of whole numbers of cells.
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Add one row of ``rows`` for each of ``users``."""
+        ...
+
+
+class ClippedTotal:
+    """The weighted sum of users' clipped updates.
+
+    Parameters
+    ----------
+    params : Params
+        Names and shapes of an update.
+    clipping_norm : float
+    weights : Sequence[float]
+        w_{s,u} of every user.
     """
 
+    def __init__(self, params: Params, clipping_norm: float, weights: Sequence[float]) -> None:
+        self._norm, self._weights, self._count = clipping_norm, weights, 0
+        self._sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Add one row of ``rows`` for each of ``users``."""
+        weights = [self._weights[user] for user in users]
+        for name, part in sum_clipped_rows(rows, self._norm, weights).value.items():
+            self._sums[name] += part
+        self._count += len(users)
+
+    @property
+    def value(self) -> BoundedSum:
+        """The sum."""
+        return BoundedSum(value=self._sums, bound=self._norm, count=self._count)
+
+
+class CellTotal:
+    """The same sum, in which each user's part consists of whole numbers of cells.
+
+    Parameters
+    ----------
+    cell : float
+        Width of a cell.
+    params, clipping_norm, weights
+        As for `ClippedTotal`.
+    """
+
+    def __init__(
+        self, params: Params, clipping_norm: float, weights: Sequence[float], cell: float
+    ) -> None:
+        none = {name: np.zeros(tuple(p.shape), np.int64) for name, p in params.items()}
+        self.value = CellSum(value=none, bound=clipping_norm, cell=cell, count=0)
+        self._weights = weights
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Add one row of ``rows`` for each of ``users``."""
+        weights = [self._weights[user] for user in users]
+        self.value += sum_rows_in_cells(rows, self.value.bound, self.value.cell, weights)
+
+
+class SealedTotal:
+    """A sum that nobody sees: users' clipped updates go into a part of a weighted sum.
+
+    Parameters
+    ----------
+    part : SiloPart
+    clipping_norm : float
+    """
+
+    def __init__(self, part: SiloPart, clipping_norm: float) -> None:
+        self._part, self._norm = part, clipping_norm
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Add one row of ``rows`` for each of ``users``."""
+        clipped = flat_rows_of(clip_each_row(rows, self._norm))
+        self._part.add(dict(zip(users, clipped, strict=True)))
+
+    @property
+    def value(self) -> HiddenSum:
+        """The sum, which leaves the silo with the silo's noise, masked."""
+
+        def encrypt(noise: Params) -> Mapping[str, np.ndarray]:
+            (row,) = flat_rows_of({name: p[None] for name, p in noise.items()})
+            return self._part.seal(row)
+
+        return HiddenSum(bound=self._norm, encrypt=encrypt)
+
+
+def flat_rows_of(rows: Params) -> np.ndarray:
+    """Return rows as (rows, coordinates), with the parameters in the order of their names."""
+    parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
+    return np.concatenate(parts, axis=1)
+
+
+@dataclass(kw_only=True)
+class SiloJob(Job):
+    """Trainings of a silo's users, each on that user's examples; only their total is needed."""
+
     users: Mapping[int, Examples]
-    weights: Mapping[int, float]
     seeds: Sequence[int]
-    clipping_norm: float
-    cell: float | None = None
+    total: UsersTotal
 
     def of(self, user: int) -> Job:
         """Return one user's training, which is independent of the other users."""
@@ -56,59 +145,31 @@ class SiloJob(Job):
         )
 
 
-def silo_job(
-    work: ClientWork, users: Mapping[int, Examples], weights: Mapping[int, float]
-) -> SiloJob:
-    """Return the trainings of ``users`` that the server asks for."""
-    num_users = int(work.settings[USERS])
-    return SiloJob(
+def users_training(
+    work: ClientWork, users: Mapping[int, Examples], total: UsersTotal, num_users: int
+) -> Training:
+    """Return the trainings of a silo's ``users``, whose updates are added to ``total``."""
+    job = SiloJob(
         params=work.received,
         examples=work.data.train,
         training=work.training["local"],
         generator=work.generator,
         terms=work.terms,
         users=users,
-        weights=weights,
         # Draw seeds for all users, so that no seed depends on which users are in this silo.
         seeds=torch.randint(2**63 - 1, (num_users,), generator=work.generator).tolist(),
-        clipping_norm=work.settings[CLIPPING_NORM],
-        cell=work.settings.get(CELL),
+        total=total,
     )
+    return Training(task=work.task, job=job, trained=lambda name: True, solve=add_users)
 
 
-def sums_over_users(
+def add_users(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[BoundedSum]:
-    """Return each silo's weighted sum of clipped updates; hold one batch of models at a time."""
-    sums = [
-        {name: torch.zeros_like(p, dtype=torch.float64) for name, p in job.params.items()}
-        for job in jobs
-    ]
+) -> list[None]:
+    """Train all users of several silos, and add their updates; hold one batch of models."""
     for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
-        job = jobs[silo]
-        weights = [job.weights[user] for user in users]
-        for name, part in sum_clipped_rows(rows, job.clipping_norm, weights).value.items():
-            sums[silo][name] += part
-    return [
-        BoundedSum(value=value, bound=job.clipping_norm, count=len(job.users))
-        for value, job in zip(sums, jobs, strict=True)
-    ]
-
-
-def cells_over_users(
-    task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[CellSum]:
-    """Return sums as `sums_over_users`, with each user's part in whole numbers of cells."""
-    sums = []
-    for job in jobs:
-        assert job.cell is not None
-        none = {name: np.zeros(tuple(p.shape), np.int64) for name, p in job.params.items()}
-        sums.append(CellSum(value=none, bound=job.clipping_norm, cell=job.cell, count=0))
-    for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
-        job, summed = jobs[silo], sums[silo]
-        weights = [job.weights[user] for user in users]
-        sums[silo] = summed + sum_rows_in_cells(rows, job.clipping_norm, summed.cell, weights)
-    return sums
+        jobs[silo].total.add(users, rows)
+    return [None] * len(jobs)
 
 
 def users_updates(

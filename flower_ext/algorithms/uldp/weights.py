@@ -1,22 +1,23 @@
-"""The weights of users in silos: their sources, and the check that the guarantee relies on.
+"""The weights of users in silos, and the check that the guarantee relies on.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024), Section 4.1.
 
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-w_{s,u}               ``WeightSource.weights``, one row per silo
+w_{s,u}               `user_weights`, one row per silo
 n_{s,u}, N_u          ``histogram``, its sums over silos
 ====================  =====================================================
 
 One user moves the sum over silos by at most Σ_s w_{s,u} clipping norms. The server checks the
-weights that it sends to the silos in every round, whatever their source.
+weights that it sends to the silos in every round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from logging import getLogger
+from typing import get_args
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, r
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params
 
+log = getLogger("flwr")
+
 USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
 SAMPLED = "sampled"
@@ -37,82 +40,34 @@ MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
 MOST_USERS = 2**24
 """Most users that a silo makes room for, whatever number a server names."""
+DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
+    "equal": (),
+    "by-records": (
+        "how many records each user has in each silo: the silos tell the server",
+        "which share of each of its users' records a silo has: the server tells the silo",
+    ),
+}
+"""Facts that weights in the clear reveal, and to whom, outside any guarantee."""
 _ROUNDING = 1e-13
 """Accepted excess of a sum of weights, far below the tolerance of clipping."""
 
 
-class WeightSource(Protocol):
-    """A rule for weights. Replacing it changes nothing else.
+def user_weights(weighting: Weighting, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
+    """Return w_{s,u}: 1/|S| of shape (silos, 1), or n_{s,u}/N_u of shape (silos, users).
 
-    Attributes
-    ----------
-    weighting : {"equal", "by-records"}
-        Rule by which the guarantee counts single uploads.
-    needs_histogram : bool
-        True if silos send the server the number of records of each user.
-    disclosures : Sequence[str]
-        What the weights reveal, and to whom, outside any guarantee.
+    ``histogram`` is n_{s,u}, of shape (silos, users), if weights are by records. A user without
+    records has weight 0.
     """
-
-    weighting: Weighting
-    needs_histogram: bool
-    disclosures: Sequence[str]
-
-    def weights(self, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
-        """Return w_{s,u}, of shape (silos, users), or (silos, 1) if all users weigh the same.
-
-        ``histogram`` is n_{s,u}, of shape (silos, users), if the rule needs it.
-        """
-        ...
-
-
-class EqualWeights:
-    """Equal weights w_{s,u} = 1/|S|, for which no silo reveals anything."""
-
-    weighting: Weighting = "equal"
-    needs_histogram = False
-    disclosures: Sequence[str] = ()
-
-    def weights(self, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
-        """Return 1/|S| for every silo, of shape (silos, 1)."""
+    if weighting == "equal":
         return np.full((num_silos, 1), 1 / num_silos)
+    assert histogram is not None
+    return np.asarray(histogram / np.maximum(histogram.sum(axis=0), 1))
 
 
-class WeightsByRecords:
-    """Weights n_{s,u}/N_u, 0 for a user without records, that the server computes in the clear."""
-
-    weighting: Weighting = "by-records"
-    needs_histogram = True
-    disclosures: Sequence[str] = (
-        "how many records each user has in each silo: the silos tell the server",
-        "which share of each of its users' records a silo has: the server tells the silo",
-    )
-
-    def weights(self, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
-        """Return n_{s,u}/N_u, of shape (silos, users)."""
-        assert histogram is not None
-        return np.asarray(histogram / np.maximum(histogram.sum(axis=0), 1))
-
-
-def weight_source(weighting: Weighting | WeightSource) -> WeightSource:
-    """Return the source of that name, or the given source.
-
-    Raises
-    ------
-    ValueError
-        The name is unknown.
-    """
-    if not isinstance(weighting, str):
-        return weighting
-    sources: dict[str, type[WeightSource]] = {
-        "equal": EqualWeights,
-        "by-records": WeightsByRecords,
-    }
-    if weighting not in sources:
-        raise InvalidValue(
-            f"weighting={weighting!r}: expected {', '.join(sources)}, or a WeightSource"
-        )
-    return sources[weighting]()
+def check_weighting(weighting: str) -> None:
+    """Refuse a rule for weights that does not exist."""
+    if weighting not in (rules := get_args(Weighting)):
+        raise InvalidValue(f"weighting={weighting!r}: expected {' or '.join(rules)}")
 
 
 def check_weights(
@@ -140,8 +95,8 @@ def check_weights(
         raise InvalidValue("weights: expected numbers in [0, 1]")
     if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
         raise InvalidValue(
-            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as the source "
-            "says that they are equal; a user would move an upload by more than the ε counts"
+            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as weights are "
+            "equal; a user would move an upload by more than the ε counts"
         )
     sums = weights.sum(axis=0)
     if (sums > 1 + _ROUNDING).any():
@@ -216,6 +171,29 @@ def answer_counts(question: Question) -> Params:
     if not question.asked[HISTOGRAM]:
         return {}
     return {HISTOGRAM: torch.bincount(owners.cpu().long(), minlength=num_users)}
+
+
+def counts_of(data: ClientData, users: int, most: int) -> list[int]:
+    """Return the number of records of each user in this silo, ``most`` for a user with more.
+
+    Refusing such a user would tell everybody that this silo has one. The weights of a user still
+    sum to one.
+
+    Raises
+    ------
+    ValueError
+        The data have no owners, or an owner is out of range.
+    """
+    counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
+    if above := int((counts > most).sum()):
+        log.warning(
+            "%d users have more records in this silo than the %d that the settings allow, and "
+            "weigh as if they had %d: agree with the other silos on larger limits",
+            above,
+            most,
+            most,
+        )
+    return [int(count) for count in counts.clamp(max=most)]
 
 
 def ask_silos(clients: Clients, num_users: int, *, histogram: bool) -> np.ndarray | None:

@@ -214,8 +214,8 @@ def protected(
         The plan bounds each unit's part of the update and the method does not, or the method does
         and the plan asks for something else.
     """
-    sums_units = isinstance(update, BoundedSum | CellSum | HiddenSum)
-    if sums_units or isinstance(protection, ClipUnits | ClipUnitsToCells):
+    bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
+    if isinstance(update, BoundedSum | CellSum | HiddenSum) or bounds_units:
         return _noised_sum(update, received, protection, noise)
     if protection is None:
         return update
@@ -232,13 +232,14 @@ def _noised_sum(
     noise: NoiseSource,
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    if isinstance(update, CellSum) and isinstance(protection, ClipUnitsToCells):
+    if isinstance(protection, ClipUnitsToCells) and isinstance(update, CellSum):
         if update.bound <= protection.clipping_norm and update.cell == protection.cell:
             return protection.noised(update.value, noise)
-    elif isinstance(protection, ClipUnits) and isinstance(update, BoundedSum | HiddenSum):
-        if update.bound <= protection.clipping_norm and isinstance(update, HiddenSum):
+    if isinstance(protection, ClipUnits) and isinstance(update, HiddenSum):
+        if update.bound <= protection.clipping_norm:
             zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
             return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
+    if isinstance(protection, ClipUnits) and isinstance(update, BoundedSum):
         if update.bound <= protection.clipping_norm:
             noised = protection.noised(update.value, noise)
             return {name: value.to(received[name].dtype) for name, value in noised.items()}

@@ -22,8 +22,13 @@ from flower_ext.secure.aggregation.aggregation_messages import (
     UnmaskRequest,
 )
 from flower_ext.secure.aggregation.aggregation_server import SumServer
-from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.aggregation.graph import degree, draw_order, graph_digest, graph_of
+from flower_ext.secure.aggregation.context import (
+    RoundContext,
+    degree,
+    draw_order,
+    graph_digest,
+    graph_of,
+)
 from flower_ext.secure.aggregation.member import Member
 
 __all__ = [

@@ -12,27 +12,25 @@ message            from, to          carries
 `Revealed`         member, server    for each neighbour a share of one of its secrets
 =================  ================  =====================================================
 
-As bytes, every message begins with its kind and the digest of its round. It holds no lengths,
-because the round's context determines them: entries for members fill the rest of a message.
+As bytes, every message begins with its kind and the digest of its round.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES
+from flower_ext.secure.messages import Message
 
 KEY_BYTES = 32
 SEALED_BYTES = 12 + 2 * SHARE_BYTES + 16  # nonce, two shares, tag
 OF_SEED, OF_KEY = b"s", b"k"  # first byte of a revealed share: its kind
 REVEALED_BYTES = 1 + SHARE_BYTES
-_HEADER = 1 + 32
+_DIGEST_BYTES = 32
 
 
 def key_pair(keys: bytes) -> tuple[bytes, bytes]:
@@ -41,30 +39,16 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Message:
-    """A message with fields of three types: numbers, bytes, and bytes of one length by member.
+class _RoundMessage(Message):
+    """A message of one round. ``sizes`` holds the length of each field of bytes, or of an entry."""
 
-    Entries by member come last. ``sizes`` holds the length of each field of bytes or of each entry;
-    the context determines the length of a masked vector.
-    """
-
-    digest: bytes
-    kind: ClassVar[bytes]
     sizes: ClassVar[Mapping[str, int]] = {}
 
-    def to_bytes(self) -> bytes:
-        """Return the message as bytes."""
-        parts = [self.kind, self.digest]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if isinstance(value, int):
-                parts.append(struct.pack("<I", value))
-            elif isinstance(value, bytes):
-                parts.append(value)
-            else:
-                for member, entry in sorted(value.items()):
-                    parts += [struct.pack("<I", member), entry]
-        return b"".join(parts)
+    digest: bytes
+
+    @classmethod
+    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
+        return {"digest": _DIGEST_BYTES, **cls.sizes}
 
     @classmethod
     def from_bytes(cls, data: bytes, context: RoundContext) -> Self:
@@ -77,80 +61,29 @@ class _Message:
         InvalidValue
             The bytes are malformed: too short, too long, or with members that the round lacks.
         """
-        if data[:_HEADER] != cls.kind + context.digest:
-            raise ProtocolError(
-                f"message: expected {cls.__name__} of round {context.round_number} of this run"
-            )
-        rest, values = memoryview(data)[_HEADER:], dict[str, Any]()  # slices copy nothing
-        for field in fields(cls)[1:]:
-            size = 4 if field.type == "int" else cls._size(field.name, context)
-            if field.type in ("int", "bytes"):
-                if len(rest) < size:
-                    raise InvalidValue(
-                        f"{cls.__name__} of {len(data)} bytes: expected more, as it is cut off"
-                    )
-                part, rest = bytes(rest[:size]), rest[size:]
-                values[field.name] = part if field.type == "bytes" else _number(part)
-            else:
-                values[field.name] = _entries(bytes(rest), size, field.name)
-                rest = rest[:0]
-        if rest:
-            raise InvalidValue(
-                f"{cls.__name__} of {len(data)} bytes: expected {len(data) - len(rest)}"
-            )
-        message = cls(digest=context.digest, **values)
-        message.check(context)
-        return message
+        if data[: len(cls.kind) + _DIGEST_BYTES] != cls.kind + context.digest:
+            raise cls._of_another_round(context)
+        return super().from_bytes(data, context)
 
     def check(self, context: RoundContext) -> None:
         """Refuse a message of another round, and members or lengths that the round lacks."""
         if self.digest != context.digest:
-            raise ProtocolError(
-                f"{type(self).__name__}: expected a message of round {context.round_number} of "
-                "this run"
-            )
-        for field in fields(self)[1:]:
-            name, value = field.name, getattr(self, field.name)
-            if isinstance(value, int):
-                if name == "member":
-                    self._check_members(name, [value], context)
-                continue
-            size, entries = self._size(name, context), [value]
-            if isinstance(value, Mapping):
-                self._check_members(name, value, context)
-                entries = [*value.values()]
-            for entry in entries:
-                if len(entry) != size:
-                    raise InvalidValue(f"{name} of {len(entry)} bytes: expected {size}")
+            raise self._of_another_round(context)
+        super().check(context)
+        for name, value in vars(self).items():
+            members = [value] if name == "member" else value if isinstance(value, Mapping) else ()
+            if any(not 0 <= member < context.members for member in members):
+                raise InvalidValue(f"{name}: expected members below {context.members}")
 
     @classmethod
-    def _size(cls, name: str, context: RoundContext) -> int:
-        return cls.sizes.get(name) or context.length * context.bits // 8
-
-    @staticmethod
-    def _check_members(name: str, members: Iterable[int], context: RoundContext) -> None:
-        if any(not 0 <= member < context.members for member in members):
-            raise InvalidValue(f"{name}: expected members below {context.members}")
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(data, "little")
-
-
-def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
-    """Return the entries of ``size`` bytes that fill ``data``, each after its member's number."""
-    step = 4 + size
-    if len(data) % step:
-        raise InvalidValue(f"{name} of {len(data)} bytes: expected entries of {step} bytes each")
-    starts = range(0, len(data), step)
-    members = [_number(data[start : start + 4]) for start in starts]
-    if any(later <= member for member, later in pairwise(members)):
-        raise InvalidValue(f"{name}: expected each member once, ascending")
-    return {m: data[at + 4 : at + step] for m, at in zip(members, starts, strict=True)}
+    def _of_another_round(cls, context: RoundContext) -> ProtocolError:
+        return ProtocolError(
+            f"message: expected {cls.__name__} of round {context.round_number} of this run"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advert(_Message):
+class Advert(_RoundMessage):
     """A member's public keys: one for masks, one for sealing."""
 
     kind = b"A"
@@ -160,7 +93,7 @@ class Advert(_Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keys(_Message):
+class Keys(_RoundMessage):
     """The public keys of a member and of its neighbours that advertised."""
 
     kind = b"K"
@@ -169,7 +102,7 @@ class Keys(_Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealedShares(_Message):
+class SealedShares(_RoundMessage):
     """A hash of the member's seed, and shares of seed and mask key that neighbours can open."""
 
     kind = b"S"
@@ -180,7 +113,7 @@ class SealedShares(_Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery(_Message):
+class Delivery(_RoundMessage):
     """Shares that neighbours sealed for one member."""
 
     kind = b"D"
@@ -189,16 +122,20 @@ class Delivery(_Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedInput(_Message):
+class MaskedInput(_RoundMessage):
     """A member's masked vector."""
 
     kind = b"M"
     member: int
     values: bytes
 
+    @classmethod
+    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
+        return {**super()._lengths(context), "values": context.length * context.bits // 8}
+
 
 @dataclass(frozen=True, kw_only=True)
-class UnmaskRequest(_Message):
+class UnmaskRequest(_RoundMessage):
     """Request to one member after the training: the kind of share to reveal of each neighbour.
 
     Parameters
@@ -225,7 +162,7 @@ class UnmaskRequest(_Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Revealed(_Message):
+class Revealed(_RoundMessage):
     """For each neighbour, a byte for the kind of share, and a share of its seed or mask key.
 
     A neighbour is missing if the member could not open the shares that came from it.

@@ -20,8 +20,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
     UnmaskRequest,
     key_pair,
 )
-from flower_ext.secure.aggregation.context import RoundContext
-from flower_ext.secure.aggregation.graph import Graph, graph_digest
+from flower_ext.secure.aggregation.context import Graph, RoundContext, graph_digest
 from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,

@@ -1,18 +1,25 @@
-"""Public values of one round, on which all parties agree and every key and message depends."""
+"""Public values of one round, on which all parties agree and every key and message depends.
+
+Members share keys with k neighbours. These are the nearest ones on a circle in a secretly drawn
+order (a circulant or Harary graph), of which O(log n) suffice (Bell et al. 2020).
+"""
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.aggregation.graph import degree
 
+Graph: TypeAlias = Sequence[Sequence[int]]
+"""The neighbours of every member, ascending, in the order of the members."""
 GRAPH_BYTES = 32
 _HEX = ("run", "graph")
 """Fields of bytes, which are written in hexadecimal digits."""
@@ -114,3 +121,56 @@ class RoundContext:
             raise
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InvalidValue("context: expected bytes from RoundContext.to_bytes") from error
+
+
+def degree(members: int, neighbours: int) -> int:
+    """Return the smallest possible number of neighbours that is at least ``neighbours``.
+
+    The number is even, because half of the neighbours are on each side of a circle, or it is
+    ``members - 1``, which makes every member a neighbour of all others. If ``neighbours`` is above
+    ``members - 1``, the result is ``members - 1``.
+
+    Raises
+    ------
+    InvalidValue
+        There are fewer than two members, or less than one neighbour.
+    """
+    if members < 2:
+        raise InvalidValue(f"members={members}: expected at least 2")
+    if neighbours < 1:
+        raise InvalidValue(f"neighbours={neighbours}: expected at least 1")
+    return min(neighbours + neighbours % 2, members - 1)
+
+
+def draw_order(members: int, generator: np.random.Generator) -> tuple[int, ...]:
+    """Return the members from 0 to ``members - 1`` in a random order, uniform over all orders.
+
+    Seed ``generator`` from the operating system, because an adversary that predicts the order can
+    place colluders.
+    """
+    return tuple(int(member) for member in generator.permutation(members))
+
+
+def graph_of(order: Sequence[int], neighbours: int) -> Graph:
+    """Return each member's neighbours on the circle of ``order``, ascending.
+
+    The relation is symmetric. ``neighbours`` must come from `degree`.
+    """
+    size = len(order)
+    if neighbours >= size - 1:
+        members = sorted(order)
+        return tuple((*members[:place], *members[place + 1 :]) for place in range(size))
+    half = neighbours // 2
+    rows: list[tuple[int, ...]] = [()] * size
+    steps = [*range(-half, 0), *range(1, half + 1)]
+    for place, member in enumerate(order):
+        rows[member] = tuple(sorted(order[(place + step) % size] for step in steps))
+    return tuple(rows)
+
+
+def graph_digest(graph: Graph) -> bytes:
+    """Return a hash of all members' neighbours, 32 bytes."""
+    hashed = sha256(b"flower-ext secure sum graph 1")
+    for row in graph:
+        hashed.update(struct.pack(f"<{len(row) + 1}I", len(row), *row))
+    return hashed.digest()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
-from flower_ext.errors import InvalidValue
 from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.stored_state import StoredState
 
 
 class Stage(Enum):
@@ -23,12 +22,17 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberState:
+class MemberState(StoredState):
     """Everything that a member needs for its next steps, and nothing else.
 
     ``keys`` holds its neighbours' public keys. ``held`` holds, for each neighbour that shared, its
     shares of seed and key; they are empty if this member could not open them.
     """
+
+    readers: ClassVar = {
+        "RoundContext": lambda text: RoundContext.from_bytes(text.encode()),
+        "Stage": Stage.__getitem__,
+    }
 
     context: RoundContext
     index: int
@@ -51,45 +55,3 @@ class MemberState:
         return MemberState(
             context=self.context, index=self.index, neighbours=self.neighbours, **changes
         )
-
-    def encode(self) -> bytes:
-        """Return the state as JSON."""
-        values: dict[str, Any] = {}
-        for field_of_state in fields(self):
-            value = getattr(self, field_of_state.name)
-            if isinstance(value, RoundContext):
-                value = value.to_bytes().decode()
-            elif isinstance(value, Stage):
-                value = value.name
-            elif isinstance(value, bytes):
-                value = value.hex()
-            elif isinstance(value, Mapping):
-                value = {str(key): entry.hex() for key, entry in value.items()}
-            values[field_of_state.name] = value
-        return json.dumps(values).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> MemberState:
-        """Undo `encode`.
-
-        Raises
-        ------
-        InvalidValue
-            The bytes are not a state.
-        """
-        try:
-            stored = json.loads(data)
-            context = RoundContext.from_bytes(stored.pop("context").encode())
-            index, neighbours = int(stored.pop("index")), tuple(map(int, stored.pop("neighbours")))
-            stage = Stage[stored.pop("stage")]
-            values: dict[str, Any] = {
-                name: bytes.fromhex(value)
-                if isinstance(value, str)
-                else {int(key): bytes.fromhex(entry) for key, entry in value.items()}
-                for name, value in stored.items()
-            }
-            return cls(context=context, index=index, neighbours=neighbours, stage=stage, **values)
-        except InvalidValue:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise InvalidValue("state: expected bytes from Member.to_bytes") from error

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.fixed_point import FixedPoint
-from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
+from flower_ext.secure.weighting.encoding import FixedPoint, Packing
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
 from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.plaintext_packing import Packing
 
 _MOST_RECORDS = 2**24
 """Up to this number, a silo searches the modulus for small factors within a second."""
@@ -26,35 +25,25 @@ class WeightingSettings(PartySettings):
     ----------
     run, users, silos, coordinates, draw_choices, winning_choices
         As for `PartySettings`.
-    max_records_per_user : int
-        N_max: the most records that one user may have over all silos.
-    allowed_totals : tuple of int, optional
-        Numbers of records that a user may have over all silos, besides zero. A short list has a
-        small least common multiple, so that many coordinates fit one plaintext.
-    silo_record_limits : tuple of int, optional
-        The most records of one user in each silo. Their sum is at most N_max, so no user can exceed
-        N_max. Without these limits each silo checks its own records only, and the server notices an
-        excess over all silos in the decrypted sum (see `WeightingServer.close_round`).
+    max_records_per_user, allowed_totals, silo_record_limits, precision, key_bits
+        As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of
+        totals has a small least common multiple, so that many coordinates fit one plaintext.
+        Without limits of silos the server notices an excess over all silos in the decrypted sum
+        (see `WeightingServer.close_round`).
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
         Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
-    precision : float
-        P: largest rounding error of a coordinate of the result, over all users and silos together.
-    key_bits : int
-        Length of the Paillier modulus.
     coordinates_per_plaintext : int, optional
         By default as many as fit.
-    table_memory_limit : int
-        Bytes that a silo may use for tables of powers.
-    allow_insecure_key_size : bool
-        Accept short keys. Set it in tests only.
 
     Raises
     ------
     ValueError
         A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
     """
+
+    protocol: ClassVar[str] = "paillier"
 
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
@@ -64,7 +53,6 @@ class WeightingSettings(PartySettings):
     precision: float = 1e-10
     key_bits: int = SECURE_KEY_BITS
     coordinates_per_plaintext: int | None = None
-    table_memory_limit: int = DEFAULT_TABLE_MEMORY
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
@@ -122,6 +110,18 @@ class WeightingSettings(PartySettings):
         rounding the sum to whole steps at random, which moves a coordinate by less than one step.
         """
         return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
+
+    @property
+    def sensitivity(self) -> float:
+        """Most clipping norms by which one user moves a decoded sum."""
+        return self.contribution_bound(self.update_bound) / self.update_bound
+
+    @property
+    def insecurity(self) -> str:
+        """Reason why the keys protect nobody, if they may be short."""
+        if not self.allow_insecure_key_size:
+            return ""
+        return f"keys of {self.key_bits} bits that may be insecure"
 
     @property
     def sum_bound(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import gmpy2
 import numpy as np
@@ -11,18 +12,21 @@ from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.threads import Progress, map_slices
 from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.encoding import FixedPoint
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
 from flower_ext.secure.weighting.paillier_messages import unpack_ciphertexts
+
+_POOL_PAYS: float = 2
+"""Least ratio of a round's re-randomised ciphertexts to a pool's set-up for which a pool pays."""
 
 
 class EncryptedSums:
     """A silo's sums under the server's key, with tables of powers and a pool of zeros.
 
-    Tables and pool only save time.
+    Tables and pool only save time. The pool is set up in the first round, if it pays off there.
 
     Parameters
     ----------
@@ -36,19 +40,14 @@ class EncryptedSums:
     def __init__(self, settings: WeightingSettings, public: PublicKey, *, workers: int = 1) -> None:
         self.settings = settings
         self.public = public
-        self.zeros: ZeroPool | None = None
         self._workers = workers
         self._folded: tuple[bytes, Mapping[int, mpz]] | None = None
         self._powers: FixedBaseProducts | None = None
 
-    def prepare(self, pool: ZeroPool | None, progress: Progress | None) -> ZeroPool:
-        """Keep ``pool``, or set one up, and return it."""
-        if pool is None:
-            pool = ZeroPool(self.public, workers=self._workers, progress=progress)
-        if pool.public != self.public:
-            raise InvalidValue("pool: expected a pool of this server's key")
-        self.zeros = pool
-        return pool
+    @cached_property
+    def zeros(self) -> ZeroPool:
+        """Pool of encryptions of zero."""
+        return ZeroPool(self.public, workers=self._workers)
 
     def encode_updates(
         self, updates: Mapping[int, ArrayLike], users: Sequence[int]
@@ -108,7 +107,6 @@ class EncryptedSums:
             lowest=-settings.encoding.largest,
             highest=settings.encoding.largest,
             expected_products=settings.coordinates,
-            table_memory_limit=settings.table_memory_limit,
             workers=self._workers,
         )
         self._folded = weights, factors
@@ -137,7 +135,8 @@ class EncryptedSums:
 
     def rerandomise(self, ciphertexts: list[mpz], share: range) -> None:
         """Re-randomise the ciphertexts at the places ``share``, in place."""
-        draw = self.public.zeros if self.zeros is None else self.zeros.take
+        pays = len(share) >= _POOL_PAYS * ZeroPool.size(self.settings.key_bits)
+        draw = self.zeros.take if pays else self.public.zeros
         zeros = draw(len(share), workers=self._workers)
         for at, zero in zip(share, zeros, strict=True):
             ciphertexts[at] = ciphertexts[at] * zero % self.public.n_squared

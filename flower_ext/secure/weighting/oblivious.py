@@ -75,20 +75,13 @@ class Sender:
     ----------
     run : bytes
         Name of the run, the same at the receiver.
-    secret : bytes, optional
-        a of an earlier sender; by default a fresh one.
     """
 
-    def __init__(self, run: bytes, *, secret: bytes | None = None) -> None:
+    def __init__(self, run: bytes) -> None:
         self._run = run
-        self._secret = _scalar(1 + secrets.randbelow(int(ORDER) - 1)) if secret is None else secret
+        self._secret = _scalar(1 + secrets.randbelow(int(ORDER) - 1))
         self.public: bytes = crypto_scalarmult_ed25519_base_noclamp(self._secret)
         """A, for the receiver."""
-
-    @property
-    def secret(self) -> bytes:
-        """The secret a. Store it at the sender only, and never send it."""
-        return self._secret
 
     def seal(
         self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1
@@ -180,7 +173,7 @@ class Receiver:
         places: int,
         workers: int = 1,
     ) -> None:
-        self._run = run
+        self._run, self._places = run, places
         (self._public,) = _points(public, 1, name="offer")
         choices = uniform_residues(derive(key, "choices", public), transfers, mpz(places))
         scalars = uniform_residues(derive(key, "scalars", public), transfers, ORDER)
@@ -242,6 +235,23 @@ class Receiver:
             ]
         except InvalidTag as error:
             raise InvalidValue("sealed texts: expected those sealed for this answer") from error
+
+    def open_joined(self, sealed: bytes, size: int) -> list[bytes]:
+        """Return the chosen text of each transfer, from all sealed texts of ``size`` bytes, joined.
+
+        Raises
+        ------
+        ValueError
+            The length is wrong; or as `open`.
+        """
+        places, transfers, step = self._places, len(self._choices), size + SEAL_BYTES
+        if len(sealed) != step * places * transfers:
+            raise InvalidValue(
+                f"sealed texts of {len(sealed)} bytes: expected {places} texts of {step} bytes for "
+                f"each of {transfers} transfers"
+            )
+        texts = [sealed[at : at + step] for at in range(0, len(sealed), step)]
+        return self.open([texts[at : at + places] for at in range(0, len(texts), places)])
 
 
 def _scalar(number: int) -> bytes:

@@ -112,7 +112,7 @@ class PublicKey:
         """
         return (1 + self.n * (message % self.n)) % self.n_squared
 
-    def zeros(self, count: int, *, workers: int = 1, progress: Progress | None = None) -> list[mpz]:
+    def zeros(self, count: int, *, workers: int = 1) -> list[mpz]:
         """Return fresh ciphertexts of zero: r^n for a uniform unit r. Each takes an exponentiation.
 
         Multiply a ciphertext by one of them to keep its message and give it fresh randomness. This
@@ -123,7 +123,7 @@ class PublicKey:
         def draw(slice_: Sequence[int]) -> list[mpz]:
             return [gmpy2.powmod(_random_unit(self.n), self.n, self.n_squared) for _ in slice_]
 
-        return map_slices(draw, range(count), workers=workers, progress=progress)
+        return map_slices(draw, range(count), workers=workers)
 
 
 @dataclass(frozen=True)
@@ -253,14 +253,10 @@ class ZeroPool:
         Number of threads of the set-up.
     """
 
-    def __init__(
-        self, public: PublicKey, *, workers: int = 1, progress: Progress | None = None
-    ) -> None:
-        self.public = public
+    def __init__(self, public: PublicKey, *, workers: int = 1) -> None:
         self._size = self.size(public.bits)
-
         self._products = FixedBaseProducts(
-            public.zeros(self._size, workers=workers, progress=progress),
+            public.zeros(self._size, workers=workers),
             public.n_squared,
             lowest=-_HALF_DIGIT,
             highest=_HALF_DIGIT - 1,
@@ -272,11 +268,6 @@ class ZeroPool:
     def size(key_bits: int) -> int:
         """Return the number of encryptions that the set-up makes for a key of ``key_bits`` bits."""
         return math.ceil((key_bits + 2 * _STATISTICAL_BITS) / _DIGIT_BITS)
-
-    @staticmethod
-    def table_multiplications(key_bits: int) -> int:
-        """Return the number of modular multiplications of the set-up, besides its encryptions."""
-        return ZeroPool.size(key_bits) * (_HALF_DIGIT - 1)
 
     def take(self, count: int, *, workers: int = 1) -> list[mpz]:
         """Return ``count`` encryptions of zero."""

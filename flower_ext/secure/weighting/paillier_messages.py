@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gmpy2 import mpz
 
+from flower_ext.secure.messages import Message, pack_numbers, unpack_numbers
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import PublicKey
-from flower_ext.secure.weighting.weighting_messages import Message, pack_numbers, unpack_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,6 @@ class PaillierKey(Message):
     """The server's Paillier modulus, for all silos."""
 
     kind = b"PPsk"
-    parts = ("modulus",)
 
     modulus: bytes
 
@@ -33,8 +32,8 @@ class PaillierKey(Message):
         return PublicKey(mpz.from_bytes(self.modulus, "big"))
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
-        return (settings.count_bytes,)
+    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
+        return {"modulus": settings.count_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,13 @@ class EncryptedWeights(Message):
     """One ciphertext per user, for all silos. It encrypts zero for a user that takes no part."""
 
     kind = b"PPew"
-    integers = ("round_number",)
-    parts = ("weights",)
 
     round_number: int
     weights: bytes
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
-        return (settings.users * settings.ciphertext_bytes,)
+    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
+        return {"weights": settings.users * settings.ciphertext_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +58,16 @@ class SealedWeights(Message):
     """
 
     kind = b"PPsw"
-    integers = ("round_number",)
-    parts = ("public", "sealed")
 
     round_number: int
     public: bytes
     sealed: bytes
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
+    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
         texts = settings.users * (settings.draw_choices or 0)
-        return POINT_BYTES, texts * (settings.ciphertext_bytes + SEAL_BYTES)
+        sealed = texts * (settings.ciphertext_bytes + SEAL_BYTES)
+        return {"public": POINT_BYTES, "sealed": sealed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +75,14 @@ class MaskedSum(Message):
     """A silo's weighted, noised and masked sum of updates, for the server."""
 
     kind = b"PPsu"
-    integers = ("round_number", "silo")
-    parts = ("ciphertexts",)
 
     round_number: int
     silo: int
     ciphertexts: bytes
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> tuple[int, ...]:
-        return (settings.ciphertexts * settings.ciphertext_bytes,)
+    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
+        return {"ciphertexts": settings.ciphertexts * settings.ciphertext_bytes}
 
 
 def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: WeightingSettings) -> bytes:

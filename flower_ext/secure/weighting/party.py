@@ -1,67 +1,80 @@
-"""A party of private weighting: a stage, and a state that is stored whenever it changes."""
+"""A party of private weighting, and the dialogue of the parties.
+
+=========  ==================================  =====================================================
+step       message of the server               answer of a silo
+=========  ==================================  =====================================================
+``begin``  the settings                        its public key
+``keys``   the server's key and all silos'     of silo 0: sealed seeds, and what its scheme adds
+``count``  the seed sealed for the silo        masked counts
+``draw``   a number and an offer, to silo 0    the silos' choices; before a round or epoch
+=========  ==================================  =====================================================
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
-from flower_ext.errors import ProtocolError
+from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.oblivious import POINT_BYTES
 from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.party_state import Stage
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
+T = TypeVar("T")
+
+BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
+"""Names of the steps."""
+KEY_BYTES = SEED_BYTES = 32
+SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
+NUMBER_BYTES = 8
+OFFER_BYTES = NUMBER_BYTES + POINT_BYTES
 
 
-class Party(ABC, Generic[SettingsT]):
-    """A party whose state outlives its process.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of the protocol: what the server sends to silos, and what they answer.
+
+    Parameters
+    ----------
+    name : str
+    questions : Mapping[int, bytes]
+        The message to each silo that takes the step.
+    length : int
+        Length of an answer in bytes.
+    answering : Collection[int], optional
+        Silos whose answers hold bytes; the others only confirm. By default all.
+    """
+
+    name: str
+    questions: Mapping[int, bytes]
+    length: int
+    answering: Collection[int] | None = None
+
+
+Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
+"""Steps that the server takes one by one: it yields each, and receives the silos' answers."""
+
+
+class Party(Generic[SettingsT]):
+    """A party of one run.
 
     Parameters
     ----------
     settings : PartySettings
-    save : callable, optional
-        Stores `export_state` durably. The party calls it before it returns a message that must not
-        be made twice, so that a party restored from the stored state reuses nothing.
     workers : int
         Number of threads.
+    watch : Callable[[str], Progress], optional
+        Returns, for the name of a long piece of work, a function to report its progress to.
     """
 
     def __init__(
         self,
         settings: SettingsT,
         *,
-        save: Callable[[bytes], None] | None = None,
         workers: int = 1,
+        watch: Callable[[str], Progress | None] = lambda work: None,
     ) -> None:
         self.settings = settings
-        self._save = save
-        self._workers = workers
-        self._stage = Stage.NEW
+        self._workers, self._watch = workers, watch
         self._last_round = 0
-
-    @property
-    @abstractmethod
-    def _name(self) -> str:
-        """Name of the party in errors."""
-
-    @abstractmethod
-    def export_state(self) -> bytes:
-        """Return the state that a restart needs, at any stage.
-
-        It holds secrets in the clear. Store it where nobody else can read it, and never send it.
-        """
-
-    def _expect(self, stage: Stage) -> None:
-        if self._stage is not stage:
-            raise ProtocolError(
-                f"{self._name} is {self._stage.name.lower()}: expected it to be "
-                f"{stage.name.lower()}"
-            )
-
-    def _advance(self, stage: Stage) -> None:
-        self._stage = stage
-        self._store()
-
-    def _store(self) -> None:
-        if self._save is not None:
-            self._save(self.export_state())

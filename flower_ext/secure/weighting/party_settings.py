@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any, ClassVar, Self
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
@@ -32,6 +33,9 @@ class PartySettings(ABC):
         A field is out of range.
     """
 
+    protocol: ClassVar[str]
+    """Name of the protocol."""
+
     run: str
     users: int
     silos: int
@@ -53,14 +57,55 @@ class PartySettings(ABC):
                 f"{choices - 1}, because a draw neither always nor never takes a user"
             )
 
+    def to_bytes(self) -> bytes:
+        """Return the protocol's name and all fields as JSON."""
+        return json.dumps({"protocol": self.protocol, **asdict(self)}, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Undo `to_bytes`.
+
+        Raises
+        ------
+        ValueError
+            The bytes are malformed or of another protocol, or a field is out of range.
+        """
+        try:
+            values = json.loads(data)
+            if values.pop("protocol") != cls.protocol:
+                raise ValueError("another protocol")
+            fields: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+            }
+            return cls(**fields)
+        except InvalidValue:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise InvalidValue(f"settings: expected bytes of {cls.__name__}") from error
+
     @cached_property
     def context(self) -> bytes:
-        """Hash of the scheme and all fields.
+        """Hash of the protocol and all fields.
 
         Keys and masks derive from it, so parties with different settings cannot read one another.
         """
-        fields = json.dumps([type(self).__name__, asdict(self)], sort_keys=True)
-        return hashlib.sha256(fields.encode()).digest()
+        return hashlib.sha256(self.to_bytes()).digest()
+
+    @property
+    def insecurity(self) -> str:
+        """Reason why these settings protect nobody, so that they suit simulations only; or ''."""
+        return ""
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float:
+        """Most clipping norms by which one user moves a decoded sum; above 1 due to rounding."""
+
+    @property
+    def approximation_error(self) -> float:
+        """Largest distance of a sum from the exact one in clipping norms, as in `NoisedSum`."""
+        return 0.0
 
     @property
     @abstractmethod

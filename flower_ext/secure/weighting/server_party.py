@@ -2,117 +2,147 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
-from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.weighting.oblivious import Sender
-from flower_ext.secure.weighting.party import Party, SettingsT
-from flower_ext.secure.weighting.party_state import Stage
-from flower_ext.secure.weighting.weighting_messages import (
-    DrawAnswer,
-    DrawOffer,
-    MaskedCounts,
+from numpy.typing import NDArray
+
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.secure.labels import check_public
+from flower_ext.secure.messages import (
     Message,
-    SealedSeed,
-    SiloKey,
-    check_all_there,
-    check_keys,
-    check_senders,
+    check_length,
     unpack_numbers,
+)
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
+from flower_ext.secure.weighting.party import (
+    BEGIN,
+    COUNT,
+    DRAW,
+    KEY_BYTES,
+    KEYS,
+    NUMBER_BYTES,
+    SEALED_SEED_BYTES,
+    Dialogue,
+    Party,
+    SettingsT,
+    Step,
 )
 
 SumT = TypeVar("SumT", bound=Message)
 
 
-class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
+class ServerParty(Party[SettingsT], ABC, Generic[SettingsT, SumT]):
     """The party with the secret key: it relays messages and decrypts sums.
 
-    Call `relay_keys`, `relay_seed`, `receive_counts` once, in this order. A scheme adds the rounds.
+    Take all steps of `set_up` once, then of `begin_round` for every round; call `read_sum` for each
+    silo's sum, and `close_round` when all are there. Keys last for one process: after a restart,
+    set up anew.
 
     Parameters
     ----------
-    settings, save, workers
+    settings, **options
         As for `Party`.
     """
 
-    def __init__(
-        self,
-        settings: SettingsT,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> None:
-        super().__init__(settings, save=save, workers=workers)
+    sum_type: ClassVar[type[Message]]
+    """Message with a silo's masked sum."""
+
+    def __init__(self, settings: SettingsT, **options: Any) -> None:
+        super().__init__(settings, **options)
+        self._is_set_up = False
         self._open_round: int | None = None
-        self._drawing: tuple[int, Sender] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(run={self.settings.run!r}, last_round={self._last_round})"
 
-    def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:
-        """Return the silos' public keys, for all silos.
+    @property
+    @abstractmethod
+    def public_key(self) -> Message:
+        """The server's public key, for all silos."""
+
+    def set_up(self) -> Dialogue[None]:
+        """Exchange keys and the silos' seed, and collect masked counts for all later rounds.
 
         Raises
         ------
-        ProtocolError
-            The keys were relayed before.
         ValueError
-            There is not exactly one key from each silo, or a key is malformed or of low order.
+            An answer is malformed, or the scheme refuses the totals.
         """
-        self._expect(Stage.NEW)
-        for key in keys:
-            key.check(self.settings)
-        check_senders([key.silo for key in keys], range(self.settings.silos))
-        check_keys({key.silo: key.public for key in keys})
-        self._advance(Stage.KEYED)
-        return tuple(sorted(keys, key=lambda key: key.silo))
+        settings, silos = self.settings, range(self.settings.silos)
+        greeting = dict.fromkeys(silos, settings.to_bytes())
+        keys = yield Step(name=BEGIN, questions=greeting, length=KEY_BYTES)
+        _check_keys(keys)
+        public = self.public_key.to_bytes() + b"".join(keys[silo] for silo in silos)
+        of_seeds = SEALED_SEED_BYTES * (settings.silos - 1)
+        length = of_seeds + self._added_bytes
+        answers = yield Step(
+            name=KEYS, questions=dict.fromkeys(silos, public), length=length, answering=(0,)
+        )
+        sealed = answers[0]
+        check_length("sealed seeds", sealed, length)
+        self._take_added(sealed[of_seeds:])
+        seeds = {0: b""} | {
+            silo: sealed[SEALED_SEED_BYTES * (silo - 1) :][:SEALED_SEED_BYTES] for silo in silos[1:]
+        }
+        length = settings.users * settings.count_bytes
+        counts = yield Step(name=COUNT, questions=seeds, length=length)
+        self._take_totals(self._added_up(counts))
+        self._is_set_up = True
 
-    def relay_seed(self, seeds: Sequence[SealedSeed]) -> tuple[SealedSeed, ...]:
-        """Return silo 0's sealed seeds, each for its receiver.
+    @abstractmethod
+    def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
+        """Begin a round, and return the encrypted weights, the same for all silos.
+
+        The server abandons an earlier round that is still open.
+
+        Parameters
+        ----------
+        number : int
+            Higher than the number of every earlier round.
+        places : Collection[int], optional
+            Places, in the silos' secret order, of the users that take part. By default all users
+            take part, or the silos draw them, where the settings have ``draw_choices``.
 
         Raises
         ------
         ProtocolError
-            The public keys were not relayed yet, or the seed was relayed before.
+            The set-up is not complete, the number is not above the last, or places are given
+            although the silos draw users.
         ValueError
-            There is not exactly one seed for each silo except silo 0.
+            A place is out of range, or an answer is malformed.
         """
-        self._expect(Stage.KEYED)
-        for seed in seeds:
-            seed.check(self.settings)
-        check_senders([seed.receiver for seed in seeds], range(1, self.settings.silos))
-        self._advance(Stage.SEEDED)
-        return tuple(sorted(seeds, key=lambda seed: seed.receiver))
 
-    def receive_counts(self, messages: Sequence[MaskedCounts]) -> None:
-        """Add up the masked counts of all silos; the masks cancel.
+    @abstractmethod
+    def close_round(self, messages: Sequence[SumT]) -> NDArray[Any]:
+        """Return the weighted and noised sum over all silos, of shape (coordinates,).
 
         Raises
         ------
-        ProtocolError
-            The seed was not relayed yet, or counts were received before.
         IncompleteRound
-            A silo's counts are missing.
-        ValueError
-            A message is malformed, comes from a silo that the run does not have, or was sent twice;
-            or the scheme refuses the totals.
+            A silo's sum is missing; nothing was decrypted, and the round stays open.
+        ProtocolError, ValueError
+            As `check_sum`, or a silo sent two sums.
+        OverflowError
+            The sum is out of bounds: some user has more records than the settings allow, or a silo
+            sent what is no sum.
         """
-        self._expect(Stage.SEEDED)
-        check_all_there([message.silo for message in messages], self.settings.silos)
-        totals, modulus = [0] * self.settings.users, self._count_modulus
-        for message in messages:
-            message.check(self.settings)
-            counts = unpack_numbers(message.counts, self.settings.count_bytes)
-            if max(counts) >= modulus:
-                raise InvalidValue(
-                    f"counts of silo {message.silo}: expected integers below the modulus of "
-                    "masked counts"
-                )
-            totals = [(t + count) % modulus for t, count in zip(totals, counts, strict=True)]
-        self._take_totals(totals)
-        self._advance(Stage.COUNTED)
+
+    def read_sum(self, silo: int, data: bytes) -> SumT:
+        """Return a silo's sum if it is well formed, of that silo and of the open round.
+
+        Raises
+        ------
+        ProtocolError, ValueError
+            As `check_sum`, or the message names another silo than the one that sent it.
+        """
+        message: Any = self.sum_type.from_bytes(data, self.settings)
+        if message.silo != silo:
+            kind = type(message).__name__
+            raise InvalidValue(f"{kind} of silo {message.silo}: expected silo {silo}, its sender")
+        self.check_sum(message)
+        return message  # type: ignore[no-any-return]
 
     def check_sum(self, message: SumT) -> None:
         """Check one silo's sum as soon as it arrives, before the other silos have answered.
@@ -124,8 +154,7 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
         ValueError
             The message is malformed, or comes from a silo that the run does not have.
         """
-        if self._open_round is None:
-            raise ProtocolError("no round is open: open one and send its message to the silos")
+        self._expect_open()
         self._check_sum_of_round(message)
         message.check(self.settings)
 
@@ -133,14 +162,15 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
         """Check that every silo sent one sum of the open round."""
         for message in messages:
             ServerParty.check_sum(self, message)  # not again what a scheme checks on arrival
-        if self._open_round is None:
-            raise ProtocolError("no round is open: open one and send its message to the silos")
-        senders: list[int] = [message.silo for message in messages]  # type: ignore[attr-defined]
-        check_all_there(senders, self.settings.silos)
-
-    @property
-    def _name(self) -> str:
-        return "the server"
+        self._expect_open()
+        senders = sorted(vars(message)["silo"] for message in messages)
+        everyone = list(range(self.settings.silos))
+        if missing := sorted(set(everyone) - set(senders)):
+            raise IncompleteRound(
+                f"silos {missing} sent nothing: expected messages from all {len(everyone)}"
+            )
+        if senders != everyone:
+            raise InvalidValue(f"sums of silos {senders}: expected one each from {everyone}")
 
     @property
     @abstractmethod
@@ -155,38 +185,70 @@ class ServerParty(Party[SettingsT], Generic[SettingsT, SumT]):
     def _check_sum_of_round(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
 
-    def _drawn_places(self, sampled: Collection[int] | None) -> set[int]:
-        """Return the places in the silos' secret order of users that the server named."""
-        everyone = range(self.settings.users)
-        drawn = set(everyone if sampled is None else sampled)
-        if not drawn <= set(everyone):
-            raise InvalidValue(f"sampled: expected integers from 0 to {self.settings.users - 1}")
-        return drawn
+    @property
+    def _added_bytes(self) -> int:
+        """Length of what silo 0 adds to the sealed seeds."""
+        return 0
 
-    def _refuse_secret_draw(self) -> None:
+    def _take_added(self, data: bytes) -> None:
+        """Take what silo 0 added to the sealed seeds; nothing by default."""
+
+    def _expect_set_up(self) -> None:
+        if not self._is_set_up:
+            raise ProtocolError("the set-up is not complete: take all steps of set_up first")
+
+    def _expect_open(self) -> None:
+        if self._open_round is None:
+            raise ProtocolError("no round is open: open one and send its message to the silos")
+
+    def _added_up(self, counts: Mapping[int, bytes]) -> list[int]:
+        """Add up the masked counts of all silos; the masks cancel."""
+        settings, modulus = self.settings, self._count_modulus
+        totals = [0] * settings.users
+        for silo, data in counts.items():
+            check_length(f"counts of silo {silo}", data, settings.users * settings.count_bytes)
+            masked = unpack_numbers(data, settings.count_bytes)
+            if max(masked) >= modulus:
+                raise InvalidValue(
+                    f"counts of silo {silo}: expected integers below the modulus of masked counts"
+                )
+            totals = [(t + count) % modulus for t, count in zip(totals, masked, strict=True)]
+        return totals
+
+    def _drawn_places(self, places: Collection[int] | None) -> set[int]:
+        """Return the places in the silos' secret order of users that the server named."""
         if self.settings.draw_choices is not None:
             raise ProtocolError(
-                "the settings have draw_choices, so the server does not draw: call offer_draw and "
-                "open what the silos draw instead"
+                "the settings have draw_choices, so the server does not draw: name no places"
             )
+        everyone = range(self.settings.users)
+        drawn = set(everyone if places is None else places)
+        if not drawn <= set(everyone):
+            raise InvalidValue(f"places: expected integers from 0 to {self.settings.users - 1}")
+        return drawn
 
-    def _expect_secret_draw(self) -> None:
-        if self.settings.draw_choices is None:
-            raise ProtocolError(
-                "offer_draw: the settings have no draw_choices; name the drawn users instead"
-            )
+    def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
+        """Offer silo 0 a secret draw; return the transfers' sender and the silos' choices.
 
-    def _offer_draw(self, number: int) -> DrawOffer:
+        ``number`` is that of the round or epoch that the draw is for.
+        """
         sender = Sender(self.settings.context)
-        self._drawing = number, sender
-        return DrawOffer(number=number, public=sender.public)
+        offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
+        length = self.settings.users * POINT_BYTES
+        answers = yield Step(name=DRAW, questions={0: offer}, length=length)
+        return sender, answers[0]
 
-    def _sender_for(self, message: DrawAnswer) -> Sender:
-        """Return the sender whose offer a draw's answer is for. Each offer is good for one."""
-        if self._drawing is None or self._drawing[0] != message.number:
-            raise ProtocolError(
-                f"draw {message.number}: expected offer_draw for this round or epoch first"
-            )
-        message.check(self.settings)
-        (_, sender), self._drawing = self._drawing, None
-        return sender
+
+def _check_keys(keys: Mapping[int, bytes]) -> None:
+    """Raise a ValueError that names the first silo whose public key nobody can agree with.
+
+    A key that two silos sent is such a key: one of them repeats what the other said.
+    """
+    first: dict[bytes, int] = {}
+    for silo, public in keys.items():
+        if (other := first.setdefault(public, silo)) != silo:
+            raise InvalidValue(f"silos {other} and {silo}: expected a different public key of each")
+        try:
+            check_public(public)
+        except InvalidValue as error:
+            raise InvalidValue(f"silo {silo}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from random import SystemRandom
+from typing import Any
 
 import gmpy2
 import numpy as np
@@ -11,9 +12,10 @@ from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.fixed_point import from_residue
-from flower_ext.secure.threads import Progress
+from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.encoding import from_residue
+from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (
     EncryptedWeights,
@@ -23,30 +25,27 @@ from flower_ext.secure.weighting.paillier_messages import (
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.party_state import Stage
+from flower_ext.secure.weighting.party import Dialogue
 from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer, check_later
 
 
 class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
     """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums.
 
-    After the set-up of `ServerParty`, call `open_round` and `close_round` for every round. If the
-    settings have ``draw_choices``, open a round with `offer_draw` and `open_drawn_round` instead.
-
     Parameters
     ----------
-    settings : WeightingSettings
     key : PrivateKey, optional
         By default a fresh key of ``settings.key_bits`` bits.
-    workers : int
-        Number of threads.
+    settings, **options
+        As for `ServerParty`.
     """
 
+    sum_type = MaskedSum
+
     def __init__(
-        self, settings: WeightingSettings, *, key: PrivateKey | None = None, workers: int = 1
+        self, settings: WeightingSettings, *, key: PrivateKey | None = None, **options: Any
     ) -> None:
-        super().__init__(settings, workers=workers)
+        super().__init__(settings, **options)
         self._key = key or generate_key(
             settings.key_bits, allow_insecure_key_size=settings.allow_insecure_key_size
         )
@@ -59,109 +58,40 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         """Paillier modulus, for all silos."""
         return PaillierKey.of(self._key.public, self.settings)
 
-    def open_round(
-        self,
-        round_number: int,
-        *,
-        sampled: Collection[int] | None = None,
-        progress: Progress | None = None,
-    ) -> EncryptedWeights:
-        """Return encryptions of the users' inverse totals, for all silos.
+    def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
+        """Begin a round, and return encryptions of the users' inverse totals.
 
-        The server abandons an earlier round that is still open.
-
-        Parameters
-        ----------
-        round_number : int
-            Higher than the number of every earlier round.
-        sampled : Collection of int, optional
-            Users that take part, as places from 0 to users - 1 in the silos' secret order. The
-            other users get an encryption of zero, and all encryptions are fresh. By default all
-            users take part, and every round sends the same encryptions.
-
-        Raises
-        ------
-        ProtocolError
-            The counts have not arrived, the round number is not above the last, or the settings
-            have ``draw_choices``.
-        ValueError
-            ``sampled`` holds a place outside the range.
+        Users that take no part get an encryption of zero. If all users take part, every round sends
+        the same encryptions; else all of them are fresh.
         """
-        self._check_round(round_number)
-        self._refuse_secret_draw()
-        drawn = self._drawn_places(sampled)
-        self._last_round = self._open_round = round_number
-        if sampled is None and self._weights_of_all is not None:
-            return EncryptedWeights(round_number=round_number, weights=self._weights_of_all)
-        messages = [x if place in drawn else mpz(0) for place, x in enumerate(self._inverses)]
-        encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
-        weights = pack_ciphertexts(encrypted, self.settings)
-        if sampled is None:
+        if self.settings.draw_choices is None or places is not None:
+            return self.open_round(number, places=places).to_bytes()
+        self._check_round(number)
+        sender, choices = yield from self._draw(number)
+        return self._seal_weights(number, sender, choices).to_bytes()
+
+    def open_round(self, number: int, *, places: Collection[int] | None = None) -> EncryptedWeights:
+        """Begin a round whose users the server draws: see `begin_round`."""
+        self._check_round(number)
+        drawn = self._drawn_places(places)
+        self._last_round = self._open_round = number
+        if places is None and self._weights_of_all is not None:
+            return EncryptedWeights(round_number=number, weights=self._weights_of_all)
+        weights = pack_ciphertexts(
+            self._encrypt([x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]),
+            self.settings,
+        )
+        if places is None:
             self._weights_of_all = weights
-        return EncryptedWeights(round_number=round_number, weights=weights)
+        return EncryptedWeights(round_number=number, weights=weights)
 
-    def offer_draw(self, round_number: int) -> DrawOffer:
-        """Begin a round with a secret draw of users. Send the offer to the silo that answers.
+    def close_round(self, messages: Sequence[MaskedSum]) -> NDArray[np.float64]:
+        """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
 
-        Raises
-        ------
-        ProtocolError
-            The counts have not arrived, the round number is not above the last, or the settings
-            have no ``draw_choices``.
-        """
-        self._check_round(round_number)
-        self._expect_secret_draw()
-        return self._offer_draw(round_number)
-
-    def open_drawn_round(
-        self, message: DrawAnswer, *, progress: Progress | None = None
-    ) -> SealedWeights:
-        """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
-
-        Only the server knows their order, and only the silos know which one they open. No party
-        therefore learns whether the opened one is among the k.
-
-        Raises
-        ------
-        ProtocolError
-            The last `offer_draw` was for another round, or this round was opened before.
-        ValueError
-            The answer is malformed.
-        """
-        sender = self._sender_for(message)
-        self._check_round(message.number)
-        choices = self.settings.draw_choices or 1
-        self._last_round = self._open_round = message.number
-        messages = [mpz(0)] * (self.settings.users * choices)
-        for user, inverse in enumerate(self._inverses):
-            for place in SystemRandom().sample(range(choices), self.settings.winning_choices):
-                messages[user * choices + place] = inverse
-        encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
-        texts = [pack_ciphertexts([ciphertext], self.settings) for ciphertext in encrypted]
-        of_users = [texts[at : at + choices] for at in range(0, len(texts), choices)]
-        sealed = sender.seal(message.answer, of_users, workers=self._workers)
-        joined = b"".join(text for of_user in sealed for text in of_user)
-        return SealedWeights(round_number=message.number, public=sender.public, sealed=joined)
-
-    def close_round(
-        self, messages: Sequence[MaskedSum], *, progress: Progress | None = None
-    ) -> NDArray[np.float64]:
-        """Return the weighted, noised sum over all silos, of shape (coordinates,).
-
-        Raises
-        ------
-        IncompleteRound
-            A silo's sum is missing; the round stays open.
-        ProtocolError
-            No round is open, or a message belongs to another round.
-        ValueError
-            A message is malformed, comes from a silo that the run does not have, or was sent twice.
-        OverflowError
-            The sum is out of bounds, because some user has more than ``max_records_per_user``
-            records or a total that is not allowed. Such a total makes the sum about uniform modulo
-            n. It goes unnoticed with probability 2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. A
-            server that tries totals on such a sum may find the user's total; set
-            ``silo_record_limits`` to rule this out.
+        A user with more than ``max_records_per_user`` records, or a total that is not allowed,
+        makes the sum about uniform modulo n. It goes unnoticed with probability 2 · ``sum_bound`` /
+        n, or 2⁻⁶⁴ with packing. A server that tries totals on such a sum may find the user's total;
+        set ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
@@ -172,6 +102,7 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         self._open_round = None
+        progress = self._watch("decryption")
         decrypted = self._key.decrypt(totals, workers=self._workers, progress=progress)
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
@@ -190,13 +121,31 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         super().check_sum(message)
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
 
-    def export_state(self) -> bytes:
-        """Raise an error: the key of Protocol 1's server lasts for one process."""
-        raise ProtocolError("the server's state is not stored: set up anew after a restart")
-
     @property
     def _count_modulus(self) -> int:
         return int(self._key.public.n)
+
+    def _seal_weights(self, number: int, sender: Sender, choices: bytes) -> SealedWeights:
+        """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
+
+        Only the server knows their order, and only the silos know which one they open. No party
+        therefore learns whether the opened one is among the k.
+        """
+        settings, size = self.settings, self.settings.draw_choices or 1
+        self._last_round = self._open_round = number
+        messages = [mpz(0)] * (settings.users * size)
+        for user, inverse in enumerate(self._inverses):
+            for place in SystemRandom().sample(range(size), settings.winning_choices):
+                messages[user * size + place] = inverse
+        texts = [pack_ciphertexts([text], settings) for text in self._encrypt(messages)]
+        of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
+        sealed = sender.seal(choices, of_users, workers=self._workers)
+        joined = b"".join(text for of_user in sealed for text in of_user)
+        return SealedWeights(round_number=number, public=sender.public, sealed=joined)
+
+    def _encrypt(self, messages: list[mpz]) -> list[mpz]:
+        progress = self._watch(f"round {self._open_round}: encryptions")
+        return self._key.encrypt(messages, workers=self._workers, progress=progress)
 
     def _take_totals(self, totals: list[int]) -> None:
         n = self._key.public.n
@@ -208,9 +157,9 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         except ZeroDivisionError as error:
             raise InvalidValue("counts: expected totals that share no factor with n") from error
 
-    def _check_round(self, round_number: int) -> None:
-        self._expect(Stage.COUNTED)
-        check_later("round", round_number, self._last_round)
+    def _check_round(self, number: int) -> None:
+        self._expect_set_up()
+        check_later("round", number, self._last_round)
 
     def _check_sum_of_round(self, message: MaskedSum) -> None:
         if message.round_number != self._open_round:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import count
+from typing import Any
 
+import gmpy2
 from gmpy2 import mpz
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.threads import Progress
+from flower_ext.secure.labels import derive
+from flower_ext.secure.messages import check_later
+from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.weighting.agreement import WeightingSettings
-from flower_ext.secure.weighting.blinds import user_blinds
 from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
-from flower_ext.secure.weighting.paillier import ZeroPool
 from flower_ext.secure.weighting.paillier_messages import (
     EncryptedWeights,
     MaskedSum,
@@ -21,47 +24,49 @@ from flower_ext.secure.weighting.paillier_messages import (
     SealedWeights,
     pack_ciphertexts,
 )
-from flower_ext.secure.weighting.party_state import Stage
-from flower_ext.secure.weighting.secret_draw import open_texts
-from flower_ext.secure.weighting.silo_party import SiloParty
-from flower_ext.secure.weighting.weighting_messages import check_later
+from flower_ext.secure.weighting.silo_party import SiloParty, Stage
 
 _SUM = "sum"
 
 
+def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
+    """Return a unit modulo ``modulus`` for every user, uniform to a party without ``seed``."""
+
+    def blind(user: int) -> mpz:
+        for attempt in count():
+            (drawn,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
+            if gmpy2.gcd(drawn, modulus) == 1:
+                break
+        return drawn
+
+    return [blind(user) for user in range(users)]
+
+
 class WeightingSilo(SiloParty[WeightingSettings, PaillierKey]):
-    """One silo. After the set-up of `SiloParty`, call `weigh` for every round.
+    """One silo. After the set-up of `SiloParty`, call `open_sum` or `weigh` for every round.
 
     Parameters
     ----------
-    settings, index, save, workers
+    settings, index, **options
         As for `SiloParty`.
     """
 
+    settings_type = WeightingSettings
     server_key_type = PaillierKey
 
-    @property
-    def prepared(self) -> bool:
-        """Return True once `prepare` was called."""
-        return self._sums.zeros is not None
-
-    def prepare(
-        self, pool: ZeroPool | None = None, *, progress: Progress | None = None
-    ) -> ZeroPool:
-        """Set up a `ZeroPool`, so that re-randomising costs an eleventh.
-
-        It needs `receive_keys`, takes `ZeroPool.size` full exponentiations, and pays off after
-        somewhat more ciphertexts than that. Silos of one process may share a pool of one server.
-        """
-        return self._sums.prepare(pool, progress)
+    def open_sum(self, number: int, weights: bytes) -> WholeSum:
+        """Begin this silo's sum of round ``number``."""
+        kind = EncryptedWeights if self.settings.draw_choices is None else SealedWeights
+        message = kind.from_bytes(weights, self.settings)
+        if message.round_number != number:
+            raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
+        return WholeSum(self, message)
 
     def weigh(
         self,
         message: EncryptedWeights | SealedWeights,
         updates: Mapping[int, ArrayLike],
         noise: ArrayLike,
-        *,
-        progress: Progress | None = None,
     ) -> MaskedSum:
         """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
 
@@ -72,8 +77,6 @@ class WeightingSilo(SiloParty[WeightingSettings, PaillierKey]):
             (coordinates,) and lies within ``settings.update_bound``.
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
-        progress : callable, optional
-            Called with the number of finished coordinates.
 
         Raises
         ------
@@ -92,6 +95,7 @@ class WeightingSilo(SiloParty[WeightingSettings, PaillierKey]):
         encoded = self._sums.encode_updates(updates, users)
         encoded_noise = self._sums.encode_noise(noise)
         powers = self._sums.fold(self._opened(message), self._factors(users))
+        progress = self._watch(f"silo {self.index}, round {message.round_number}: coordinates")
         ciphertexts = self._sums.noised(powers, encoded, encoded_noise, progress)
         # Only what follows draws masks. Until here an error leaves the round unused.
         self._last_round = message.round_number
@@ -137,8 +141,7 @@ class WeightingSilo(SiloParty[WeightingSettings, PaillierKey]):
             message.check(self.settings)
             return message.weights
         receiver = self._draw_receiver(message.round_number, message.public)
-        size = self.settings.ciphertext_bytes
-        return b"".join(open_texts(self.settings, receiver, message.sealed, size=size))
+        return b"".join(receiver.open_joined(message.sealed, self.settings.ciphertext_bytes))
 
     def _factors(self, users: Sequence[int]) -> dict[int, mpz]:
         """Return n_su · r_u · C_LCM of each of ``users``, by place in the secret order."""
@@ -159,3 +162,19 @@ class WeightingSilo(SiloParty[WeightingSettings, PaillierKey]):
         """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round."""
         first = (self.index - round_number) % self.settings.silos
         self._sums.rerandomise(ciphertexts, range(first, len(ciphertexts), self.settings.silos))
+
+
+class WholeSum:
+    """A silo's sum of one round. It needs all updates at once, because it works by coordinates."""
+
+    def __init__(self, silo: WeightingSilo, weights: EncryptedWeights | SealedWeights) -> None:
+        self._silo, self._weights = silo, weights
+        self._updates: dict[int, NDArray[Any]] = {}
+
+    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Keep updates until all users' updates have arrived."""
+        self._updates |= updates
+
+    def finish(self, noise: NDArray[Any]) -> bytes:
+        """Return the masked sum; the round then counts as used."""
+        return self._silo.weigh(self._weights, self._updates, noise).to_bytes()

@@ -23,37 +23,24 @@ V_su, r, e2, D_s, z_s      `encrypted_sum`; z_s is ``noise``
 second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices`` / P the rate
 =========================  ================================================================
 
-The order of calls, with the message that each step returns (classes are in `messages`, and in
-`flower_ext.secure.weighting.weighting_messages`):
+The set-up has the steps of `flower_ext.secure.weighting.party`. Silo 0 adds the silos' choices ρ_u
+of the oblivious transfer to its sealed seeds. Then come these calls (messages are in `messages`):
 
 =======  ==================================================  ==============================
 step     call                                                message
 =======  ==================================================  ==============================
-1        ``server.public_key``                               LatticeKey, to all silos
-         ``silo.key``                                        SiloKey, to the server
-2        ``server.relay_keys(keys)``                         tuple of SiloKey, to all silos
-         ``silo.receive_keys(server_key, keys)``
-3        ``silo0.seal_seed()``                               SealedSeed for every other silo
-         ``silo0.answer_transfer()``                         TransferAnswer, to the server
-4        ``server.relay_seed(seeds)``                        each SealedSeed to its receiver
-         ``server.receive_answer(answer)``
-         ``silo.open_seed(seed)``, not at silo 0
-5        ``silo.mask_counts(counts)``                        MaskedCounts, to the server
-         ``server.receive_counts(messages)``
-epoch    ``server.open_epoch(sampled=None)``                 LatticeWeights, to all silos
-         or, if nobody may know who is drawn:
-         ``server.offer_draw()``                             DrawOffer, to silo 0
-         ``silo0.answer_draw(offer)``                        DrawAnswer, to the server
-         ``server.open_drawn_epoch(answer)``                 LatticeWeights, to all silos
+epoch    ``server.open_epoch(places=None)``                  LatticeWeights, to all silos
+         or, if nobody may know who is drawn, a step
+         ``draw`` of the silos' choices before it
          ``silo.receive_weights(weights)``
 round    ``server.open_round(round_number)``                 RoundOpening, to all silos
          ``silo.weigh(opening, updates, noise)``             LatticeSum, to the server
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
-An epoch lasts until other users are drawn. Every new draw and every restart of the server begin a
-new epoch. A silo that restarted accepts the weights of its last epoch again if they are the same to
-the last bit.
+An epoch lasts until other users are drawn. ``server.begin_round`` and ``silo.open_sum`` make both
+calls at once. A silo that restarted accepts the weights of its last epoch again if they are the
+same to the last bit.
 
 Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
 few users at a time, and last ``finish(noise)``. It then never holds all users' updates at once.
@@ -61,8 +48,8 @@ few users at a time, and last ``finish(noise)``. It then never holds all users' 
 The transport must be confidential and authenticated between each silo and the server. Otherwise an
 eavesdropper on one silo that colludes with all other silos learns this silo's record counts.
 
-`LatticeServer` and `LatticeSilo` are the parties. They use neither torch nor Flower; `weighting`
-and `silo_end` run them over Flower.
+`LatticeServer` and `LatticeSilo` are the parties. They use neither torch nor Flower;
+`flower_ext.federation.sums.weighted` runs them over Flower.
 """
 
 from typing import TYPE_CHECKING, Any

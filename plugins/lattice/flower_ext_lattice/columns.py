@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.weighting.oblivious import KEY_BYTES, Receiver, Sender
-from flower_ext.secure.weighting.secret_draw import open_texts
 from flower_ext_lattice.settings import DRAW_TEXT_BYTES, LatticeSettings
 
 
@@ -69,9 +68,7 @@ def seal_columns(
     return b"".join(b"".join(of_user) for of_user in sealed)
 
 
-def open_columns(
-    settings: LatticeSettings, receiver: Receiver, sealed: bytes
-) -> list[tuple[int, bytes]]:
+def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
     """Return the number and the key of each user's column that the silos chose.
 
     Parameters
@@ -84,7 +81,7 @@ def open_columns(
     ValueError
         A text is malformed, or was sealed for other silos or another draw.
     """
-    texts = open_texts(settings, receiver, sealed, size=DRAW_TEXT_BYTES)
+    texts = receiver.open_joined(sealed, DRAW_TEXT_BYTES)
     if any(text[0] > 1 for text in texts):
         raise InvalidValue("weights: expected columns 0 and 1")
     return [(text[0], text[1:]) for text in texts]

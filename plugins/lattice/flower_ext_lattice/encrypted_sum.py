@@ -90,8 +90,6 @@ class EncryptedSum:
         updates: Sequence[NDArray[Any]],
         counts: Sequence[int],
         keys: Sequence[Reals],
-        *,
-        progress: Progress | None = None,
     ) -> Reals:
         """Add ``count · update`` under encryption for each user; return the updates' L2 norms.
 
@@ -132,7 +130,7 @@ class EncryptedSum:
         # One prime after the other: both together would not fit the caches.
         parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
         with np.errstate(invalid="ignore", over="ignore"):
-            squares = map_slices(work, parts, workers=self._workers, progress=progress)
+            squares = map_slices(work, parts, workers=self._workers)
         self._added += len(updates)
         # Each prime counts every square once.
         norms: Reals = np.sqrt(np.sum(squares[:: len(PRIMES)], axis=0)) * self._settings.step

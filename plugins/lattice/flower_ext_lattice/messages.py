@@ -6,11 +6,13 @@ sum) or 8 bytes (second parts).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
+from flower_ext.secure.messages import Message, check_later
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
-from flower_ext.secure.weighting.weighting_messages import SEED_BYTES, Message, check_later
+from flower_ext.secure.weighting.party import SEED_BYTES
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import RESIDUE_BYTES
 from flower_ext_lattice.settings import (
@@ -31,29 +33,15 @@ class LatticeKey(Message):
     """
 
     kind = b"LWsk"
-    parts = ("public_seed", "transfer", "words")
 
     public_seed: bytes
     transfer: bytes
     words: bytes
 
     @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
-        return SEED_BYTES, POINT_BYTES, 2 * RESIDUE_BYTES * DEGREE
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferAnswer(Message):
-    """The silos' choices ρ_u, one point per user; the server cannot read them."""
-
-    kind = b"LWta"
-    parts = ("answer",)
-
-    answer: bytes
-
-    @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
-        return (settings.users * POINT_BYTES,)
+    def _lengths(cls, settings: LatticeSettings) -> Mapping[str, int]:
+        words = 2 * RESIDUE_BYTES * DEGREE
+        return {"public_seed": SEED_BYTES, "transfer": POINT_BYTES, "words": words}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +56,6 @@ class LatticeWeights(Message):
     """
 
     kind = b"LWew"
-    integers = ("epoch",)
-    parts = ("nonce", "words", "sealed", "offer", "columns")
 
     epoch: int
     nonce: bytes
@@ -79,17 +65,17 @@ class LatticeWeights(Message):
     columns: bytes = b""
 
     @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+    def _lengths(cls, settings: LatticeSettings) -> Mapping[str, int]:
         word = 2 * RESIDUE_BYTES
         hidden = settings.draw_choices is not None
         texts = settings.users * (settings.draw_choices or 0)
-        return (
-            NONCE_BYTES,
-            settings.users * (DEGREE - 1) * word,
-            settings.users * settings.table_size * settings.columns * word,
-            POINT_BYTES if hidden else 0,
-            texts * (DRAW_TEXT_BYTES + SEAL_BYTES),
-        )
+        return {
+            "nonce": NONCE_BYTES,
+            "words": settings.users * (DEGREE - 1) * word,
+            "sealed": settings.users * settings.table_size * settings.columns * word,
+            "offer": POINT_BYTES if hidden else 0,
+            "columns": texts * (DRAW_TEXT_BYTES + SEAL_BYTES),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +83,13 @@ class RoundOpening(Message):
     """The server's request for the sums of one round under the weights of one epoch."""
 
     kind = b"LWro"
-    integers = ("round_number", "epoch")
-    parts = ()
 
     round_number: int
     epoch: int
 
     @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
-        return ()
+    def _lengths(cls, settings: LatticeSettings) -> Mapping[str, int]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +101,6 @@ class LatticeSum(Message):
     """
 
     kind = b"LWsu"
-    integers = ("round_number", "epoch", "silo")
-    parts = ("first", "second")
 
     round_number: int
     epoch: int
@@ -127,11 +109,11 @@ class LatticeSum(Message):
     second: bytes
 
     @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
-        return (
-            settings.coordinates * FIRST_WORD_BYTES,
-            settings.blocks * DEGREE * SECOND_WORD_BYTES,
-        )
+    def _lengths(cls, settings: LatticeSettings) -> Mapping[str, int]:
+        return {
+            "first": settings.coordinates * FIRST_WORD_BYTES,
+            "second": settings.blocks * DEGREE * SECOND_WORD_BYTES,
+        }
 
 
 def check_round_number(round_number: int, last: int, settings: LatticeSettings) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
@@ -39,6 +40,9 @@ STEP_BITS = 64 + WEIGHT_BITS - 96
 DRAW_TEXT_BYTES = 1 + KEY_BYTES
 """Length in bytes of the number and the key of one column of entries."""
 
+_ROUNDED = 2.0**-7
+"""Most steps by which one silo's rounding moves a coordinate. A step is 2²⁴ words. The silo drops
+two bytes of a word (2⁻⁸), and rounds words of c1 (2048 · 2⁻²⁴); r · e + e2 · s is below 2⁻³⁷."""
 _TERNARY_VARIANCE = 2 / 3
 _MOST_CHOICES = 2**16
 """With fewer choices than this, an update times its count stays far below the primes."""
@@ -71,6 +75,8 @@ class LatticeSettings(PartySettings):
         A field is out of range, the noise is too small to hide the protocol's own errors in the sum
         (see `added_delta`), or the noise is so large that it alone could wrap a sum.
     """
+
+    protocol: ClassVar[str] = "lattice"
 
     silo_record_limits: tuple[int, ...]
     clipping_norm: float
@@ -130,6 +136,24 @@ class LatticeSettings(PartySettings):
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
         return clipping_norm * (1 + CLIPPING_SLACK) + encoding + self.error_bound
+
+    @property
+    def sensitivity(self) -> float:
+        """Most clipping norms by which one user moves a decoded sum."""
+        return self.contribution_bound(self.clipping_norm) / self.clipping_norm
+
+    @property
+    def approximation_error(self) -> float:
+        """Most clipping norms between a sum and one that reveals no secret.
+
+        Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
+        t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding
+        and re-randomising add less than 2⁻⁷ steps per silo. One silo's share of the noise must hide
+        all of this, so the sum of these errors counts √|S| times.
+        """
+        carries = (1 + self.silos * _ROUNDED) * math.sqrt(self.coordinates) * self.step
+        errors = self.users * self.error_bound
+        return math.sqrt(self.silos) * (carries + errors) / self.clipping_norm
 
     @property
     def error_bound(self) -> float:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from numpy.typing import ArrayLike
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.threads import Progress
+from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.party_state import Stage
-from flower_ext.secure.weighting.silo_party import SiloParty
-from flower_ext.secure.weighting.weighting_messages import check_later
+from flower_ext.secure.weighting.silo_party import SiloParty, Stage
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key
@@ -23,7 +22,6 @@ from flower_ext_lattice.messages import (
     LatticeSum,
     LatticeWeights,
     RoundOpening,
-    TransferAnswer,
     check_round_number,
 )
 from flower_ext_lattice.ring import Reals
@@ -39,27 +37,21 @@ _ANSWERING_SILO = 0
 class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
-    Take the steps of `SiloParty`; silo 0 also calls `answer_transfer` after `seal_seed`. Then call
-    `receive_weights` in every epoch, and `weigh` in every round.
+    After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
+    epoch, and `weigh` in every round.
 
     Parameters
     ----------
-    settings, index, save, workers
+    settings, index, **options
         As for `SiloParty`.
     """
 
+    settings_type = LatticeSettings
     server_key_type = LatticeKey
     state_type = LatticeSiloState
 
-    def __init__(
-        self,
-        settings: LatticeSettings,
-        index: int,
-        *,
-        save: Callable[[bytes], None] | None = None,
-        workers: int = 1,
-    ) -> None:
-        super().__init__(settings, index, save=save, workers=workers)
+    def __init__(self, settings: LatticeSettings, index: int, **options: Any) -> None:
+        super().__init__(settings, index, **options)
         self._last_epoch = 0
         self._weights_digest = b""
         self._weights: OpenedWeights | None = None
@@ -68,21 +60,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def epoch(self) -> int | None:
         """The epoch whose weights this silo holds in memory."""
         return None if self._weights is None else self._weights.epoch
-
-    def answer_transfer(self) -> TransferAnswer:
-        """Return the silos' choices ρ_u, which all silos derive from their seed. Silo 0 only.
-
-        Raises
-        ------
-        ProtocolError
-            The seed is not known yet, or this is not silo 0.
-        """
-        self._expect(Stage.SEEDED)
-        if self.index != _ANSWERING_SILO:
-            raise ProtocolError(
-                f"answer_transfer at silo {self.index}: expected silo {_ANSWERING_SILO}"
-            )
-        return TransferAnswer(answer=self._transfer.answer)
 
     def receive_weights(self, message: LatticeWeights) -> None:
         """Take an epoch's weights. The silo stores that the epoch is used before it opens anything.
@@ -108,6 +85,19 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             self._store()
         if self._weights is None:
             self._weights = self._open(message)
+
+    def open_sum(self, number: int, weights: bytes) -> LatticeOpenSum:
+        """Begin this silo's sum of round ``number``; its epoch then counts as used.
+
+        The server sends the weights with every round. A silo opens weights of a known epoch again,
+        which takes a fraction of a second, unless its process still holds them.
+        """
+        size = LatticeWeights.size(self.settings)
+        opening = RoundOpening.from_bytes(weights[size:], self.settings)
+        if opening.round_number != number:
+            raise ProtocolError(f"round {opening.round_number}: expected round {number}")
+        self.receive_weights(LatticeWeights.from_bytes(weights[:size], self.settings))
+        return LatticeOpenSum(self.begin(opening))
 
     def begin(self, opening: RoundOpening) -> Weighing:
         """Begin a round. Add users' updates to the result, a few at a time.
@@ -137,8 +127,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         opening: RoundOpening,
         updates: Mapping[int, ArrayLike],
         noise: ArrayLike,
-        *,
-        progress: Progress | None = None,
     ) -> LatticeSum:
         """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
 
@@ -149,8 +137,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             (coordinates,) and an L2 norm of at most C. Arrays may be memory-mapped.
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
-        progress : callable, optional
-            Called with the number of finished parts of the work, and of all parts.
 
         Raises
         ------
@@ -163,7 +149,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         """
         weighing = self.begin(opening)
         weighing.check_noise(noise)
-        weighing.add(updates, progress=progress)
+        weighing.add(updates)
         return weighing.finish(noise)
 
     @property
@@ -194,6 +180,10 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _check_draw(self, number: int) -> None:
         check_later("epoch", number, self._last_epoch)
 
+    def _added(self) -> bytes:
+        """Return the silos' choices ρ_u, which all silos derive from their seed."""
+        return self._transfer.answer
+
     def _check_server_key(self, server_key: LatticeKey) -> None:
         public_key(server_key.public_seed, server_key.words)
 
@@ -213,7 +203,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         opened_columns = []
         if self.settings.draw_choices is not None:
             receiver = self._draw_receiver(message.epoch, message.offer)
-            opened_columns = columns.open_columns(self.settings, receiver, message.columns)
+            opened_columns = columns.open_columns(receiver, message.columns)
         return OpenedWeights(
             self.settings,
             self._known_server_key.public_seed,
@@ -237,3 +227,18 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         self._last_round = opening.round_number
         self._store()
         return self._pairs.mask_keys(_SUM, opening.round_number)
+
+
+class LatticeOpenSum:
+    """A silo's sum of one round, as bytes. It adds updates under encryption and keeps none."""
+
+    def __init__(self, weighing: Weighing) -> None:
+        self._weighing = weighing
+
+    def add(self, updates: Mapping[int, ArrayLike]) -> None:
+        """Add updates of some users under encryption."""
+        self._weighing.add(updates)
+
+    def finish(self, noise: ArrayLike) -> bytes:
+        """Return the masked sum; the round then counts as used."""
+        return self._weighing.finish(noise).to_bytes()

@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import chi2
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.threads import Progress
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.messages import LatticeSum, RoundOpening
 from flower_ext_lattice.settings import CLIPPING_SLACK, LatticeSettings
@@ -47,7 +46,7 @@ class Weighing:
         self._masks = masks
         self._missing = set(counts)
 
-    def add(self, updates: Mapping[int, ArrayLike], *, progress: Progress | None = None) -> None:
+    def add(self, updates: Mapping[int, ArrayLike]) -> None:
         """Add updates of users with records in this silo, each user once.
 
         Adding a few dozen users at a time is as fast as adding all of them.
@@ -56,8 +55,6 @@ class Weighing:
         ----------
         updates : Mapping[int, ArrayLike]
             Updates of some users, as for `LatticeSilo.weigh`.
-        progress : callable, optional
-            Called with the number of finished parts of the work, and of all parts.
 
         Raises
         ------
@@ -85,7 +82,6 @@ class Weighing:
                 [arrays[user] for user in batch],
                 [self._counts[user] for user in batch],
                 self._weights.keys([self._places[user] for user in batch]),
-                progress=progress,
             )
             self._check_norms(batch, norms)
         self._missing -= set(users)

@@ -9,6 +9,7 @@ from flower_ext_lattice.messages import LatticeSum
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
+from tests.support.weighting import play
 
 
 def lattice_settings(**changes) -> LatticeSettings:
@@ -26,15 +27,24 @@ def lattice_settings(**changes) -> LatticeSettings:
     return LatticeSettings(**facts | changes)
 
 
+def draw_receiver(settings, seed, number, offer):
+    """Return the receiver that a silo of that seed has for a draw."""
+    silo = LatticeSilo(settings, 0)
+    silo._seed = seed
+    return silo._draw_receiver(number, offer)
+
+
 @dataclass
 class LatticeWorld:
     """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
 
     settings: LatticeSettings
     counts: np.ndarray
-    save: Callable[[bytes], None] | None = None
+    save: Callable[[bytes], None] = lambda state: None
     workers: int = 1
     sent: list = field(default_factory=list)
+    asked: list = field(default_factory=list)
+    answered: list = field(default_factory=list)
 
     def __post_init__(self):
         facts = self.settings
@@ -42,17 +52,16 @@ class LatticeWorld:
         self.silos = [
             LatticeSilo(facts, i, save=self.save, workers=self.workers) for i in range(facts.silos)
         ]
-        relayed = self.server.relay_keys([silo.key for silo in self.silos])
-        for silo in self.silos:
-            silo.receive_keys(self.server.public_key, relayed)
-        seeds = self.server.relay_seed(self.silos[0].seal_seed())
-        answer = self.silos[0].answer_transfer()
-        self.server.receive_answer(answer)
-        for silo, seed in zip(self.silos[1:], seeds, strict=True):
-            silo.open_seed(seed)
-        masked = [s.mask_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
-        self.server.receive_counts(masked)
-        self.sent += [self.server.public_key, *relayed, *seeds, answer, *masked]
+        self.play(self.server.set_up())
+        self.sent.append(self.server.public_key)
+
+    def play(self, dialogue):
+        return play(dialogue, self.silos, self.counts, self.asked, self.answered)
+
+    def answers(self, step) -> list[bytes]:
+        """Return all answers of silos to a step."""
+        of_step = [of_silos for name, of_silos in self.answered if name == step]
+        return [data for of_silos in of_step for data in of_silos.values()]
 
     @property
     def order(self) -> list[int]:
@@ -71,8 +80,8 @@ class LatticeWorld:
         """Updates of the users that have records in ``silo``."""
         return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
-    def open_epoch(self, sampled=None):
-        weights = self.server.open_epoch(sampled=sampled)
+    def open_epoch(self, places=None):
+        weights = self.server.open_epoch(places=places)
         for silo in self.silos:
             silo.receive_weights(weights)
         self.sent.append(weights)

@@ -4,13 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from lattice_world import LatticeWorld, draw_counts, lattice_settings
+from lattice_world import LatticeWorld, draw_counts, draw_receiver, lattice_settings
 from scipy import stats
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
-from flower_ext.secure.weighting.secret_draw import draw_receiver
-from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
 from flower_ext_lattice import columns, ring, weights
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.silo import LatticeSilo
@@ -33,13 +31,13 @@ def world(rng):
     return LatticeWorld(facts(), draw_counts(rng, facts()))
 
 
-def answered(world):
-    return world.silos[0].answer_draw(world.server.offer_draw())
+def drawn_weights(world):
+    return world.play(world.server._draw_epoch())
 
 
 def open_epoch(world):
     """Open an epoch with a secret draw at all parties."""
-    message = world.server.open_drawn_epoch(answered(world))
+    message = drawn_weights(world)
     for silo in world.silos:
         silo.receive_weights(message)
     return message
@@ -47,8 +45,8 @@ def open_epoch(world):
 
 def opened_columns(silo, message):
     """Return the number and the key of the column that a silo takes, by place."""
-    chosen = draw_receiver(silo.settings, silo._seed, message.epoch, message.offer, workers=1)
-    return columns.open_columns(silo.settings, chosen, message.columns)
+    chosen = draw_receiver(silo.settings, silo._seed, message.epoch, message.offer)
+    return columns.open_columns(chosen, message.columns)
 
 
 class Watch:
@@ -122,11 +120,11 @@ def server_guesses(monkeypatch, settings, receiver_of=draw_receiver):
             return hits[-1]
 
     made, sender = columns.draw_columns(settings), Sender(settings.context)
-    chosen = receiver_of(settings, bytes(32), 1, sender.public, workers=1)
+    chosen = receiver_of(settings, bytes(32), 1, sender.public)
     with monkeypatch.context() as patch:
         patch.setattr("secrets.SystemRandom", Watched)
         sealed = columns.seal_columns(settings, made, sender, chosen.answer, workers=1)
-    taken = columns.open_columns(settings, chosen, sealed)
+    taken = columns.open_columns(chosen, sealed)
     drawn = [own[column] for own, (column, _) in zip(made.drawn, taken, strict=True)]
     return sum((0 in own) == y for own, y in zip(hits, drawn, strict=True))
 
@@ -149,9 +147,9 @@ def guesses(settings, monkeypatch, made=None):
         monkeypatch.setattr(columns, "draw_columns", made)
     order = columns.draw_columns(settings)
     sender = Sender(settings.context)
-    chosen = draw_receiver(settings, bytes(32), 1, sender.public, workers=1)
+    chosen = draw_receiver(settings, bytes(32), 1, sender.public)
     sealed = columns.seal_columns(settings, order, sender, chosen.answer, workers=1)
-    taken = columns.open_columns(settings, chosen, sealed)
+    taken = columns.open_columns(chosen, sealed)
     return sum(own[column] == column for own, (column, _) in zip(order.drawn, taken, strict=True))
 
 
@@ -196,27 +194,32 @@ def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
 def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
     message = open_epoch(world)
     silo, own = world.silos[1], world.settings
-    chosen = draw_receiver(own, silo._seed, message.epoch, message.offer, workers=1)
+    chosen = draw_receiver(own, silo._seed, message.epoch, message.offer)
     for user in range(own.users):
-        other = draw_receiver(own, silo._seed, message.epoch, message.offer, workers=1)
+        other = draw_receiver(own, silo._seed, message.epoch, message.offer)
         other._choices[user] = (chosen._choices[user] + 1) % 3
         with pytest.raises(InvalidValue, match="sealed texts"):
-            columns.open_columns(own, other, message.columns)
+            columns.open_columns(other, message.columns)
 
 
 def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
     own, seed = facts(users=200), world.silos[0]._seed
     public = Sender(b"run").public
-    first, second = (draw_receiver(own, seed, epoch, public, workers=1).choices for epoch in (1, 2))
+    first, second = (draw_receiver(own, seed, epoch, public).choices for epoch in (1, 2))
     same = sum(a == b for a, b in zip(first, second, strict=True))
     assert stats.binomtest(same, 200, 1 / 3).pvalue > 1e-6
 
 
 def test_the_server_receives_another_answer_of_group_elements_each_time(world):
-    answers = [answered(world) for _ in range(3)]
-    pieces = [a.answer[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
+    for _ in range(3):
+        drawn_weights(world)
+    answers = world.answers("draw")
+    pieces = [a[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
     assert len(set(pieces)) == len(pieces) == 15
-    assert [answer.number for answer in answers] == [1, 2, 3]
+    offers = [
+        of_silo for name, asked in world.asked if name == "draw" for of_silo in asked.values()
+    ]
+    assert [int.from_bytes(offer[:8], "big") for offer in offers] == [1, 2, 3]
 
 
 def test_weights_have_the_length_that_the_settings_say(world):
@@ -228,19 +231,9 @@ def test_weights_have_the_length_that_the_settings_say(world):
     assert LatticeWeights.size(own) == plain + entries + POINT_BYTES + 5 * 3 * SEALED
 
 
-def test_an_answer_of_another_epoch_or_a_second_one_is_refused(world):
-    answer = answered(world)
-    other = dataclasses.replace(answer, number=2)
-    with pytest.raises(ProtocolError, match="draw 2: expected offer_draw"):
-        world.server.open_drawn_epoch(other)
-    world.server.open_drawn_epoch(answer)
-    with pytest.raises(ProtocolError, match="draw 1: expected offer_draw"):
-        world.server.open_drawn_epoch(answer)
-
-
 def test_columns_of_another_draw_are_refused(world):
-    message = world.server.open_drawn_epoch(answered(world))
-    again = world.server.open_drawn_epoch(answered(world))
+    message = drawn_weights(world)
+    again = drawn_weights(world)
     for wrong in (
         dataclasses.replace(again, columns=message.columns),
         dataclasses.replace(again, offer=message.offer),
@@ -250,36 +243,26 @@ def test_columns_of_another_draw_are_refused(world):
 
 
 def test_a_silo_answers_no_draw_of_a_used_epoch(world):
-    offer = world.server.offer_draw()
-    world.silos[0].receive_weights(world.server.open_drawn_epoch(world.silos[0].answer_draw(offer)))
+    world.silos[0].receive_weights(drawn_weights(world))
+    (offer,) = world.asked[-1][1].values()
     with pytest.raises(ProtocolError, match="expected a number above 1"):
-        world.silos[0].answer_draw(offer)
+        world.silos[0].answer("draw", offer, None)
 
 
-def test_a_restored_silo_opens_the_same_columns_and_a_restored_server_offers_anew(world, rng):
+def test_a_restored_silo_opens_the_same_columns(world):
     message = open_epoch(world)
-    again = LatticeSilo.from_state(world.settings, world.silos[1].export_state())
+    again = LatticeSilo.from_state(world.silos[1].export_state())
     again.receive_weights(message)
     assert (again._weights._constants == world.silos[1]._weights._constants).all()
-    offer = world.server.offer_draw()
-    answer = world.silos[0].answer_draw(offer)
-    world.server = type(world.server).from_state(world.settings, world.server.export_state())
-    with pytest.raises(ProtocolError, match="expected offer_draw"):
-        world.server.open_drawn_epoch(answer)
-    assert world.server.offer_draw().number == offer.number + 1
 
 
 def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
     known = LatticeWorld(lattice_settings(), draw_counts(rng, lattice_settings()))
     with pytest.raises(ProtocolError, match="the settings have draw_choices"):
         world.server.open_epoch()
+    offer = (1).to_bytes(8, "big") + Sender(b"run").public
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.server.offer_draw()
-    offer = DrawOffer(number=1, public=Sender(b"run").public)
-    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.silos[0].answer_draw(offer)
-    with pytest.raises(ProtocolError, match="expected offer_draw for this round or epoch"):
-        known.server.open_drawn_epoch(DrawAnswer(number=1, answer=b""))
+        known.silos[0].answer("draw", offer, None)
 
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (3, -1)])

@@ -1,5 +1,3 @@
-import dataclasses
-
 import numpy as np
 import pytest
 from lattice_world import LatticeWorld, draw_counts, lattice_settings
@@ -22,12 +20,12 @@ def of_every_kind(world):
 
 def test_messages_come_back_from_their_bytes(world):
     kinds = of_every_kind(world)
-    assert len(kinds) == 8
+    assert len(kinds) == 4
     for message in kinds:
         assert type(message).from_bytes(message.to_bytes(), world.settings) == message
 
 
-def test_bytes_of_a_wrong_length_kind_or_silo_are_refused(world):
+def test_bytes_of_a_wrong_length_or_kind_are_refused(world):
     kinds = of_every_kind(world)
     for message in kinds:
         data = message.to_bytes()
@@ -36,11 +34,6 @@ def test_bytes_of_a_wrong_length_kind_or_silo_are_refused(world):
                 type(message).from_bytes(wrong, world.settings)
         with pytest.raises(InvalidValue, match="begin with"):
             type(message).from_bytes(b"XXXX" + data[4:], world.settings)
-        for name in ("silo", "receiver"):
-            if hasattr(message, name):
-                changed = dataclasses.replace(message, **{name: 3})
-                with pytest.raises(InvalidValue, match=f"{name}=3: expected an integer from 0"):
-                    type(message).from_bytes(changed.to_bytes(), world.settings)
     assert len({type(message).kind for message in kinds}) == len(kinds)
 
 
@@ -52,4 +45,4 @@ def test_messages_of_other_sizes_are_refused(world):
             type(message).from_bytes(message.to_bytes(), other)
         except InvalidValue:
             refused += 1
-    assert refused == 4  # answers, counts, weights and sums
+    assert refused == 2  # weights and sums

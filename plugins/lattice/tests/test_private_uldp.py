@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
-from flower_ext.algorithms.uldp.private_silo import resume
 from flower_ext.data import histogram
 from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation.sums import silo_part
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -22,8 +22,10 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure import ProtocolError
-from flower_ext_lattice import LatticeWeighting, columns, silo_end, weighting
+from flower_ext_lattice import LatticeWeighting, columns
 from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.server import LatticeServer
+from flower_ext_lattice.silo import LatticeSilo
 from tests.support import grids
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
@@ -51,7 +53,7 @@ def lattice_of(method=UldpAvg, **options):
 
 
 def party(strategy):
-    return strategy.run.summation._connected.party
+    return strategy.run.summation.server
 
 
 # The result --------------------------------------------------------------------------------------
@@ -63,34 +65,34 @@ class Watch:
     def __init__(self, monkeypatch):
         self.added, self.drawn, self.sums = [], [], []
         begun, opened, closed = (
-            silo_end.LatticeSiloEnd.open_sum,
-            weighting.LatticeServerEnd.open_round,
-            weighting.LatticeServerEnd.close_round,
+            LatticeSilo.open_sum,
+            LatticeServer.begin_round,
+            LatticeServer.close_round,
         )
 
-        def silo_begins(end, number, sent):
-            opened = begun(end, number, sent)
+        def silo_begins(silo, number, weights):
+            opened = begun(silo, number, weights)
             add, finish, updates = opened.add, opened.finish, {}
 
             def watched(noise):
-                self.added.append((number, end.index, updates, noise, end.silo._order))
+                self.added.append((number, silo.index, updates, noise, silo._order))
                 return finish(noise)
 
             opened.add = lambda some: (updates.update(some), add(some))
             opened.finish = watched
             return opened
 
-        def server_opens(server, number, sampled, asked):
-            self.drawn.append(range(USERS) if sampled is None else list(sampled))
-            return opened(server, number, sampled, asked)
+        def server_opens(server, number, places):
+            self.drawn.append(range(USERS) if places is None else list(places))
+            return opened(server, number, places)
 
         def server_closes(server, uploads):
             self.sums.append(closed(server, uploads))
             return self.sums[-1]
 
-        monkeypatch.setattr(silo_end.LatticeSiloEnd, "open_sum", silo_begins)
-        monkeypatch.setattr(weighting.LatticeServerEnd, "open_round", server_opens)
-        monkeypatch.setattr(weighting.LatticeServerEnd, "close_round", server_closes)
+        monkeypatch.setattr(LatticeSilo, "open_sum", silo_begins)
+        monkeypatch.setattr(LatticeServer, "begin_round", server_opens)
+        monkeypatch.setattr(LatticeServer, "close_round", server_closes)
 
     def expected(self, number):
         counts = histogram(silos(), USERS)
@@ -131,9 +133,9 @@ def test_the_model_is_that_of_plain_weights_and_of_paillier():
 def test_by_name_a_protocol_has_its_default_settings():
     protocol = make(protocol="lattice").run.summation.protocol
     assert protocol == LatticeWeighting()
-    settings = protocol.server(mechanism_of(plan(EVERYONE), silos=3), silos=3, coordinates=5)
-    assert settings.settings.silo_record_limits == (2000, 2000, 2000)
-    assert make(protocol="paillier").run.summation.protocol.name == "paillier"
+    mechanism = mechanism_of(plan(EVERYONE), silos=3)
+    settings = protocol.settings_of(mechanism, silos=3, coordinates=5)
+    assert settings.silo_record_limits == (2000, 2000, 2000)
 
 
 # What travels ------------------------------------------------------------------------------------
@@ -155,8 +157,8 @@ def arrays(messages):
 
 def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcript):
     strategy, grid = transcript
-    facts = strategy.run.summation._connected.settings
-    sizes = {"key": 44, "sealed": 2 * 72 + 4 + 32 * USERS, "counts": 12 + 4 * USERS}
+    facts = strategy.run.summation.server.settings
+    sizes = {"begin": 32, "keys": 2 * 60 + 32 * USERS, "count": 4 * USERS}
     sizes["sum"] = LatticeSum.size(facts)
     seen = set()
     for _, name, array in arrays(m for m in grid.received if "query.id" not in str(m.metadata)):
@@ -172,7 +174,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     _, grid = transcript
     told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
-        silo = resume(vault(grid, number)).silo
+        silo = silo_part._resume(vault(grid, number))
         for secret in (silo._seed, silo._pairs.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
             assert secret not in told
@@ -192,7 +194,9 @@ def test_weights_and_uploads_of_every_round_are_fresh(transcript):
 
 def test_while_nobody_is_drawn_one_epoch_lasts_for_the_run():
     grid, _ = start(lattice_of(evaluate_every=0), Recorder)
-    assert len({array.tobytes() for _, name, array in arrays(grid.sent) if name == "weights"}) == 1
+    weights = [array for _, name, array in arrays(grid.sent) if name == "weights"]
+    opening = 4 + 2 * 8
+    assert len({array[:-opening].tobytes() for array in weights}) == 1
 
 
 # Users whom nobody knows -------------------------------------------------------------------------
@@ -237,9 +241,9 @@ def test_the_sums_are_those_of_users_whom_all_silos_took_by_oblivious_transfer(m
 
 def test_only_silo_0_is_asked_for_a_draw_and_the_server_sees_group_elements():
     grid, _ = start(hidden_lattice(evaluate_every=0), Recorder)
-    asked = [m for m in grid.sent if "offer" in m.content.array_records]
+    asked = [m for m, name, _ in arrays(grid.sent) if name == "draw"]
     assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
-    told = [a.tobytes()[12:] for _, name, a in arrays(grid.received) if name == "answer"]
+    told = [a.tobytes() for _, name, a in arrays(grid.received) if name == "draw"]
     pieces = [data[at : at + 32] for data in told for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
 
@@ -329,7 +333,7 @@ def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
 def test_a_round_and_its_epoch_are_on_record_before_a_sum_leaves():
     grid, _ = start(lattice_of(sampling=SOME), rounds=2)
     for number in range(SILOS):
-        silo = resume(vault(grid, number)).silo
+        silo = silo_part._resume(vault(grid, number))
         assert (silo._last_round, silo._last_epoch) == (2, 2)
 
 
@@ -360,11 +364,10 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     grid, _ = start(strategy := lattice_of(sampling=SOME, evaluate_every=0), Recorder, rounds=2)
     server = party(strategy)
     server._last_epoch -= 1
-    parts = {"weights": server.open_epoch(sampled=[0]), "opening": server.open_round(3)}
-    sent = {name: part.to_bytes() for name, part in parts.items()}
+    sent = server.open_epoch(places=[0]).to_bytes() + server.open_round(3).to_bytes()
     before = vault(grid, 1).load()
     with pytest.raises(ProtocolError, match="epoch 2: expected a number above 2"):
-        resume(vault(grid, 1)).open_sum(3, sent)
+        silo_part._resume(vault(grid, 1)).open_sum(3, sent)
     assert vault(grid, 1).load() == before
 
 
@@ -381,8 +384,9 @@ def test_silos_go_on_from_one_protocol_to_the_other():
 def test_a_silo_refuses_a_protocol_that_it_does_not_know():
     grid, _ = start(lattice_of(evaluate_every=0), Recorder, rounds=1)
     message = asked(grid, 1)[0]
-    question = {**message.content["question"], "protocol": "pigeons", "run": "another"}
-    message.content["question"] = ConfigRecord(question)
+    settings = json.dumps({"protocol": "pigeons", "run": "another"}).encode()
+    sent = {"begin": records.to_bytes_array(settings)}
+    message.content["weighted-sum"] = records.to_record(sent)
     (reply,) = InProcessGrid.send_and_receive(grid, [message])
     assert "protocol='pigeons': expected one of lattice, paillier" in reply.error.reason
 
@@ -427,7 +431,7 @@ def test_guarantees_name_all_that_the_protocol_rests_on(sampling):
 def test_what_the_protocol_adds_to_a_sum_is_paid_for(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := lattice_of(ledger=ledger, plan={"noise_multiplier": 5.0}))
-    server = strategy.run.summation._connected
+    server = strategy.run.summation.server.settings
     assert strategy.run.mechanism.sensitivity == server.sensitivity > 1
     assert strategy.run.mechanism.approximation_error == server.approximation_error > 0
     exact = gaussian_loss(5.0 / server.sensitivity, releases=ROUNDS, delta=1e-5).epsilon
@@ -446,13 +450,11 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
     """A planted fault: without re-randomising's and the errors' share it would be too small."""
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=SOME))
-    approximation_error = strategy.run.summation._connected.approximation_error * NORM
+    approximation_error = strategy.run.summation.server.settings.approximation_error * NORM
     for number, found in enumerate(watch.sums, start=1):
         off = np.linalg.norm(found - watch.expected(number))
         encoding = (
-            (USERS + SILOS)
-            * math.sqrt(found.size)
-            * strategy.run.summation._connected.settings.step
+            (USERS + SILOS) * math.sqrt(found.size) * strategy.run.summation.server.settings.step
         )
         assert off <= approximation_error + encoding
 
@@ -497,7 +499,7 @@ def test_noise_too_small_for_the_model_is_refused_with_what_to_change():
     strategy = lattice_of(plan={"noise_multiplier": 0.4})
     huge = replace(strategy.run.mechanism, noise_multiplier=2e-3, rounds=100_000)
     with pytest.raises(ValueError, match=r"noise_multiplier=0.002 of the plan.*more noise"):
-        LATTICE.server(huge, silos=3, coordinates=10**6)
+        LATTICE.settings_of(huge, silos=3, coordinates=10**6)
 
 
 def test_a_user_that_no_silo_knows_shows_in_nothing_that_the_server_computes_with():
@@ -505,5 +507,5 @@ def test_a_user_that_no_silo_knows_shows_in_nothing_that_the_server_computes_wit
     start(strategy := lattice_of(), rounds=1)
     shifted = party(strategy)._shifted
     assert len(shifted) == USERS
-    assert all(0 <= x < strategy.run.summation._connected.settings.table_size for x in shifted)
+    assert all(0 <= x < strategy.run.summation.server.settings.table_size for x in shifted)
     assert json.dumps(shifted) != json.dumps(histogram(silos(), USERS).sum(axis=0).tolist())

@@ -9,7 +9,6 @@ import pytest
 from lattice_world import LatticeWorld, lattice_settings
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
-from flower_ext.secure.weighting.weighting_messages import MaskedCounts, SealedSeed
 from flower_ext_lattice import ring
 from flower_ext_lattice.encrypted_sum import EncryptedSum, decrypted
 from flower_ext_lattice.messages import LatticeSum
@@ -17,6 +16,7 @@ from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.silo import LatticeSilo
 from flower_ext_lattice.weights import weight_table
 from tests.support.grids import grid
+from tests.support.weighting import play
 
 
 @pytest.fixture
@@ -252,59 +252,66 @@ def test_each_silo_checks_its_own_limit():
             LatticeWorld(facts, [wrong, [0] * 4, [0] * 4])
 
 
+def keys_of(server_key, silos) -> bytes:
+    return server_key.to_bytes() + b"".join(silo._pairs.public for silo in silos)
+
+
 def test_steps_out_of_order_are_refused():
     facts = lattice_settings(silos=2, users=1)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
-    with pytest.raises(ProtocolError, match="expected it to be keyed"):
-        server.relay_seed([])
-    with pytest.raises(ProtocolError, match="expected it to be counted"):
+    with pytest.raises(ProtocolError, match="the set-up is not complete"):
         server.open_epoch()
-    with pytest.raises(ProtocolError, match="expected it to be keyed"):
-        silos[0].seal_seed()
     with pytest.raises(ProtocolError, match="expected it to be counted"):
         silos[0].begin(None)
-    with pytest.raises(InvalidValue, match="expected one each"):
-        server.relay_keys([silos[0].key, silos[0].key])
-    relayed = server.relay_keys([silo.key for silo in silos])
-    with pytest.raises(ProtocolError, match="expected it to be new"):
-        server.relay_keys(relayed)
-    for silo in silos:
-        silo.receive_keys(server.public_key, relayed)
+    question = keys_of(server.public_key, silos)
+    sealed, nothing = (silo.answer("keys", question, None) for silo in silos)
+    assert len(sealed) == 60 + 32
+    assert nothing == b""
     assert silos[0].fingerprint == silos[1].fingerprint
-    with pytest.raises(ProtocolError, match="seal_seed: silo 1 opens the seed"):
-        silos[1].seal_seed()
-    (seed,) = silos[0].seal_seed()
     with pytest.raises(InvalidValue, match="expected one that the sender sealed"):
-        silos[1].open_seed(SealedSeed(receiver=1, sealed=bytes(60)))
-    with pytest.raises(ProtocolError, match="choices are missing: call receive_answer"):
-        server.receive_counts([])
-    server.relay_seed([seed])
-    silos[1].open_seed(seed)
-    with pytest.raises(ProtocolError, match="answer_transfer at silo 1: expected silo 0"):
-        silos[1].answer_transfer()
-    server.receive_answer(silos[0].answer_transfer())
-    masked = [silo.mask_counts([1]) for silo in silos]
-    with pytest.raises(IncompleteRound):
-        server.receive_counts(masked[:1])
-    with pytest.raises(InvalidValue, match="expected integers below the modulus"):
-        server.receive_counts([masked[0], MaskedCounts(silo=1, counts=b"\xff" * 4)])
-    server.receive_counts(masked)
+        silos[1].answer("count", bytes(60), lambda limit: [1])
+    silos[1].answer("count", sealed[:60], lambda limit: [1])
+    with pytest.raises(ProtocolError, match="expected it to be keyed"):
+        silos[1].answer("count", sealed[:60], lambda limit: [1])
+
+
+@pytest.mark.parametrize(
+    ("step", "forged", "said"),
+    [
+        ("keys", bytes(60 + 32), "answer: expected points of Ed25519"),
+        ("keys", bytes(60), "sealed seeds of 60 bytes: expected 92"),
+        ("count", b"\xff" * 4, "expected integers below the modulus"),
+    ],
+)
+def test_malformed_answers_end_the_set_up(step, forged, said):
+    class Forging(LatticeSilo):
+        def answer(self, name, question, counts):
+            answer = super().answer(name, question, counts)
+            return forged if (name, self.index) == (step, 0) else answer
+
+    facts = lattice_settings(silos=2, users=1)
+    silos = [Forging(facts, i) for i in range(2)]
+    with pytest.raises(InvalidValue, match=said):
+        play(LatticeServer(facts).set_up(), silos, [[1], [1]], [], [])
+
+
+def test_a_server_names_places_of_its_users_only():
+    world = LatticeWorld(lattice_settings(), np.ones((3, 4), int))
     with pytest.raises(ProtocolError, match="expected open_epoch before"):
-        server.open_round(1)
-    with pytest.raises(InvalidValue, match="sampled: expected integers from 0 to 0"):
-        server.open_epoch(sampled=[1])
+        world.server.open_round(1)
+    with pytest.raises(InvalidValue, match="places: expected integers from 0 to 3"):
+        world.server.open_epoch(places=[4])
 
 
-def test_the_server_tells_all_silos_the_same_or_they_agree_on_nothing():
+def test_the_server_sends_all_silos_the_same_key_or_they_agree_on_nothing():
     facts = lattice_settings(silos=2, users=1)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
-    relayed = server.relay_keys([silo.key for silo in silos])
-    silos[0].receive_keys(server.public_key, relayed)
+    sealed = silos[0].answer("keys", keys_of(server.public_key, silos), None)
     other = dataclasses.replace(server.public_key, public_seed=bytes(32))
-    silos[1].receive_keys(other, relayed)
+    silos[1].answer("keys", keys_of(other, silos), None)
     assert silos[0].fingerprint != silos[1].fingerprint
     with pytest.raises(InvalidValue, match="sealed message from silo 0"):
-        silos[1].open_seed(silos[0].seal_seed()[0])
+        silos[1].answer("count", sealed[:60], lambda limit: [1])
 
 
 def _known_bytes(monkeypatch):
@@ -339,4 +346,4 @@ def test_known_answers_of_a_whole_run_and_the_same_in_plain_numpy(monkeypatch):
         digests.append((whole.hexdigest()[:16], hashlib.sha256(result.tobytes()).hexdigest()[:16]))
         assert sum(isinstance(message, LatticeSum) for message in sent) == 2
     assert digests[0] == digests[1]
-    assert digests[0] == ("82d5e7bcc6d5432a", "83aedb8877f64192")
+    assert digests[0] == ("74e6a5fca22f8195", "834fd20a56db8dba")

@@ -1,5 +1,6 @@
-"""Parties that are killed right after they stored their state, at every step."""
+"""Silos that are killed right after they stored their state, at every step."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -38,53 +39,39 @@ def world():
     return world
 
 
-def restored(party, disk=None):
-    kind, state = type(party), party.export_state()
-    return kind.from_state(party.settings, state, save=disk)
+def restored(silo):
+    return LatticeSilo.from_state(silo.export_state())
 
 
 def weigh(world, at, opening):
     return world.silos[at].weigh(opening, world.own(at, world.updates), world.noise[at])
 
 
-def test_parties_go_on_from_their_states_at_every_step():
-    """Every party is replaced by what its state makes of it after each step of a whole run."""
+def test_silos_go_on_from_their_states_at_every_step():
+    """Every silo is replaced by what its state makes of it after each step of a whole run."""
     facts = lattice_settings(silos=2, users=2)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
 
     def restart():
-        return restored(server), [restored(silo) for silo in silos]
+        return [restored(silo) for silo in silos]
 
-    keys = [silo.key for silo in silos]
-    server, silos = restart()
-    assert [silo.key for silo in silos] == keys
-    public = server.public_key
-    server, silos = restart()
-    assert server.public_key == public
-    relayed = server.relay_keys(keys)
-    for silo in silos:
-        silo.receive_keys(public, relayed)
-    server, silos = restart()
-    seeds = server.relay_seed(silos[0].seal_seed())
-    server, silos = restart()
-    silos[1].open_seed(seeds[0])
-    answer = silos[0].answer_transfer()
-    server, silos = restart()
-    assert silos[0].answer_transfer() == answer
-    server.receive_answer(answer)
-    server, silos = restart()
     counts = np.array([[3, 0], [1, 5]])
-    masked = [silo.mask_counts(own) for silo, own in zip(silos, counts, strict=True)]
-    server, silos = restart()
-    server.receive_counts(masked)
-    server, silos = restart()
+    dialogue, answers = server.set_up(), None
+    with contextlib.suppress(StopIteration):
+        while True:
+            step = dialogue.send(answers)
+            silos = restart()
+            answers = {
+                at: silos[at].answer(step.name, question, lambda limit, at=at: counts[at])
+                for at, question in step.questions.items()
+            }
     rng = np.random.default_rng(0)
     for number in (1, 2):
         weights = server.open_epoch()
         assert weights.epoch == number
         for silo in silos:
             silo.receive_weights(weights)
-        silos = [restored(silo) for silo in silos]
+        silos = restart()
         for silo in silos:
             silo.receive_weights(weights)
         opening = server.open_round(number)
@@ -96,17 +83,17 @@ def test_parties_go_on_from_their_states_at_every_step():
         ]
         result = server.close_round(sums)
         assert result == pytest.approx(2 * update + noise.sum(0), abs=1e-8)
-        server, silos = restart()
+        silos = restart()
 
 
 def test_a_silo_killed_in_a_round_never_sends_under_its_masks_again(world):
     world.open_epoch()
     opening = world.server.open_round(1)
     disk = Disk(left=0)
-    world.silos[0]._save = disk
+    world.silos[0].save = disk
     with pytest.raises(Killed):
         weigh(world, 0, opening)
-    world.silos[0] = LatticeSilo.from_state(world.settings, disk.states[-1])
+    world.silos[0] = LatticeSilo.from_state(disk.states[-1])
     world.silos[0].receive_weights(world.sent[-1])
     with pytest.raises(ProtocolError, match="expected a number above 1"):
         weigh(world, 0, opening)
@@ -120,7 +107,7 @@ def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
     opening, state = world.server.open_round(1), world.silos[0].export_state()
     weighing = world.silos[0].begin(opening)
     weighing.add(world.own(0, world.updates))
-    world.silos[0] = LatticeSilo.from_state(world.settings, state)
+    world.silos[0] = LatticeSilo.from_state(state)
     world.silos[0].receive_weights(weights)
     sums = world.weigh(opening, world.updates, world.noise)
     result = world.server.close_round(sums)
@@ -129,59 +116,33 @@ def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
 
 def test_a_silo_killed_in_an_epoch_takes_no_other_weights_of_it(world):
     disk = Disk(left=0)
-    world.silos[0]._save = disk
-    weights = world.server.open_epoch(sampled=[0])
+    world.silos[0].save = disk
+    weights = world.server.open_epoch(places=[0])
     with pytest.raises(Killed):
         world.silos[0].receive_weights(weights)
-    silo = LatticeSilo.from_state(world.settings, disk.states[-1])
+    silo = LatticeSilo.from_state(disk.states[-1])
     assert silo.epoch is None
     world.server._last_epoch -= 1  # a server that lost its state
-    other = world.server.open_epoch(sampled=[1])
+    other = world.server.open_epoch(places=[1])
     assert other.epoch == weights.epoch
     with pytest.raises(ProtocolError, match="expected a number above"):
         silo.receive_weights(other)
     silo.receive_weights(weights)
 
 
-def test_a_server_killed_in_an_epoch_or_a_round_uses_neither_again(world):
-    disk = Disk(left=0)
-    world.server._save = disk
-    with pytest.raises(Killed):
-        world.server.open_epoch()
-    server = LatticeServer.from_state(world.settings, disk.states[-1])
-    with pytest.raises(ProtocolError, match="also after a restart"):
-        server.open_round(1)
-    assert server.open_epoch().epoch == 2
-    disk = Disk(left=0)
-    server._save = disk
-    with pytest.raises(Killed):
-        server.open_round(1)
-    server = LatticeServer.from_state(world.settings, disk.states[-1])
-    assert server.open_epoch().epoch == 3
-    with pytest.raises(ProtocolError, match="expected a number above 1"):
-        server.open_round(1)
-
-
 def test_states_are_stored_before_anything_leaves(world):
     """Each step stores a state that already counts the step."""
-    disks = [Disk(), Disk()]
-    world.server._save, world.silos[0]._save = disks
+    disk = world.silos[0].save = Disk()
     weights = world.open_epoch()
-    assert json.loads(disks[0].states[-1])["last_epoch"] == weights.epoch
-    assert json.loads(disks[1].states[-1])["last_epoch"] == weights.epoch
+    assert json.loads(disk.states[-1])["last_epoch"] == weights.epoch
     world.run_round(1, world.updates, world.noise)
-    assert [json.loads(disk.states[-1])["last_round"] for disk in disks] == [1, 1]
+    assert json.loads(disk.states[-1])["last_round"] == 1
 
 
-def test_states_of_other_settings_parties_or_kinds_are_refused(world):
-    server, silo = world.server.export_state(), world.silos[0].export_state()
-    other = lattice_settings(silos=2, users=2, run="other")
-    for kind, state in ((LatticeServer, server), (LatticeSilo, silo)):
-        with pytest.raises(InvalidValue, match="under the same settings"):
-            kind.from_state(other, state)
-    for kind, state in ((LatticeServer, silo), (LatticeSilo, server)):
-        with pytest.raises(InvalidValue, match="of this party"):
-            kind.from_state(world.settings, state)
-    for state in (b"", b"{}", b"[]", server[:-1], server.replace(b"COUNTED", b"NONE")):
-        with pytest.raises(InvalidValue, match="export_state"):
-            LatticeServer.from_state(world.settings, state)
+def test_states_of_other_protocols_and_other_bytes_are_refused(world):
+    state = world.silos[0].export_state()
+    for wrong in (b"", b"{}", b"[]", state[:-1], state.replace(b"COUNTED", b"NONE")):
+        with pytest.raises(InvalidValue, match="state: expected the bytes"):
+            LatticeSilo.from_state(wrong)
+    with pytest.raises(InvalidValue, match="settings: expected bytes of LatticeSettings"):
+        LatticeSilo.from_state(state.replace(rb"\"lattice\"", rb"\"paillier\""))

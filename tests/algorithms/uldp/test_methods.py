@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +17,11 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import (
     UldpGroup,
     UldpNaive,
-    WeightsByRecords,
-    private_silo,
+    averaging,
     silo_training,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
-from flower_ext.algorithms.uldp.weights import check_weights
+from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
@@ -305,26 +305,21 @@ def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(coun
     held = np.random.default_rng(seed).integers(0, 10 ** np.random.default_rng(seed).integers(1, 9))
     held = np.random.default_rng(seed).integers(0, held + 1, (count, 20))
     held[:, 3] = 0
-    weights = WeightsByRecords().weights(held, count)
+    weights = user_weights("by-records", held, count)
     check_weights(weights, count, range(20))
     np.testing.assert_allclose(weights.sum(axis=0), held.sum(axis=0) > 0)
 
 
-class Doubled(WeightsByRecords):
-    def weights(self, histogram, num_silos):
-        return 2 * super().weights(histogram, num_silos)
-
-
-class CalledEqual(WeightsByRecords):
-    weighting = "equal"
-
-
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [(Doubled, r"numbers in \[0, 1\]|sum to 2"), (CalledEqual, "expected at most 1/3")],
+    ("weighting", "said"),
+    [("by-records", r"numbers in \[0, 1\]|sum to 2"), ("equal", "expected at most 1/3")],
 )
-def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_sent(source, said):
-    strategy = strategy_of(UldpAvg, plan=plan(), weighting=source(), local=LOCAL, **COMMON)
+def test_weights_that_are_too_large_end_the_run_before_anything_is_sent(
+    weighting, said, monkeypatch
+):
+    doubled = lambda *source: 2 * user_weights(*source)  # noqa: E731
+    monkeypatch.setattr(averaging, "user_weights", doubled)
+    strategy = strategy_of(UldpAvg, plan=plan(), weighting=weighting, local=LOCAL, **COMMON)
     with pytest.raises(ValueError, match=said):
         run(strategy)
     assert strategy.participations.rounds == 0
@@ -568,21 +563,21 @@ class Scaled(nn.Module):
 
 
 def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
-    """Return one silo with a user of each size, whose updates have weight 1/2."""
+    """Return one silo with a user of each size, whose clipped updates have weight 1/2."""
     draw = torch.Generator().manual_seed(0)
     users = {
         user: Examples(torch.randn(size, 4, generator=draw), torch.arange(size) % 3)
         for user, size in enumerate(sizes)
     }
+    params = task.initial_params(1)
     return silo_training.SiloJob(
-        params=task.initial_params(1),
+        params=params,
         examples=users[0],
         training=training,
         generator=draw,
         users=users,
-        weights=dict.fromkeys(users, 0.5),
         seeds=list(users),
-        clipping_norm=0.1,
+        total=silo_training.ClippedTotal(params, 0.1, [0.5] * len(sizes)),
     )
 
 
@@ -590,9 +585,8 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
 def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job = silo_job(task)
-    (total,) = silo_training.sums_over_users(
-        task, [job], trained=lambda name: True, memory_limit=limit
-    )
+    silo_training.add_users(task, [job], trained=lambda name: True, memory_limit=limit)
+    total = job.total.value
     assert not total.value["scale"].any()
     assert total.value["layer.weight"].any()
     assert job.params["scale"] == 2.0
@@ -600,10 +594,9 @@ def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
 
 def test_a_silos_sum_stays_in_double_precision_until_it_is_noised():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
-    (total,) = silo_training.sums_over_users(
-        task, [silo_job(task)], trained=lambda name: True, memory_limit=2**30
-    )
-    assert {value.dtype for value in total.value.values()} == {torch.float64}
+    job = silo_job(task)
+    silo_training.add_users(task, [job], trained=lambda name: True, memory_limit=2**30)
+    assert {value.dtype for value in job.total.value.value.values()} == {torch.float64}
 
 
 class Convolutional(nn.Module):
@@ -703,8 +696,9 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    hidden = private_silo.HiddenJob(**vars(job), into=clipped.update)
-    private_silo.add_clipped(task, [hidden], trained=lambda name: True, memory_limit=2**30)
+    part = SimpleNamespace(add=clipped.update)
+    hidden = replace(job, total=silo_training.SealedTotal(part, 0.1))
+    silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]
 

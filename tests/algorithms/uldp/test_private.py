@@ -18,9 +18,6 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpSgd,
 )
-from flower_ext.algorithms.uldp.private_silo import resume
-from flower_ext.algorithms.uldp.weighting import paillier_end, paillier_weighting, protocol
-from flower_ext.algorithms.uldp.weighting.protocol import WEIGHTED
 from flower_ext.data import SiloData, histogram
 from flower_ext.federation import (
     FederationNotReady,
@@ -28,6 +25,8 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
+from flower_ext.federation.sums import silo_part
+from flower_ext.federation.sums.weighted import WEIGHTED
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -36,7 +35,10 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
-from flower_ext.secure.fixed_point import from_residue
+from flower_ext.secure import protocols
+from flower_ext.secure.weighting.encoding import from_residue
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
@@ -68,7 +70,12 @@ from tests.support.weighting import numbers
 
 
 def kept(grid, number=0):
-    return resume(vault(grid, number)).silo
+    return silo_part._resume(vault(grid, number))
+
+
+def is_draw(message):
+    question = message.content.config_records.get("question", {})
+    return question.get("step") == "draw"
 
 
 # The result --------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
     _, model = start(strategy := make(protocol=allowed), data=data)
     _, expected = start(make_openly(UldpAvg), data=data)
     assert difference(model, expected) <= ROUNDS * SMALL.precision
-    assert strategy.run.summation._connected.settings.packing.slots > 1
+    assert strategy.run.summation.server.settings.packing.slots > 1
     with pytest.raises(FederationNotReady, match=r"one of \(7,\)"):
         start(make(protocol=replace(SMALL, allowed_totals=(7,))), data=data)
 
@@ -156,7 +163,7 @@ HIDDEN = replace(SMALL, draw_choices=5)
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
     """Only a test, which acts for all parties at once, can know who was drawn."""
-    rounds, weigh = {}, paillier_end.WeightingSilo.weigh
+    rounds, weigh = {}, WeightingSilo.weigh
 
     def watched(self, message, *args, **options):
         size = self.settings.ciphertext_bytes
@@ -165,12 +172,12 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         )
         return weigh(self, message, *args, **options)
 
-    monkeypatch.setattr(paillier_end.WeightingSilo, "weigh", watched)
+    monkeypatch.setattr(WeightingSilo, "weigh", watched)
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
     grid, model = start(strategy)
     assert strategy.refusals == []
     assert all(len(taken) == 1 for taken in rounds.values())
-    order, key = kept(grid)._order, strategy.run.summation._connected.party._key
+    order, key = kept(grid)._order, strategy.run.summation.server._key
     users = {
         number: sorted(order[at] for at, x in enumerate(key.decrypt(*taken)) if x)
         for number, taken in rounds.items()
@@ -190,15 +197,15 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
 def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), evaluate_every=0)
     grid, _ = start(strategy, Recorder)
-    asked = [m for m in grid.sent if "offer" in m.content.array_records]
+    asked = [m for m in grid.sent if is_draw(m)]
     assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
-    told = arrays(grid.received, "answer", "answer")
+    told = arrays(grid.received, "answer", "draw")
     assert len(told) == ROUNDS
     pieces = [data[at : at + 32] for _, data in told for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, WEIGHTED, "weights")}
     assert len(sent) == ROUNDS  # all silos received the same
-    facts = strategy.run.summation._connected.settings
+    facts = strategy.run.summation.server.settings
     assert {len(data) for data in sent} == {32 + USERS * 5 * (facts.ciphertext_bytes + 16)}
 
 
@@ -209,7 +216,7 @@ def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol
 
         def send_and_receive(self, messages, *, timeout=None):
             messages = list(messages)
-            if messages and "offer" in messages[0].content.array_records:
+            if messages and is_draw(messages[0]):
                 self.draws += 1
                 if self.draws == 2:
                     return []
@@ -257,7 +264,7 @@ def raw(message):
     return b"|".join(parts)
 
 
-HEADS = {"key": 12, "counts": 12, "answer": 12, "offer": 12, "weights": 12, "sum": 20}
+HEADS = {"weights": 12, "sum": 20}
 """Bytes of a message before its first field of bytes."""
 
 
@@ -267,7 +274,7 @@ def arrays(messages, record, name):
     for message in messages:
         sent = message.content.array_records.get(record)
         if sent is not None and name in sent:
-            found.append((message, records.to_arrays(sent)[name].tobytes()[HEADS[name] :]))
+            found.append((message, records.to_arrays(sent)[name].tobytes()[HEADS.get(name, 0) :]))
     return found
 
 
@@ -280,11 +287,11 @@ def transcript():
 
 def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothing_else(transcript):
     strategy, grid = transcript
-    facts = strategy.run.summation._connected.settings
+    facts = strategy.run.summation.server.settings
     sizes = {
-        "key": 12 + 32,
-        "sealed": (12 + 60) * (SILOS - 1),
-        "counts": 12 + USERS * facts.count_bytes,
+        "begin": 32,
+        "keys": 60 * (SILOS - 1),
+        "count": USERS * facts.count_bytes,
         "sum": 20 + facts.ciphertexts * facts.ciphertext_bytes,
     }
     seen = set()
@@ -319,9 +326,9 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
 
 def test_every_number_that_is_sent_is_fresh(transcript):
     strategy, grid = transcript
-    facts = strategy.run.summation._connected.settings
+    facts = strategy.run.summation.server.settings
     sent = []
-    for _, data in arrays(grid.received, "answer", "counts"):
+    for _, data in arrays(grid.received, "answer", "count"):
         sent += numbers(data, facts.count_bytes)
     uploads = arrays(grid.received, "update", "sum")
     assert len(uploads) == SILOS * ROUNDS
@@ -338,8 +345,8 @@ def test_every_number_that_is_sent_is_fresh(transcript):
 def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
     strategy, grid = transcript
     server, facts = (
-        strategy.run.summation._connected.party,
-        strategy.run.summation._connected.settings,
+        strategy.run.summation.server,
+        strategy.run.summation.server.settings,
     )
     n, held = server._key.public.n, histogram(silos(), USERS)
     blinds = kept(grid)._blinds
@@ -351,7 +358,7 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
                 weight = mpz(int(own) * facts.common_multiple // int(held[:, user].sum()))
                 secret |= {weight, -weight % n}
     received = []
-    for _, data in arrays(grid.received, "answer", "counts"):
+    for _, data in arrays(grid.received, "answer", "count"):
         received += numbers(data, facts.count_bytes)
     for _, data in arrays(grid.received, "update", "sum"):
         ciphertexts = numbers(data, facts.ciphertext_bytes)
@@ -362,8 +369,8 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
 def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcript):
     strategy, grid = transcript
     server, facts = (
-        strategy.run.summation._connected.party,
-        strategy.run.summation._connected.settings,
+        strategy.run.summation.server,
+        strategy.run.summation.server.settings,
     )
     public = server._key.public
     for number in map(str, range(1, ROUNDS + 1)):
@@ -388,7 +395,7 @@ def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcr
 
 def test_bytes_of_the_protocol_are_counted(transcript):
     strategy, _ = transcript
-    facts, row = strategy.run.summation._connected.settings, strategy.run.progress.row
+    facts, row = strategy.run.summation.server.settings, strategy.run.progress.row
     assert row["bytes_up"] >= SILOS * facts.ciphertexts * facts.ciphertext_bytes
     assert row["bytes_down"] >= SILOS * USERS * facts.ciphertext_bytes
 
@@ -449,14 +456,14 @@ def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_pa
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = make(ledger=ledger)
     decrypted = []
-    close = paillier_weighting.WeightingServer.close_round
+    close = WeightingServer.close_round
 
     def watched(self, *args, **options):
         result = close(self, *args, **options)
         decrypted.append(self._last_round)
         return result
 
-    monkeypatch.setattr(paillier_weighting.WeightingServer, "close_round", watched)
+    monkeypatch.setattr(WeightingServer, "close_round", watched)
     start(strategy, Meddler, meddle=meddle)
     assert decrypted == [1, 3]
     entries = Ledger.read(tmp_path / "ledger.jsonl")
@@ -491,7 +498,7 @@ def test_a_silo_that_is_lost_in_the_set_up_ends_the_run_by_its_number(step, aske
             return replies
         if lose == "silent":
             return replies[1:]
-        replies[0].content["answer"] = records.to_record({"key": np.zeros(3, np.uint8)})
+        replies[0].content["answer"] = records.to_record({"begin": np.zeros(3, np.uint8)})
         return replies
 
     strategy = make()
@@ -504,10 +511,10 @@ def test_a_silo_that_is_lost_in_the_set_up_ends_the_run_by_its_number(step, aske
 def test_counts_that_are_no_residues_end_the_run():
     def forge(replies, grid):
         told = records.to_arrays(replies[1].content["answer"])
-        if "counts" in told:
-            forged = told["counts"].copy()
-            forged[12:] = 255
-            replies[1].content["answer"] = records.to_record({"counts": forged})
+        if "count" in told:
+            forged = told["count"].copy()
+            forged[:] = 255
+            replies[1].content["answer"] = records.to_record({"count": forged})
         return replies
 
     said = "a silo's answer breaks the protocol: counts of silo 1: expected integers below"
@@ -518,10 +525,10 @@ def test_counts_that_are_no_residues_end_the_run():
 def test_a_silos_key_of_low_order_ends_the_set_up_by_its_number():
     def forge(replies, grid):
         told = records.to_arrays(replies[1].content["answer"])
-        if "key" in told:
-            forged = told["key"].copy()
-            forged[12:] = 0
-            replies[1].content["answer"] = records.to_record({"key": forged})
+        if "begin" in told:
+            forged = told["begin"].copy()
+            forged[:] = 0
+            replies[1].content["answer"] = records.to_record({"begin": forged})
         return replies
 
     with pytest.raises(FederationNotReady, match="silo 1: public key: expected .* full order"):
@@ -533,9 +540,9 @@ def test_an_answer_to_a_draw_that_is_no_choice_discards_the_round_and_the_run_go
 
     def forge(replies, grid):
         told = records.to_arrays(replies[0].content["answer"])
-        if "answer" in told and not forged:
+        if "draw" in told and not forged:
             forged.append(1)
-            nothing = records.to_record({"answer": np.zeros_like(told["answer"])})
+            nothing = records.to_record({"draw": np.zeros_like(told["draw"])})
             replies[0].content["answer"] = nothing
         return replies
 
@@ -593,7 +600,7 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     def weigh(self, *args, **options):
         raise ValueError("updates reach a magnitude of 3.14159")
 
-    monkeypatch.setattr(paillier_end.WeightingSilo, "weigh", weigh)
+    monkeypatch.setattr(WeightingSilo, "weigh", weigh)
     strategy = make()
     with pytest.raises(FederationNotReady, match="the reason is in its own log"):
         start(strategy)
@@ -657,19 +664,19 @@ def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
 def test_a_round_is_on_record_before_its_sum_leaves():
     grid, _ = start(make(), rounds=2)
     for number in range(SILOS):
-        facts = json.loads(json.loads(vault(grid, number).load())["state"])
+        facts = json.loads(vault(grid, number).load())
         assert facts["last_round"] == 2
 
 
 def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch):
-    prepare = paillier_end._prepare
+    weigh = WeightingSilo.weigh
 
-    def full(silo):
+    def full(silo, *args):
         if silo.index == 1:
             raise OSError("no space left on device")
-        prepare(silo)
+        return weigh(silo, *args)
 
-    monkeypatch.setattr(paillier_end, "_prepare", full)
+    monkeypatch.setattr(WeightingSilo, "weigh", full)
     start(strategy := make())
     assert len(strategy.refusals) == ROUNDS  # from silo 1 in every round, and from nobody else
     assert all("node 1001" in refusal for refusal in strategy.refusals)
@@ -682,7 +689,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     coarse = replace(SMALL, precision=0.05)
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := make(protocol=coarse, ledger=ledger))
-    bound = strategy.run.summation._connected.settings.contribution_bound(0.3) / 0.3
+    bound = strategy.run.summation.server.settings.contribution_bound(0.3) / 0.3
     assert strategy.run.mechanism.sensitivity == bound > 1.05
     assert strategy.run.plan.mechanism().sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
@@ -801,12 +808,12 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_encrypted(ba
 
 
 def test_a_protocol_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(protocol, "entry_points", lambda group: ())
-    protocol.protocols.cache_clear()
+    monkeypatch.setattr(protocols, "entry_points", lambda group: ())
+    protocols.protocols.cache_clear()
     said = "protocol='lattice': expected one of paillier; .*: pip install flower-ext-lattice"
     with pytest.raises(ValueError, match=said):
         make(protocol="lattice")
-    protocol.protocols.cache_clear()
+    protocols.protocols.cache_clear()
 
 
 def test_by_name_a_protocol_has_its_default_settings():
@@ -817,9 +824,10 @@ def test_without_the_extra_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['phe'] = None\n"
         "from flower_ext.algorithms import uldp\n"
-        "uldp.UldpAvg\n"
+        "print(uldp.UldpAvg)\n"
         "uldp.weighted_sum()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
+    assert "UldpAvg" in done.stdout  # the other sums work without it
     assert "pip install 'flower-ext[weighting]'" in done.stderr

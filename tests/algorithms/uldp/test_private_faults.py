@@ -8,14 +8,13 @@ import torch
 from flwr.app import ArrayRecord
 from gmpy2 import mpz
 
-from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.algorithms.uldp.weighting import paillier_weighting
-from flower_ext.algorithms.uldp.weighting.protocol import counts_of
-from flower_ext.algorithms.uldp.weights import WeightsByRecords
+from flower_ext.algorithms.uldp import UldpAvg, averaging
+from flower_ext.algorithms.uldp.weights import counts_of, user_weights
 from flower_ext.data import SiloData, histogram
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import Ledger, PoissonSampling
+from flower_ext.secure.weighting.weighting_server import WeightingServer
 from flower_ext.training import Task
 from tests.support.grids import grid as grid_of
 from tests.support.private_silos import (
@@ -27,6 +26,7 @@ from tests.support.private_silos import (
     difference,
     make,
     make_openly,
+    name_of,
     start,
 )
 from tests.support.silos import ROUNDS, SEED, SILOS, USERS, silos, task
@@ -70,11 +70,14 @@ BYTES = {
     "of another silo": lambda data, rng, grid: grid.of_another or data,
     "of before": lambda data, rng, grid: grid.of_before or data,
 }
-OF_CURVE = {
-    "one": begun(12, (1).to_bytes(32, "little")),
-    "the prime": begun(12, (2**255 - 19).to_bytes(32, "little")),
-}
-"""Mutations of a point of X25519 or Ed25519; one is the identity of Ed25519."""
+
+
+def of_curve(head):
+    """Return mutations of a point of X25519 or Ed25519; one is the identity of Ed25519."""
+    return {
+        "one": begun(head, (1).to_bytes(32, "little")),
+        "the prime": begun(head, (2**255 - 19).to_bytes(32, "little")),
+    }
 
 
 def modulus(grid):
@@ -96,15 +99,24 @@ OF_KEY = {
 """Mutations of numbers modulo n², of which the last three are no unit, minus one, and no unit."""
 
 
-def mutations_of(protocol, name):
-    """Return all mutations of one array of the messages."""
-    if name in ("key", "answer", "offer"):
-        return BYTES | OF_CURVE
-    return BYTES | (OF_KEY if protocol is SMALL and name in ("sum", "weights") else {})
+AT_THE_END = {
+    "bits at the end": lambda data, rng, _: data[:-20] + flipped(data[-20:], rng, _),
+    "zeros at the end": lambda data, rng, _: data[:-16] + bytes(16),
+}
+"""Mutations of the opening of a round, with which the lattice's weights end."""
+
+
+def mutations_of(protocol, name, receives):
+    """Return all mutations of one step's messages to or from a silo."""
+    if name == "draw" or (name, receives) == ("begin", False):
+        return BYTES | of_curve(8 if receives else 0)
+    if name not in ("sum", "weights"):
+        return BYTES
+    return BYTES | (OF_KEY if protocol is SMALL else AT_THE_END if name == "weights" else {})
 
 
 class Tampered(InProcessGrid):
-    """Changes the array ``name`` of silo 1's messages, or of silo 0's where no other sends one.
+    """Changes the array ``name`` of silo 1's messages, or of silo 0's where no other has one.
 
     ``how`` has one mutation for each message with such an array in turn, None for none. The silo
     sends these messages, or receives them if ``receives``.
@@ -162,26 +174,24 @@ class Tampered(InProcessGrid):
 @pytest.fixture(autouse=True)
 def _server_known(monkeypatch):
     """Tell mutations of the key's numbers which server the run has."""
-    made = paillier_weighting.WeightingServer.__init__
+    made = WeightingServer.__init__
 
     def noted(self, *args, **options):
         made(self, *args, **options)
         Tampered.server = self
 
-    monkeypatch.setattr(paillier_weighting.WeightingServer, "__init__", noted)
+    monkeypatch.setattr(WeightingServer, "__init__", noted)
+
+
+def case_of(protocol, name, receives):
+    return f"{name_of(protocol)}-{'to' if receives else 'from'}-{name}"
 
 
 SET_UP = [
-    pytest.param(protocol, name, receives, id=f"{protocol.name}-{name}")
+    pytest.param(protocol, name, receives, id=case_of(protocol, name, receives))
     for protocol in INSTALLED
-    for name, receives in (
-        ("key", False),
-        ("sealed", False),
-        ("counts", False),
-        ("server", True),
-        ("silos", True),
-        ("seed", True),
-    )
+    for receives in (False, True)
+    for name in ("begin", "keys", "count")
 ]
 
 
@@ -197,14 +207,14 @@ def outcome_of(strategy, options):
 
 @pytest.mark.parametrize(
     ("protocol", "name", "receives"),
-    grid_of(SET_UP, lambda name: name in ("paillier-counts", "lattice-sealed")),
+    grid_of(SET_UP, lambda name: name in ("paillier-from-count", "lattice-from-keys")),
 )
 def test_a_message_of_the_set_up_of_anything_refuses_the_set_up_or_spoils_sums(
     protocol, name, receives, tmp_path
 ):
     """A silo that lies about counts is outside the model, but it can only end in these two ways."""
     outcomes = set()
-    for seed, (kind, mutation) in enumerate(mutations_of(protocol, name).items()):
+    for seed, (kind, mutation) in enumerate(mutations_of(protocol, name, receives).items()):
         path = tmp_path / f"{seed}.jsonl"
         strategy = make(protocol=protocol, evaluate_every=0, ledger=Ledger(path))
         options = {"name": name, "how": [mutation], "receives": receives, "seed": seed}
@@ -216,7 +226,7 @@ def test_a_message_of_the_set_up_of_anything_refuses_the_set_up_or_spoils_sums(
         else:
             outcomes.add((*kinds(path), outcome))
     assert "refused" in outcomes
-    if name == "key":
+    if (name, receives) == ("begin", False):
         assert outcomes <= {"refused", ("commit", "the same")}
 
 
@@ -225,29 +235,28 @@ ROUND = [
         protocol,
         name,
         receives,
-        {} if name in ("sum", "weights", "opening") else DRAWN,
-        id=f"{protocol.name}-{name}",
+        {} if name in ("sum", "weights") else DRAWN,
+        id=case_of(protocol, name, receives),
     )
     for protocol in INSTALLED
     for name, receives in (
         ("sum", False),
         ("weights", True),
-        *((("opening", True),) if protocol is not SMALL else ()),
-        ("answer", False),
-        ("offer", True),
+        ("draw", False),
+        ("draw", True),
     )
 ]
 
 
 @pytest.mark.parametrize(
     ("protocol", "name", "receives", "changes"),
-    grid_of(ROUND, lambda name: name.endswith(("sum", "opening"))),
+    grid_of(ROUND, lambda name: name.endswith(("sum", "lattice-to-weights"))),
 )
 def test_a_message_of_a_round_of_anything_discards_that_round_alone(
     protocol, name, receives, changes, tmp_path
 ):
     """The first round and the last are left alone, and count."""
-    chosen = mutations_of(protocol, name).values()
+    chosen = mutations_of(protocol, name, receives).values()
     how = [None, *chosen, None]
     sampling = {"sampling": FEW} if changes else {}
     strategy = make(
@@ -281,8 +290,13 @@ def test_a_sum_of_an_earlier_round_under_a_new_number_discards_the_round(
                 record = replies[1].content["update"]
                 told = records.to_arrays(record)["sum"]
                 if replies[1].metadata.group_id == "2":
-                    head = strategy.run.summation._connected.sum_type._head_bytes()
-                    renumbered = np.concatenate([told[:head], self.earlier[head:]])
+                    server = strategy.run.summation.server
+                    now, before = (
+                        server.sum_type.from_bytes(array.tobytes(), server.settings)
+                        for array in (told, self.earlier)
+                    )
+                    head = {name: n for name, n in vars(now).items() if isinstance(n, int)}
+                    renumbered = records.to_bytes_array(replace(before, **head).to_bytes())
                     replies[1].content["update"] = records.to_record({"sum": renumbered})
                 self.earlier = told
             return replies
@@ -311,23 +325,22 @@ def test_a_run_whose_first_three_sums_are_spoiled_ends_with_the_reason(protocol,
 def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
 
     def another(data, rng, grid):
-        return data[:12] + grid.of_another[12:]
+        return grid.of_another
 
     with pytest.raises(FederationNotReady, match="silos 1 and 2: expected a different public key"):
-        start(make(), Tampered, name="key", how=[another])
+        start(make(), Tampered, name="begin", how=[another])
 
 
 def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
-    received = paillier_weighting.WeightingServer.receive_counts
+    added_up = WeightingServer._added_up
 
-    def divided(self, messages):  # no silo knows p: the server itself plays it
+    def divided(self, counts):  # no silo knows p: the server itself plays it
         n, size = self._key.public.n, self.settings.count_bytes
-        rest = sum(mpz.from_bytes(one.counts[:size], "big") for one in messages[1:])
+        rest = sum(mpz.from_bytes(counts[silo][:size], "big") for silo in (1, 2))
         first = int((self._key.p - rest) % n).to_bytes(size, "big")
-        changed = replace(messages[0], counts=first + messages[0].counts[size:])
-        received(self, [changed, *messages[1:]])
+        return added_up(self, {**counts, 0: first + counts[0][size:]})
 
-    monkeypatch.setattr(paillier_weighting.WeightingServer, "receive_counts", divided)
+    monkeypatch.setattr(WeightingServer, "_added_up", divided)
     with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
         start(make())
 
@@ -481,10 +494,10 @@ def test_users_who_come_or_leave_after_the_set_up_count_as_zero(protocol, change
 
 def too_little_memory(monkeypatch, protocol, step, silo=1):
     """Let one silo's sum of updates fail in ``step``; sums of zeros need less memory."""
-    opened = protocol.silo_end.open_sum
+    opened = protocol.silo_type.open_sum
 
-    def open_sum(self, number, sent):
-        into = opened(self, number, sent)
+    def open_sum(self, number, weights):
+        into = opened(self, number, weights)
         if self.index != silo:
             return into
         add, finish, seen = into.add, into.finish, []
@@ -503,7 +516,7 @@ def too_little_memory(monkeypatch, protocol, step, silo=1):
         into.add, into.finish = failing_add, failing_finish
         return into
 
-    monkeypatch.setattr(protocol.silo_end, "open_sum", open_sum)
+    monkeypatch.setattr(protocol.silo_type, "open_sum", open_sum)
 
 
 @EVERY
@@ -515,13 +528,13 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, step, m
     assert strategy.refusals == []
     assert "the updates of this silo cannot be encrypted (MemoryError)" in logged.text
 
-    class WithoutSilo1(WeightsByRecords):
-        def weights(self, histogram, num_silos):
-            weights = super().weights(histogram, num_silos)
-            weights[1] = 0
-            return weights
+    def without_silo_1(*source):
+        weights = user_weights(*source)
+        weights[1] = 0
+        return weights
 
-    expected = make_openly(UldpAvg, weighting=WithoutSilo1(), evaluate_every=0)
+    monkeypatch.setattr(averaging, "user_weights", without_silo_1)
+    expected = make_openly(UldpAvg, evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
 
@@ -529,7 +542,9 @@ def test_a_silo_that_cannot_encrypt_its_updates_encrypts_zeros(protocol, step, m
 
 
 @EVERY
-def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(protocol, logged):
+def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_it(
+    protocol, logged, monkeypatch
+):
     limits = (3, 4, 5)
     strategy = make(protocol=replace(protocol, silo_record_limits=limits), evaluate_every=0)
     _, model = start(strategy)
@@ -540,11 +555,12 @@ def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_i
         assert above
         assert f"{above} users have more records in this silo than the {limit}" in logged.text
 
-    class Limited(WeightsByRecords):
-        def weights(self, histogram, num_silos):
-            return super().weights(np.minimum(histogram, np.array(limits)[:, None]), num_silos)
+    def limited(weighting, histogram, num_silos):
+        below = np.minimum(histogram, np.array(limits)[:, None])
+        return user_weights(weighting, below, num_silos)
 
-    expected = make_openly(UldpAvg, weighting=Limited(), evaluate_every=0)
+    monkeypatch.setattr(averaging, "user_weights", limited)
+    expected = make_openly(UldpAvg, evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
 
 

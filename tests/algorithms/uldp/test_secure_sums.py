@@ -15,6 +15,7 @@ from flower_ext.algorithms.uldp import (
     UldpNaive,
     UldpSgd,
     averaging,
+    silo_training,
     weighted_sum,
 )
 from flower_ext.data import Examples, SiloData
@@ -105,14 +106,15 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
         UldpAvg, plan=secure(clipping_norm=norm), weighting=weighting, local=local, **COMMON
     )
     found = []
-    real = averaging.cells_over_users
+    real = silo_training.add_users
 
-    def kept(*args, **more):
-        found.extend(real(*args, **more))
-        return found[-len(data) :]
+    def kept(task, jobs, **options):
+        nothing = real(task, jobs, **options)
+        found.extend(job.total.value for job in jobs)
+        return nothing
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "cells_over_users", kept)
+        patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
     return found, norm / strategy.run.mechanism.cell
 

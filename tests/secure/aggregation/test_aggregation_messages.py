@@ -81,7 +81,7 @@ def test_mutated_bytes_of_every_message_are_refused_or_are_another_message(kind)
 
 def test_a_message_claims_no_memory_beyond_its_own_bytes():
     context = round_context(length=2**40)
-    data = b"M" + context.digest + bytes(4) + b"\xff" * 100
+    data = b"M" + context.digest + bytes(8) + b"\xff" * 100
     with pytest.raises(InvalidValue, match="cut off"):
         MaskedInput.from_bytes(data, context)
 

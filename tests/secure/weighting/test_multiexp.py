@@ -6,7 +6,7 @@ from gmpy2 import invert, mpz, powmod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_ext.secure import inverses
+from flower_ext.secure import pair_keys
 from flower_ext.secure.weighting import multiexp
 from flower_ext.secure.weighting.multiexp import (
     LARGEST_EXPONENT,
@@ -34,10 +34,9 @@ def plain(bases, exponents, modulus=MODULUS):
     st.integers(0, 40),
     st.integers(1, 61),
     st.integers(1, 100_000),
-    st.sampled_from([5_000, 50_000, 2**20]),
     st.integers(0, 2**32),
 )
-def test_products_equal_one_power_at_a_time(users, columns, bits, expected, memory, seed):
+def test_products_equal_one_power_at_a_time(users, columns, bits, expected, seed):
     rng = np.random.default_rng(seed)
     bases = [mpz(int(x)) for x in rng.integers(1, 2**62, users)]
     largest = 2**bits
@@ -51,7 +50,6 @@ def test_products_equal_one_power_at_a_time(users, columns, bits, expected, memo
         lowest=-largest,
         highest=largest,
         expected_products=expected,
-        table_memory_limit=memory,
     )
     assert products.of(exponents) == plain(bases, exponents)
     assert products.of(exponents, workers=2) == plain(bases, exponents)
@@ -74,33 +72,33 @@ def test_exponents_out_of_range_and_wrong_shapes_are_refused():
 @given(st.integers(1, 2**50), st.integers(2, 16))
 def test_windows_cover_exactly_the_exponents_that_their_digits_can_write(largest, width):
     digits = math.ceil((largest.bit_length() + 2) / width)
-    windows = Windows(width=width, tables=1, steps=digits)
     half = 2 ** (width - 1)
     highest = sum((half - 1) << (width * i) for i in range(digits))
     lowest = sum(-half << (width * i) for i in range(digits))
-    assert windows.cover(lowest, highest)
-    assert not windows.cover(lowest - 1, highest)
-    assert not windows.cover(lowest, highest + 1)
+    assert Windows.covering(width, lowest, highest) == Windows(width=width, digits=digits)
+    assert Windows.covering(width, lowest - 1, highest).digits == digits + 1
+    assert Windows.covering(width, lowest, highest + 1).digits == digits + 1
 
 
-def test_windows_are_the_cheapest_that_fit_the_memory():
+def test_windows_are_the_cheapest_that_fit_the_memory(monkeypatch):
     facts = {
-        "bases": 100,
+        "bases": 50,
         "lowest": -(2**39) + 2**30,
         "highest": 2**39 - 2**30,
         "modulus_bits": 6144,
     }
     free = choose_windows(products=1000, **facts)
-    assert (free.width, free.tables, free.steps) == (10, 1, 4)
+    assert (free.width, free.digits) == (10, 4)
     more = choose_windows(products=10**6, **facts)
-    assert more.table_multiplications(100) > free.table_multiplications(100)
-    assert more.column_multiplications(100) < free.column_multiplications(100)
-    limit = free.table_bytes(100, 6144) - 1
-    tight = choose_windows(products=1000, table_memory_limit=limit, **facts)
-    assert tight.table_bytes(100, 6144) <= limit
+    assert more.table_multiplications(50) > free.table_multiplications(50)
+    assert more.column_multiplications(50) < free.column_multiplications(50)
+    limit = free.table_bytes(50, 6144) - 1
+    monkeypatch.setattr(multiexp, "_TABLE_MEMORY", limit)
+    tight = choose_windows(products=1000, **facts)
+    assert tight.table_bytes(50, 6144) <= limit
     assert tight.width < free.width
-    with pytest.raises(ValueError, match="table_memory_limit=10: expected at least"):
-        choose_windows(products=1000, table_memory_limit=10, **facts)
+    monkeypatch.setattr(multiexp, "_TABLE_MEMORY", 10)
+    assert choose_windows(products=1000, **facts).width == 2  # the smallest tables in any case
 
 
 def test_the_count_of_multiplications_is_what_the_products_do(monkeypatch):
@@ -119,10 +117,10 @@ def test_the_count_of_multiplications_is_what_the_products_do(monkeypatch):
         def __mod__(self, modulus):
             return Counted(self.value % modulus)
 
-    for module in (multiexp, inverses):
+    for module in (multiexp, pair_keys):
         monkeypatch.setattr(module, "mpz", lambda x: Counted(mpz(x)))
     monkeypatch.setattr(
-        "flower_ext.secure.weighting.multiexp.gmpy2.invert",
+        "flower_ext.secure.pair_keys.gmpy2.invert",
         lambda x, n: Counted(invert(x.value, n)),
     )
     rng = np.random.default_rng(0)
@@ -131,7 +129,6 @@ def test_the_count_of_multiplications_is_what_the_products_do(monkeypatch):
     products = FixedBaseProducts(
         bases, MODULUS, lowest=-largest, highest=largest, expected_products=columns
     )
-    assert products.windows.tables == 1
     assert Counted.done == products.windows.table_multiplications(60)
     Counted.done = 0
     products.of(rng.integers(-largest, largest, (60, columns)))

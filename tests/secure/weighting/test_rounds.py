@@ -5,14 +5,17 @@ import numpy as np
 import pytest
 from gmpy2 import mpz, next_prime
 
-from flower_ext.secure import IncompleteRound, ProtocolError, WeightingServer, WeightingSilo
+from flower_ext.secure import IncompleteRound, ProtocolError
+from flower_ext.secure.messages import pack_numbers
+from flower_ext.secure.weighting import encrypted_sums
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_messages import (
     EncryptedWeights,
     MaskedSum,
     PaillierKey,
 )
-from flower_ext.secure.weighting.weighting_messages import MaskedCounts, SealedSeed, SiloKey
+from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weighting_settings
 
@@ -28,7 +31,7 @@ def world(rng):
 
 
 @pytest.mark.parametrize("seed", grid(range(50), lambda seed: seed < 5))
-def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
+def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed, monkeypatch):
     """20 rounds in each of 50 random worlds: a thousand cases."""
     rng = np.random.default_rng(seed)
     facts = weighting_settings(
@@ -43,9 +46,7 @@ def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
     )
     world = World(facts, draw_counts(rng, facts))
     if seed % 2:
-        pool = world.silos[0].prepare()
-        for silo in world.silos[1:]:
-            silo.prepare(pool)
+        monkeypatch.setattr(encrypted_sums, "_POOL_PAYS", 0)
     rounding = 1e-13 * (facts.update_bound * facts.users + facts.noise_bound * facts.silos)
     for number in range(1, 21):
         updates, noise = world.draw(rng)
@@ -229,124 +230,155 @@ def test_malformed_weights_are_refused(world, rng):
                 dataclasses.replace(good, weights=weights), world.own(0, updates), noise[0]
             )
     with pytest.raises(ValueError, match="from 0 to 3"):
-        world.server.open_round(2, sampled=[4])
+        world.server.open_round(2, places=[4])
 
 
-def test_steps_out_of_order_are_refused(rng):
-    facts = weighting_settings()
-    server = WeightingServer(facts, key=key())
-    silos = [WeightingSilo(facts, i) for i in range(3)]
-    keys = [silo.key for silo in silos]
-    early = (
-        lambda: server.relay_seed([]),
-        lambda: server.receive_counts([]),
-        lambda: server.open_round(1),
-        lambda: server.close_round([]),
-        lambda: silos[0].seal_seed(),
-        lambda: silos[1].open_seed(SealedSeed(receiver=1, sealed=bytes(60))),
-        lambda: silos[0].mask_counts([1] * 4),
-        lambda: silos[0].weigh(EncryptedWeights(round_number=1, weights=b""), {}, []),
-        lambda: silos[0].prepare(),
-    )
-    for step in early:
+def silos_of(settings, **options):
+    return [WeightingSilo(settings, at, **options) for at in range(settings.silos)]
+
+
+def public_keys(silos) -> bytes:
+    return b"".join(silo._pairs.public for silo in silos)
+
+
+def keyed(silos, server_key=None) -> list[bytes]:
+    """Let silos take the step ``keys``, and return the seeds that silo 0 seals for the others."""
+    message = (server_key or key().public).n
+    modulus = pack_numbers([message], silos[0].settings.count_bytes)
+    question = PaillierKey(modulus=modulus).to_bytes() + public_keys(silos)
+    sealed = [silo.answer("keys", question, None) for silo in silos]
+    assert sealed[1:] == [b""] * (len(silos) - 1)
+    return [sealed[0][at : at + 60] for at in range(0, len(sealed[0]), 60)]
+
+
+def ones(limit):
+    return [1] * 4
+
+
+def test_a_silo_refuses_steps_out_of_order():
+    silos = silos_of(weighting_settings())
+    weights = EncryptedWeights(round_number=1, weights=b"")
+    offer = bytes(40)
+    for step, question in (("count", bytes(60)), ("draw", offer), ("open", b"")):
         with pytest.raises(ProtocolError):
-            step()
-    for wrong in (keys[:2], [*keys, keys[0]], [*keys[:2], SiloKey(silo=5, public=bytes(32))]):
-        with pytest.raises(ValueError, match="expected one each|silo=5: expected an integer"):
-            server.relay_keys(wrong)
-    relayed = server.relay_keys(keys)
-    for wrong in (b"", server.public_key.modulus[1:], bytes(64)):
-        with pytest.raises(ValueError, match="public key|PaillierKey"):
-            silos[0].receive_keys(PaillierKey(modulus=wrong), relayed)
-    for silo in silos:
-        silo.receive_keys(server.public_key, relayed)
+            silos[1].answer(step, question, ones)
+    with pytest.raises(ProtocolError, match="is new: expected it to be counted"):
+        silos[0].weigh(weights, {}, [])
+    assert len({silo.answer("begin", b"", None) for silo in silos}) == 3
+    seeds = keyed(silos)
     assert len({silo.fingerprint for silo in silos}) == 1
-    seeds = silos[0].seal_seed()
-    for wrong in (seeds[:1], [*seeds, seeds[0]]):
-        with pytest.raises(ValueError, match="expected one each"):
-            server.relay_seed(wrong)
-    server.relay_seed(seeds)
-    with pytest.raises(ValueError, match="seed for silo 2"):
-        silos[1].open_seed(seeds[1])
-    with pytest.raises(ValueError, match="sealed message"):
-        silos[1].open_seed(dataclasses.replace(seeds[1], receiver=1))
-    for silo, seed in zip(silos[1:], seeds, strict=True):
-        silo.open_seed(seed)
-    blinded = [silo.mask_counts([1, 2, 3, 0]) for silo in silos]
-    with pytest.raises(IncompleteRound, match=r"silos \[2\]"):
-        server.receive_counts(blinded[:2])
-    size = facts.count_bytes
-    for counts in (b"", blinded[0].counts[size:], b"\xff" * 4 * size):
-        with pytest.raises(ValueError, match="counts"):
-            server.receive_counts([MaskedCounts(silo=0, counts=counts), *blinded[1:]])
-    server.receive_counts(blinded)
-    late = (
-        lambda: server.relay_keys(keys),
-        lambda: server.relay_seed(seeds),
-        lambda: server.receive_counts(blinded),
-        lambda: silos[0].receive_keys(server.public_key, relayed),
-        lambda: silos[0].seal_seed(),
-        lambda: silos[1].open_seed(seeds[0]),
-        lambda: silos[0].mask_counts([1] * 4),
-        lambda: server.close_round([]),
-    )
-    for step in late:
-        with pytest.raises(ProtocolError):
-            step()
+    for step in ("begin", "keys", "draw"):
+        with pytest.raises(ProtocolError, match="is keyed: expected it to be"):
+            silos[1].answer(step, offer, None)
+    silos[1].answer("count", seeds[0], ones)
+    for step in ("begin", "keys", "count"):
+        with pytest.raises(ProtocolError, match="is counted: expected it to be"):
+            silos[1].answer(step, seeds[0], ones)
+
+
+def test_a_silo_refuses_malformed_keys_and_seeds():
+    settings = weighting_settings()
+    silos = silos_of(settings)
+    server_key, keys = PaillierKey.of(key().public, settings).to_bytes(), public_keys(silos)
+    for wrong, said in (
+        (b"", "keys of 0 bytes"),
+        (server_key + keys[:-32], "keys of"),
+        (server_key + keys + bytes(32), "keys of"),
+        (bytes(len(server_key)) + keys, "begin with b'PPsk'"),
+        (server_key[:4] + bytes(64) + keys, "public key of 0 bits"),
+        (server_key + keys[32:] + keys[:32], "this silo's own key"),
+        (server_key + keys[:32] + keys[:32] + keys[64:], "a different key for every silo"),
+        (server_key + keys[:32] + bytes(32) + keys[64:], "full order"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            silos[0].answer("keys", wrong, None)
+    seeds = keyed(silos)
+    for wrong in (seeds[1], seeds[0][:-1], b"", bytes(60)):  # the first is for silo 2
+        with pytest.raises(ValueError, match="sealed message from silo 0 cannot be opened"):
+            silos[1].answer("count", wrong, ones)
+    silos[1].answer("count", seeds[0], ones)
+
+
+def test_a_server_refuses_malformed_answers():
+    settings = weighting_settings()
+
+    def forged(step, forge):
+        """Set up a server, where ``forge`` changes the answers of all silos to a step."""
+        server, silos = WeightingServer(settings, key=key()), silos_of(settings)
+        dialogue, answers = server.set_up(), None
+        while True:
+            try:
+                asked = dialogue.send(answers)
+            except StopIteration:
+                return
+            answers = {
+                at: silos[at].answer(asked.name, question, ones)
+                for at, question in asked.questions.items()
+            }
+            if asked.name == step:
+                forge(answers)
+
+    size = settings.count_bytes
+    for step, forge, said in (
+        ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2: expected a different public key"),
+        ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* full order"),
+        ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected 32 bytes"),
+        ("keys", lambda a: a.update({0: a[0][1:]}), "sealed seeds of 119 bytes: expected 120"),
+        ("count", lambda a: a.update({0: b""}), "counts of silo 0 of 0 bytes"),
+        ("count", lambda a: a.update({0: a[0][size:]}), "counts of silo 0 of"),
+        ("count", lambda a: a.update({0: b"\xff" * 4 * size}), "counts of silo 0: expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            forged(step, forge)
+    forged("count", lambda a: None)
+
+
+def test_a_server_is_set_up_before_its_first_round():
+    server = WeightingServer(weighting_settings(), key=key())
+    for early in (lambda: next(server.begin_round(1, None)), lambda: server.open_round(1)):
+        with pytest.raises(ProtocolError, match="the set-up is not complete"):
+            early()
+    with pytest.raises(ProtocolError, match="no round is open"):
+        server.close_round([])
 
 
 @pytest.mark.parametrize("changes", [{}, {"allowed_totals": (10,)}])
 def test_silos_refuse_a_modulus_whose_factors_a_total_may_have(changes):
     """Otherwise the key holder reads the total modulo that factor from the blinded total."""
     facts = weighting_settings(**changes)
-    silo, other = WeightingSilo(facts, 0), WeightingSilo(facts, 1)
-    keys = [silo.key, other.key, WeightingSilo(facts, 2).key]
+    silos = silos_of(facts)
     modulus = 59 * next_prime(mpz(63) << 500)
     with pytest.raises(ValueError, match="a factor of 60 or less"):
-        silo.receive_keys(PaillierKey.of(PublicKey(modulus), facts), keys)
-    silo.receive_keys(PaillierKey.of(key().public, facts), keys)
+        keyed(silos, PublicKey(modulus))
+    keyed(silos)
 
 
-def test_silos_that_were_told_different_moduli_cannot_share_a_seed():
+def test_silos_that_received_different_moduli_cannot_share_a_seed():
     facts = weighting_settings()
-    silos = [WeightingSilo(facts, i) for i in range(3)]
-    keys = [silo.key for silo in silos]
+    silos = silos_of(facts)
+    keys, sealed = public_keys(silos), []
     for silo, number in zip(silos, (0, 0, 1), strict=True):
-        silo.receive_keys(PaillierKey.of(key(number=number).public, facts), keys)
+        modulus = PaillierKey.of(key(number=number).public, facts).to_bytes()
+        sealed.append(silo.answer("keys", modulus + keys, None))
     assert silos[0].fingerprint == silos[1].fingerprint != silos[2].fingerprint
-    seeds = silos[0].seal_seed()
-    silos[1].open_seed(seeds[0])
+    silos[1].answer("count", sealed[0][:60], ones)
     with pytest.raises(ValueError, match="in this run"):
-        silos[2].open_seed(seeds[1])
+        silos[2].answer("count", sealed[0][60:], ones)
 
 
-def test_only_silo_0_seals_and_it_opens_nothing(rng):
-    facts = weighting_settings()
-    server = WeightingServer(facts, key=key())
-    silos = [WeightingSilo(facts, i) for i in range(3)]
-    relayed = server.relay_keys([silo.key for silo in silos])
-    for silo in silos:
-        silo.receive_keys(server.public_key, relayed)
-    with pytest.raises(ProtocolError, match="seal_seed: silo 1 opens the seed that silo 0 sealed"):
-        silos[1].seal_seed()
-    with pytest.raises(ProtocolError, match="open_seed: silo 0 creates the seed"):
-        silos[0].open_seed(SealedSeed(receiver=0, sealed=bytes(60)))
+def test_a_silo_whose_number_the_run_does_not_have_is_refused():
     with pytest.raises(ValueError, match="index=3"):
-        WeightingSilo(facts, 3)
+        WeightingSilo(weighting_settings(), 3)
 
 
 def test_parties_of_different_settings_cannot_share_a_seed():
-    server = WeightingServer(weighting_settings(), key=key())
     silos = [
-        WeightingSilo(weighting_settings(run="other" if i == 2 else "test"), i) for i in range(3)
+        WeightingSilo(weighting_settings(run="other" if at == 2 else "test"), at) for at in range(3)
     ]
-    relayed = server.relay_keys([silo.key for silo in silos])
-    for silo in silos:
-        silo.receive_keys(server.public_key, relayed)
-    seeds = silos[0].seal_seed()
-    silos[1].open_seed(seeds[0])
+    seeds = keyed(silos)
+    silos[1].answer("count", seeds[0], ones)
     with pytest.raises(ValueError, match="in this run"):
-        silos[2].open_seed(seeds[1])
+        silos[2].answer("count", seeds[1], ones)
 
 
 def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
@@ -360,10 +392,10 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
     world.run_round(5, updates, noise)
     assert [json.loads(state)["last_round"] for state in saved] == [5, 5, 5]
     message = dataclasses.replace(world.server.open_round(6), round_number=5)
-    restarted = WeightingSilo.from_state(facts, saved[1], save=saved.append)
+    restarted = WeightingSilo.from_state(saved[1], save=saved.append)
     with pytest.raises(ProtocolError, match="expected a number above 5"):
         restarted.weigh(message, world.own(1, updates), noise[1])
-    world.silos = [WeightingSilo.from_state(facts, state) for state in saved[:3]]
+    world.silos = [WeightingSilo.from_state(state) for state in saved[:3]]
     assert [silo.index for silo in world.silos] == [0, 1, 2]
     assert world.run_round(7, updates, noise) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
@@ -373,30 +405,29 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
 def restarted(silo):
     """Return a party restored from its state only, which the restoration does not change."""
     state = silo.export_state()
-    again = WeightingSilo.from_state(silo.settings, state)
+    again = WeightingSilo.from_state(state)
     assert again.export_state() == state
     return again
 
 
 def test_a_silo_may_restart_after_every_step(rng):
+    class Restarting(World):
+        def play(self, dialogue):
+            answers = None
+            while True:
+                try:
+                    step = dialogue.send(answers)
+                except StopIteration as end:
+                    return end.value
+                self.silos = [restarted(silo) for silo in self.silos]
+                answers = {
+                    at: self.silos[at].answer(step.name, question, lambda limit, at=at: counts[at])
+                    for at, question in step.questions.items()
+                }
+
     facts = weighting_settings()
     counts = draw_counts(rng, facts)
-    world = World(facts, counts)
-    world.server = server = WeightingServer(facts, key=key())
-    silos = [restarted(WeightingSilo(facts, i)) for i in range(3)]
-    relayed = server.relay_keys([silo.key for silo in silos])
-    for silo in silos:
-        silo.receive_keys(server.public_key, relayed)
-    silos = [restarted(silo) for silo in silos]
-    seeds = server.relay_seed(silos[0].seal_seed())
-    for silo, seed in zip(silos[1:], seeds, strict=True):
-        silo.open_seed(seed)
-    silos = [restarted(silo) for silo in silos]
-    for silo in silos:
-        with pytest.raises(ProtocolError, match="is seeded: expected it to be new"):
-            silo.receive_keys(server.public_key, relayed)
-    server.receive_counts([s.mask_counts(c) for s, c in zip(silos, counts, strict=True)])
-    world.silos = silos
+    world = Restarting(facts, counts)
     for number in (1, 2):
         world.silos = [restarted(silo) for silo in world.silos]
         updates, noise = world.draw(rng)
@@ -425,32 +456,24 @@ def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
 
     world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     updates, noise = world.draw(rng)
-    world.silos[0]._save = fail
+    world.silos[0].save = fail
     with pytest.raises(OSError, match="disk is full"):
         world.silos[0].weigh(world.server.open_round(1), world.own(0, updates), noise[0])
 
 
-def test_states_of_other_settings_and_other_bytes_are_refused(world):
+def test_states_of_other_protocols_and_other_bytes_are_refused(world):
     state = world.silos[0].export_state()
-    with pytest.raises(ValueError, match="same settings"):
-        WeightingSilo.from_state(weighting_settings(run="other"), state)
-    for wrong in (
-        b"",
-        b"{}",
-        b"[]",
-        state[:-1],
-        b'{"context": "' + weighting_settings().context.hex().encode(),
-    ):
-        with pytest.raises(ValueError, match="state"):
-            WeightingSilo.from_state(weighting_settings(), wrong)
-
-
-def test_pools_of_another_key_are_refused(world):
-    other = World(
-        weighting_settings(key_bits=256, max_records_per_user=10), np.ones((3, 4), dtype=int)
-    )
-    with pytest.raises(ValueError, match="this server's key"):
-        world.silos[0].prepare(other.silos[0].prepare())
+    values = json.loads(state)
+    changed = [
+        {**values, "stage": "DONE"},
+        {**values, "settings": values["settings"].replace("paillier", "another")},
+        {**values, "settings": "{}"},
+        {**values, "seed": "no digits"},
+        {**values, "surplus": 1},
+    ]
+    for wrong in (b"", b"{}", b"[]", state[:-1], *(json.dumps(one).encode() for one in changed)):
+        with pytest.raises(ValueError, match="state: expected|settings: expected"):
+            WeightingSilo.from_state(wrong)
 
 
 def test_a_server_of_another_key_size_is_refused():
@@ -469,18 +492,16 @@ def test_a_silo_without_records_and_users_without_records_take_part(rng):
 def test_progress_is_reported(world, rng):
     updates, noise = world.draw(rng)
     seen = []
-    world.silos[0].weigh(
-        world.server.open_round(1),
-        world.own(0, updates),
-        noise[0],
-        progress=lambda *at: seen.append(at),
-    )
-    assert seen[-1] == (world.settings.coordinates, world.settings.coordinates)
+    world.silos[0]._watch = lambda work: lambda *at: seen.append((work, *at))
+    world.silos[0].weigh(world.server.open_round(1), world.own(0, updates), noise[0])
+    coordinates = world.settings.coordinates
+    assert seen[-1] == ("silo 0, round 1: coordinates", coordinates, coordinates)
 
 
 def test_messages_hold_bytes_and_integers_only(world, rng):
     updates, noise = world.draw(rng)
     world.run_round(1, updates, noise)
+    assert all(type(data) is bytes for _, sent in world.answered for data in sent.values())
     for message in world.sent:
         for value in vars(message).values():
             assert type(value) in (bytes, int)

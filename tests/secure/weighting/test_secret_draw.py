@@ -7,15 +7,14 @@ import pytest
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure import ProtocolError, WeightingSilo
-from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
+from flower_ext.secure import ProtocolError
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
 from flower_ext.secure.weighting.paillier_messages import (
     EncryptedWeights,
     MaskedSum,
     SealedWeights,
 )
-from flower_ext.secure.weighting.secret_draw import draw_receiver
-from flower_ext.secure.weighting.weighting_messages import DrawAnswer, DrawOffer
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weighting_settings
 
@@ -41,9 +40,7 @@ def opened(world, message, silo=0):
 
 def drawn(world, number):
     """Return a round that begins but is not answered."""
-    return world.server.open_drawn_round(
-        world.silos[0].answer_draw(world.server.offer_draw(number))
-    )
+    return world.begin(number)
 
 
 def users_in(world, message):
@@ -86,10 +83,12 @@ def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
 
 def test_all_that_the_server_receives_for_a_draw_is_group_elements_of_another_answer_each_time():
     world = World(facts(), np.full((3, 5), 2))
-    answers = [world.silos[0].answer_draw(world.server.offer_draw(1)) for _ in range(3)]
-    pieces = [a.answer[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
+    for number in (1, 2, 3):
+        world.begin(number)
+    answers = world.answers("draw")
+    assert [len(answer) for answer in answers] == [5 * POINT_BYTES] * 3
+    pieces = [a[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
     assert len(set(pieces)) == len(pieces) == 15
-    assert all(set(vars(answer)) == {"number", "answer"} for answer in answers)
 
 
 def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
@@ -107,7 +106,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
     assert len(sealed) == 5 * 3 * (size + SEAL_BYTES)
     assert not any(text in sealed for text in taken)
     silo, public = world.silos[1], messages[0].public
-    receiver = draw_receiver(silo.settings, silo._seed, 1, public, workers=1)
+    receiver = silo._draw_receiver(1, public)
     texts = [sealed[at : at + size + SEAL_BYTES] for at in range(0, len(sealed), size + SEAL_BYTES)]
     for user in range(5):
         own = texts[3 * user : 3 * user + 3]
@@ -137,32 +136,29 @@ def test_users_without_records_are_drawn_and_add_nothing(rng):
     assert np.isfinite(world.run_round(1, updates, noise)).all()
 
 
-def test_a_draw_of_another_round_or_a_second_one_is_refused(rng):
+def test_a_draw_of_a_used_round_is_refused(rng):
     world = World(facts(), draw_counts(rng, facts()))
-    offer = world.server.offer_draw(1)
-    answer = world.silos[0].answer_draw(offer)
-    other = dataclasses.replace(answer, number=2)
-    with pytest.raises(ProtocolError, match="draw 2: expected offer_draw"):
-        world.server.open_drawn_round(other)
-    message = world.server.open_drawn_round(answer)
-    with pytest.raises(ProtocolError, match="expected offer_draw for this round"):
-        world.server.open_drawn_round(answer)
+    message = world.begin(1)
+    (offer,) = world.asked[-1][1].values()
     updates, noise = world.draw(rng)
     world.server.close_round(world.weigh(message, updates, noise))
+    for wrong in (offer[:-1], offer + b"\0", b""):
+        with pytest.raises(ValueError, match="offer of"):
+            world.silos[0].answer("draw", wrong, None)
     with pytest.raises(ProtocolError, match="expected a number above 1"):
-        world.silos[0].answer_draw(offer)
+        world.silos[0].answer("draw", offer, None)
     with pytest.raises(ProtocolError, match="expected a number above 1"):
-        world.server.offer_draw(1)
+        world.begin(1)
 
 
 def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_round_is_used(rng):
     world = World(facts(), draw_counts(rng, facts()))
     updates, noise = world.draw(rng)
     message = drawn(world, 1)
-    again = dataclasses.replace(message, public=world.server.offer_draw(2).public)
+    again = dataclasses.replace(message, public=Sender(b"test").public)
     for wrong, said in (
         (again, "sealed texts"),
-        (dataclasses.replace(message, sealed=message.sealed[:-1]), "sealed weights of"),
+        (dataclasses.replace(message, sealed=message.sealed[:-1]), "sealed texts of"),
         (dataclasses.replace(message, sealed=bytes(len(message.sealed))), "sealed texts"),
         (dataclasses.replace(message, public=bytes(32)), "offer: expected points"),
         (dataclasses.replace(message, round_number=2), "sealed texts"),
@@ -179,12 +175,10 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
     )
     with pytest.raises(ProtocolError, match="the settings have draw_choices"):
         hidden.server.open_round(1)
+    with pytest.raises(ProtocolError, match="the settings have draw_choices"):
+        hidden.begin(1, places=[0])
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.server.offer_draw(1)
-    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.silos[0].answer_draw(DrawOffer(number=1, public=bytes(32)))
-    with pytest.raises(ProtocolError, match="expected offer_draw for this round"):
-        known.server.open_drawn_round(DrawAnswer(number=1, answer=b""))
+        known.silos[0].answer("draw", (1).to_bytes(8, "big") + bytes(32), None)
     updates, noise = hidden.draw(rng)
     for world, message, said in (
         (hidden, known.server.open_round(1), "expected SealedWeights"),
@@ -217,7 +211,6 @@ def test_every_number_of_drawn_rounds_is_fresh(rng):
                 message.ciphertexts[at : at + size]
                 for at in range(0, len(message.ciphertexts), size)
             ]
-        if isinstance(message, DrawOffer):
-            pieces.append(message.public)
+    pieces += [offer for name, asked in world.asked if name == "draw" for offer in asked.values()]
     assert len(pieces) == 3 * (15 + 3 * world.settings.ciphertexts + 1)
     assert len(set(pieces)) == len(pieces)

@@ -1,7 +1,12 @@
 import secrets
 
-from flower_ext.secure import WeightingSilo
+import numpy as np
+from gmpy2 import mpz
+from scipy import stats
+
 from flower_ext.secure.weighting.paillier_messages import PaillierKey
+from flower_ext.secure.weighting.silo_party import user_order
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo, user_blinds
 from tests.support.weighting import key, weighting_settings
 
 
@@ -9,14 +14,13 @@ def seeds_of(monkeypatch, number: int, run: str = "test") -> list[bytes]:
     """Return the seed of every silo, where silo 0 chooses its part."""
     settings = weighting_settings(run=run)
     silos = [WeightingSilo(settings, at) for at in range(3)]
-    server_key = PaillierKey.of(key(number=number).public, settings)
-    for silo in silos:
-        silo.receive_keys(server_key, [other.key for other in silos])
+    server_key = PaillierKey.of(key(number=number).public, settings).to_bytes()
+    question = server_key + b"".join(silo.answer("begin", b"", None) for silo in silos)
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_bytes", bytes)
-        sealed = silos[0].seal_seed()
-    for silo, seed in zip(silos[1:], sealed, strict=True):
-        silo.open_seed(seed)
+        sealed, *_ = [silo.answer("keys", question, None) for silo in silos]
+    for silo, seed in ((silos[1], sealed[:60]), (silos[2], sealed[60:])):
+        silo.answer("count", seed, lambda limit: [1] * settings.users)
     return [silo._seed for silo in silos]
 
 
@@ -26,3 +30,19 @@ def test_all_silos_have_one_seed_which_silo_0_cannot_choose(monkeypatch):
     assert [len(set(of_silos)) for of_silos in seeds] == [1, 1, 1]
     assert len({of_silos[0] for of_silos in seeds}) == 3
     assert bytes(32) not in {of_silos[0] for of_silos in seeds}
+
+
+def test_blinds_are_units_of_their_own_for_each_user_and_seed():
+    n = key().public.n
+    blinds = user_blinds(b"s" * 32, 50, n) + user_blinds(b"t" * 32, 50, n)
+    assert len(set(blinds)) == 100
+    assert user_blinds(b"s" * 32, 50, n) == blinds[:50]
+    assert all(x % 3 and x % 5 for x in user_blinds(b"s" * 32, 200, mpz(15)))
+
+
+def test_the_order_of_users_is_a_permutation_that_the_seed_decides():
+    orders = [user_order(bytes([seed]) * 32, 5) for seed in range(200)]
+    assert all(sorted(order) == list(range(5)) for order in orders)
+    assert orders[0] == user_order(bytes(32), 5)
+    first = np.bincount([order[0] for order in orders], minlength=5)
+    assert stats.chisquare(first).pvalue > 1e-6

@@ -8,12 +8,12 @@ import pytest
 from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
-from flower_ext.secure import WeightingSilo
-from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.pair_keys import PairKeys
+from flower_ext.secure.weighting import encrypted_sums
+from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
 from flower_ext.secure.weighting.paillier_messages import EncryptedWeights, MaskedSum
-from flower_ext.secure.weighting.weighting_messages import MaskedCounts
+from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 
 ROUNDS = 3
@@ -36,7 +36,7 @@ def transcript():
     rng = np.random.default_rng(1)
     updates, noise = world.draw(rng)
     for number in range(1, ROUNDS + 1):
-        world.run_round(number, updates, noise, sampled=range(4))
+        world.run_round(number, updates, noise, places=range(4))
     return world, updates, noise
 
 
@@ -48,8 +48,8 @@ def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcrip
     world, _, _ = transcript
     facts = world.settings
     sent = []
-    for message in of_kind(world, MaskedCounts):
-        sent += numbers(message.counts, facts.count_bytes)
+    for counts in world.answers("count"):
+        sent += numbers(counts, facts.count_bytes)
     for message in of_kind(world, EncryptedWeights):
         sent += numbers(message.weights, facts.ciphertext_bytes)
     for message in of_kind(world, MaskedSum):
@@ -71,8 +71,8 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
             weight = int(own) * facts.common_multiple // int(totals[user])
             secret |= {mpz(weight), -mpz(weight) % n, blind * int(own) % n}
     received = []
-    for message in of_kind(world, MaskedCounts):
-        received += numbers(message.counts, facts.count_bytes)
+    for counts in world.answers("count"):
+        received += numbers(counts, facts.count_bytes)
     for message in of_kind(world, MaskedSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
         received += ciphertexts + key().decrypt(ciphertexts)
@@ -81,12 +81,9 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     for message in of_kind(world, EncryptedWeights):  # silos receive these, and cannot decrypt them
         weights = numbers(message.weights, facts.ciphertext_bytes)
         assert not secret & {x % n for x in weights}
-    raw = b"".join(
-        value
-        for message in world.sent
-        for value in vars(message).values()
-        if value is not int and isinstance(value, bytes)
-    )
+    raw = b"".join(message.to_bytes() for message in world.sent)
+    raw += b"".join(data for _, sent in world.asked + world.answered for data in sent.values())
+    assert world.silos[1]._pairs.public in raw
     assert silo._seed not in raw
     assert silo._pairs.private not in raw
 
@@ -153,7 +150,7 @@ def test_all_users_get_the_same_encryptions_in_every_round_and_uploads_are_fresh
 def blinded(world) -> tuple[list[list[mpz]], list[mpz]]:
     """Return what the server receives: each silo's blinded counts, and their totals, by place."""
     n, size = key().public.n, world.settings.count_bytes
-    counts = [numbers(message.counts, size) for message in of_kind(world, MaskedCounts)]
+    counts = [numbers(data, size) for data in world.answers("count")]
     return counts, [sum(column) % n for column in zip(*counts, strict=True)]
 
 
@@ -280,12 +277,12 @@ def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
 
 
 @pytest.fixture(params=[True, False], ids=["pool", "single"])
-def round_of(request):
+def round_of(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(encrypted_sums, "_POOL_PAYS", 0)
+
     def play():
         world = world_of(COUNTS, coordinates=6, coordinates_per_plaintext=1)
-        if request.param:
-            for silo in world.silos:
-                silo.prepare()
         updates, noise = world.draw(np.random.default_rng(5))
         message = world.server.open_round(1)
         return world, message, world.weigh(message, updates, noise), updates

@@ -1,50 +1,46 @@
 """Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
 
-Source: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024). A `WeightingProtocol` (package
-`weighting`) keeps the weights private: over Paillier, as in the paper, or one of a plug-in.
+This module has the server's end of a sum, and the names of all that passes between the ends; the
+silos' end is `silo_part`. A `WeightingProtocol` of `flower_ext.secure.weighting` has the arithmetic
+and all messages, as bytes: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024), over Paillier, or one
+of a plug-in.
 
-Clipping, noise and local training are those of `UldpAvg`. The server draws users by their places in
-an order that only the silos know, unless the protocol itself draws them. Silos do not learn which
-users were drawn: they train all their users, and users that were not drawn have weight zero under
-encryption. If a silo does not answer, nothing is decrypted.
+=========  =======================================  ===============================================
+stage      message of the server                    answer of a silo
+=========  =======================================  ===============================================
+set-up     a query for each `Step`                  the answer to that step
+(draw)     an offer, to silo 0                      the silos' choices, which the server cannot read
+training   encrypted weights, beside the query      its masked sum, or a notice of lost keys
+=========  =======================================  ===============================================
 
-The silos' side is `private_silo`.
+The server draws users by their places in an order that only the silos know, unless the protocol
+itself draws them. Silos do not learn which users were drawn: they train all their users, and users
+that were not drawn have weight zero under encryption. If a silo does not answer, nothing is
+decrypted.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from flower_ext.algorithms.uldp.weighting.protocol import (
-    LOST,
-    SUM,
-    WEIGHTED,
-    ServerEnd,
-    Silos,
-    WeightingProtocol,
-    as_record,
-    load_protocol,
-)
-from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
-from flower_ext.federation import (
-    Arrays,
-    Clients,
-    FederationNotReady,
-    Opening,
-    OpenSum,
-    RefusedReply,
-    Summation,
-    Update,
-    records,
-)
+from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.federation import records
+from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
+from flower_ext.federation.progress import Remaining
+from flower_ext.federation.records import RefusedReply, Update
+from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -53,12 +49,30 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.secure.protocols import load_protocol
 
+if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
+    from flower_ext.secure.weighting.party import Dialogue, Step
+    from flower_ext.secure.weighting.protocol import WeightingProtocol
+    from flower_ext.secure.weighting.server_party import ServerParty
+
+T = TypeVar("T")
 log = getLogger("flwr")
 
+STEP, WEIGHTED = "step", "weighted-sum"
+"""Key of a question's step; record of the protocol's message to a silo. In this record and in the
+answer, the array of a message has the name of its step."""
+WEIGHTS, SUM, LOST = "weights", "sum", "lost"
+"""Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys."""
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _STATE, _SENSITIVITY, _ERROR = "sum.costs", "sensitivity", "approximation_error"
+
+
+def party_options() -> dict[str, Any]:
+    """Return the options of both parties: as many threads as cores, and lines of progress."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"workers": cores or 1, "watch": Remaining}
 
 
 def weighted_sum(
@@ -112,7 +126,7 @@ class WeightedSum(Summation):
         self.disclosures = protocol.shown
         self._costs = {_SENSITIVITY: mechanism.sensitivity}
         self._num_silos = 0
-        self._server: ServerEnd | None = None
+        self._server: ServerParty[Any, Any] | None = None
         self._keys_lost = False
         self._spoiled: int | None = 0
 
@@ -127,7 +141,7 @@ class WeightedSum(Summation):
             raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
         self._num_silos = method.num_silos
         # Refuse settings that do not fit the plan before the server asks a silo.
-        self.protocol.server(self._plan, silos=self._num_silos, coordinates=1)
+        self.protocol.settings_of(self._plan, silos=self._num_silos, coordinates=1)
 
     def describe(self) -> str:
         """Return the protocol's line for the log."""
@@ -156,19 +170,20 @@ class WeightedSum(Summation):
         population = opening.population
         assert isinstance(population, HiddenUsers)
         is_unnamed = self.hidden_draw or isinstance(self._plan.sampling, FullParticipation)
-        step = "the new set-up"
+        stage = "the new set-up"
         try:
             if self._keys_lost:
                 self._set_up(opening.clients, opening.like)
                 population.forget_order()
-            step, started = "the secret draw of users", time.monotonic()
-            users = None if is_unnamed else opening.cohort.units
-            weights = self._connected.open_round(opening.number, users, Silos(opening.clients))
+            stage, started = "the secret draw of users", time.monotonic()
+            places = None if is_unnamed else opening.cohort.units
+            dialogue = self.server.begin_round(opening.number, places)
+            weights = _converse(dialogue, opening.clients)
         except FederationNotReady as missing:
             self._keys_lost = self._keys_lost or self.hidden_draw != ""
-            raise RoundDiscarded(f"{step} failed without a silo's answer: {missing}") from missing
+            raise RoundDiscarded(f"{stage} failed without a silo's answer: {missing}") from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
-        return OpenWeightedSum(self, opening, as_record(weights), seconds)
+        return OpenWeightedSum(self, opening, _record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the protocol's costs in privacy beyond the plan's noise."""
@@ -178,8 +193,8 @@ class WeightedSum(Summation):
         """Keep the larger costs of the run's set-ups."""
         self._raise_costs({name: float(cost) for name, cost in state[_STATE].items()})
 
-    def close(self, silo_sums: Mapping[int, bytes]) -> np.ndarray:
-        """Decrypt a round's sum over all silos, of shape (coordinates,).
+    def release(self, messages: Sequence[Any], like: Arrays) -> Aggregate:
+        """Decrypt a round's sum over all silos, and return its mean.
 
         Raises
         ------
@@ -188,27 +203,16 @@ class WeightedSum(Summation):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
+        # C of every user, and what the encoding adds
+        norms = self._plan.sampling.population * sum(self._costs.values())
+        bound, stddev = norms * self._plan.clipping_norm, self._plan.noise_stddev
         try:
-            return self._connected.close_round(silo_sums)
+            total = _shaped(self.server.close_round(messages), like)
+            self.mechanism.refuse_spoiled(total, bound=bound, stddev=stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:
             raise self._discarding(f"{error}, or a silo sent what is no sum") from error
-
-    def release(self, total: Arrays, like: Arrays) -> Aggregate:
-        """Return the mean of a decrypted sum.
-
-        Raises
-        ------
-        RoundDiscarded, FederationNotReady
-            As `close`.
-        """
-        # C of every user, and what the encoding adds
-        norms = self._plan.sampling.population * sum(self._costs.values())
-        try:
-            self.mechanism.refuse_spoiled(
-                total, bound=norms * self._plan.clipping_norm, stddev=self._plan.noise_stddev
-            )
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         self._spoiled = None
@@ -218,21 +222,28 @@ class WeightedSum(Summation):
         """Let all silos set up anew before the next round, as one may have lost its keys."""
         self._keys_lost = True
 
-    def check_sum(self, silo: int, data: bytes) -> None:
-        """Refuse a silo's sum that is malformed or of another round."""
-        self._connected.check_sum(silo, data)
-
     @property
-    def sum_bytes(self) -> int:
-        """Length of a silo's sum in bytes."""
-        return self._connected.sum_bytes
+    def server(self) -> ServerParty[Any, Any]:
+        """The party with the secret key, after `connect`."""
+        if self._server is None:
+            raise ProtocolError("a round before the set-up: call connect first")
+        return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
         """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
         coordinates = sum(array.size for array in model.values())
-        server = self.protocol.server(self._plan, silos=self._num_silos, coordinates=coordinates)
-        self._raise_costs({_SENSITIVITY: server.sensitivity, _ERROR: server.approximation_error})
-        server.set_up(Silos(clients))
+        settings = self.protocol.settings_of(
+            self._plan, silos=self._num_silos, coordinates=coordinates
+        )
+        self._raise_costs(
+            {_SENSITIVITY: settings.sensitivity, _ERROR: settings.approximation_error}
+        )
+        server = self.protocol.server_type(settings, **party_options())
+        log.info(
+            "private weighting: a silo sends %.1f MB per round",
+            server.sum_type.size(settings) / 1e6,
+        )
+        _converse(server.set_up(), clients)
         self._server, self._keys_lost = server, False
 
     def _raise_costs(self, costs: Mapping[str, float]) -> None:
@@ -255,11 +266,12 @@ class WeightedSum(Summation):
                 )
         return RoundDiscarded(reason)
 
-    @property
-    def _connected(self) -> ServerEnd:
-        if self._server is None:
-            raise ProtocolError("a round before the set-up: call connect first")
-        return self._server
+
+@dataclass(frozen=True)
+class WeightedUpdate(Update):
+    """A silo's masked sum, or None if the silo has lost its keys."""
+
+    message: Any = None
 
 
 class OpenWeightedSum(OpenSum):
@@ -280,20 +292,21 @@ class OpenWeightedSum(OpenSum):
         """Return the encrypted weights, the same for all silos."""
         return {WEIGHTED: self._weights}
 
-    def read(self, reply: Message) -> Update:
-        """Return a silo's masked sum of this round, or its notice that it has lost its keys."""
+    def read(self, reply: Message) -> WeightedUpdate:
+        """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
-            return Update(arrays, {})
+            return WeightedUpdate({}, {})
         if set(arrays) != {SUM}:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
-        data = records.read_bytes(arrays, SUM, self._summation.sum_bytes)
+        server = self._summation.server
+        data = records.read_bytes(arrays, SUM, server.sum_type.size(server.settings))
         try:
             silo = self._opening.clients.exchange.partition_of(reply)
-            self._summation.check_sum(silo, data)
+            message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
-        return Update(arrays, records.read_metrics(reply))
+        return WeightedUpdate({}, records.read_metrics(reply), message)
 
     def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -305,8 +318,8 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        received = dict(contributions)
-        if lost := [silo for silo, update in received.items() if LOST in update.arrays]:
+        messages = {silo: _message_of(update) for silo, update in contributions}
+        if lost := [silo for silo, message in messages.items() if message is None]:
             self._summation.keys_are_lost()
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
@@ -314,14 +327,59 @@ class OpenWeightedSum(OpenSum):
                 "outlive the SuperNode"
             )
         started = time.monotonic()
-        total = self._summation.close(
-            {silo: update.arrays[SUM].tobytes() for silo, update in received.items()}
-        )
-        seconds = time.monotonic() - started
-        self.measures = {**self.measures, "decryption_seconds": seconds}
-        like = self._opening.like
-        released = self._summation.release(_shaped(total, like), like)
-        return replace(released, answered=len(received))
+        released = self._summation.release([*messages.values()], self._opening.like)
+        self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
+        return replace(released, answered=len(messages))
+
+
+def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
+    """Take all steps of a dialogue with the silos, and return its result.
+
+    Raises
+    ------
+    FederationNotReady
+        A silo does not answer, or its answer breaks the protocol.
+    """
+    answers: Any = None
+    while True:
+        try:
+            step = dialogue.send(answers)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        except Exception as error:  # bytes from outside may provoke any
+            if answers is None:
+                raise  # no silo had a part in it
+            reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
+            raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
+        answers = _ask(step, clients)
+
+
+def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
+    """Ask silos for one step of the protocol, and return the bytes in their answers."""
+    answering = step.questions if step.answering is None else step.answering
+    speakers = {clients.exchange.nodes[silo] for silo in answering}
+
+    def read(reply: Message) -> bytes:
+        arrays = records.read_answer(reply)
+        if reply.metadata.src_node_id not in speakers:
+            return b""
+        return records.read_bytes(arrays, step.name, step.length)
+
+    messages = {
+        silo: {WEIGHTED: _record(step.name, message)} for silo, message in step.questions.items()
+    }
+    question = ConfigRecord({STEP: step.name})
+    return clients.ask(question, read, messages, partitions=[*step.questions])
+
+
+def _record(name: str, message: bytes) -> ArrayRecord:
+    return records.to_record({name: records.to_bytes_array(message)})
+
+
+def _message_of(update: Update) -> Any:
+    assert isinstance(update, WeightedUpdate)
+    return update.message
 
 
 def _shaped(total: np.ndarray, like: Arrays) -> dict[str, np.ndarray]:

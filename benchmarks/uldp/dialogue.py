@@ -1,0 +1,42 @@
+"""The dialogue of private weighting between parties of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from flower_ext.secure.weighting.party import Dialogue, Step
+from flower_ext.secure.weighting.silo_party import SiloParty
+
+T = TypeVar("T")
+
+
+def converse(dialogue: Dialogue[T], ask: Callable[[Step], Mapping[int, bytes]]) -> T:
+    """Take all steps of a dialogue, and return its result."""
+    try:
+        step = next(dialogue)
+        while True:
+            step = dialogue.send(ask(step))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def answers(
+    silos: Sequence[SiloParty[Any, Any]], counts: Sequence[Sequence[int]], step: Step
+) -> dict[int, bytes]:
+    """Return the answers of silos with these counts."""
+    return {
+        at: silos[at].answer(step.name, question, partial(_counts, counts[at]))
+        for at, question in step.questions.items()
+    }
+
+
+def set_up(server: Any, silos: Sequence[SiloParty[Any, Any]], counts: Any) -> None:
+    """Set up a server and silos with these counts, of shape (silos, users)."""
+    converse(server.set_up(), partial(answers, silos, counts.tolist()))
+
+
+def _counts(counts: Sequence[int], limit: int) -> Sequence[int]:
+    return counts

@@ -1,0 +1,250 @@
+"""A silo's end of a weighted sum: the steps of the set-up, and its part of each round.
+
+A silo's state is in the client's vault. Each message may reach a new process: it starts from the
+stored state, and stores its outcome before anything leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flower_ext.errors import ProtocolError, knowing_no_data, tellable
+from flower_ext.federation import records
+from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, party_options
+from flower_ext.secure.protocols import protocol_of
+
+if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
+    from flower_ext.secure.weighting.silo_party import SiloParty, SiloSum
+
+log = getLogger("flwr")
+
+LOST_KEYS: Arrays = {LOST: np.zeros(1, dtype=np.uint8)}
+"""A silo's reply to a training message if it has lost its keys."""
+_LARGEST_CACHE = 8
+_cache: OrderedDict[bytes, SiloParty[Any, Any]] = OrderedDict()
+"""Silos by the hash of their stored state, so that a silo that continued elsewhere is not used.
+
+They hold what they computed from weights, which only saves time.
+"""
+
+
+def answer(
+    step: str,
+    arrays: Mapping[str, Arrays],
+    vault: ClientVault,
+    *,
+    silo: int,
+    may_simulate: bool,
+    counts: Callable[[int, int], Sequence[int]],
+) -> Arrays:
+    """Take this silo's part of the set-up, or of a secret draw: one step per message.
+
+    Parameters
+    ----------
+    step : str
+        Value of the question's `STEP`.
+    arrays : Mapping[str, Arrays]
+        Records of the question.
+    silo : int
+        Number of this silo.
+    may_simulate : bool
+        True if this client accepts keys that protect nobody.
+    counts : Callable[[int, int], Sequence[int]]
+        Returns the records of each user in this silo, for a number of users, up to a limit.
+
+    Raises
+    ------
+    ProtocolError
+        The step is out of order or repeated.
+    InvalidValue
+        The server's message is malformed.
+    """
+    from flower_ext.secure.weighting.party import BEGIN  # needs the extra
+
+    with _protocol_errors():
+        if WEIGHTED not in arrays or step not in arrays[WEIGHTED]:
+            raise ProtocolError(f"step={step!r}: expected a message of that name")
+        question, party = arrays[WEIGHTED][step].tobytes(), _resume(vault)
+        if step == BEGIN:
+            party = _begin(question, vault, silo, party, may_simulate=may_simulate)
+        if party is None:
+            raise ProtocolError(f"silo {silo} has lost its keys: start the run anew")
+        users = party.settings.users
+        reply = party.answer(step, question, lambda most: counts(users, most))
+    return {step: records.to_bytes_array(reply)} if reply else {}
+
+
+def _begin(
+    question: bytes,
+    vault: ClientVault,
+    silo: int,
+    before: SiloParty[Any, Any] | None,
+    *,
+    may_simulate: bool,
+) -> SiloParty[Any, Any]:
+    """Return a silo with fresh keys, of the protocol whose settings the server sent."""
+    with knowing_no_data():
+        kind = protocol_of(question).silo_type
+        settings = kind.settings_type.from_bytes(question)
+        if before is not None and before.settings.run == settings.run:
+            raise ProtocolError("the set-up of this run began before: expected a new run")
+        if settings.insecurity and not may_simulate:
+            raise PermissionError(
+                f"the server asks for {settings.insecurity}: this client takes part only in "
+                "simulation (client_app(..., allow_seeded_noise=True))"
+            )
+        return kind(settings, silo, save=vault.store, **party_options())
+
+
+def _resume(vault: ClientVault) -> SiloParty[Any, Any] | None:
+    """Return the silo as it was stored last, under any protocol; None if none was stored."""
+    if (stored := vault.load()) is None:
+        return None
+    silo = _cache.pop(hashlib.sha256(stored).digest(), None)
+    if silo is None:
+        kind = protocol_of(stored).silo_type
+        silo = kind.from_state(stored, **party_options())
+    silo.save = vault.store
+    return silo
+
+
+@contextmanager
+def _protocol_errors() -> Iterator[None]:
+    """Let the server see errors of the protocol, which depend only on steps, rounds and silos."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise tellable(error) from None
+
+
+def open_part(
+    arrays: Mapping[str, Any], vault: ClientVault, *, number: int, users: int
+) -> SiloPart | None:
+    """Begin this silo's part of round ``number``; return None if it has lost its keys.
+
+    Parameters
+    ----------
+    arrays : Mapping[str, Mapping[str, tensor]]
+        Records of the training message.
+    users : int
+        Number of users of the run.
+
+    Raises
+    ------
+    ProtocolError
+        The round was used before, or has other users than the set-up.
+    """
+    if (silo := _resume(vault)) is None:
+        return None
+    with _protocol_errors():
+        if users != silo.settings.users:
+            raise ProtocolError(f"{users} users: expected {silo.settings.users}")
+        weights = np.asarray(arrays[WEIGHTED][WEIGHTS]).tobytes()
+        return SiloPart(silo, vault, partial(silo.open_sum, number, weights), number)
+
+
+class SiloPart:
+    """A silo's part of a round: one update for each user whom the silo counted in the set-up.
+
+    A user without an update here counts as zero: silos that lost their data, or whose users came
+    or left since the set-up, still send a sum. So do those that cannot encrypt their updates. A
+    missing sum would tell everybody that a record here is odd.
+
+    Parameters
+    ----------
+    silo : SiloParty
+    vault : ClientVault
+    begin : Callable[[], SiloSum]
+        Begins the sum of the round; a second sum may replace the first one, which never leaves.
+    number : int
+        Number of the round.
+    """
+
+    def __init__(
+        self,
+        silo: SiloParty[Any, Any],
+        vault: ClientVault,
+        begin: Callable[[], SiloSum],
+        number: int,
+    ) -> None:
+        self._silo, self._vault, self._number = silo, vault, number
+        self._begin, self._sum = begin, begin()
+        self._missing = set(silo.counted)
+        self._error: Exception | None = None
+        self._started, self._seconds = time.monotonic(), 0.0
+
+    def add(self, updates: Mapping[int, np.ndarray]) -> None:
+        """Add updates (coordinates,) by user, each user's once; `seal` deals with errors.
+
+        Updates of users whom the silo did not count are left out, as their weight is zero. Several
+        silos may train in one batch, and an error of one must not end the others.
+        """
+        started = time.monotonic()
+        chosen = {user: update for user, update in updates.items() if user in self._missing}
+        self._missing -= chosen.keys()
+        try:
+            if self._error is None:
+                self._sum.add(chosen)
+        except Exception as error:
+            self._error = error
+        self._seconds += time.monotonic() - started
+
+    def seal(self, noise: np.ndarray) -> Arrays:
+        """Return the masked sum with this silo's noise, of zeros if updates cannot be encrypted.
+
+        Raises
+        ------
+        ProtocolError
+            The round was used before.
+        Exception
+            Zeros cannot be encrypted either, which is not due to the updates.
+        """
+        started = time.monotonic()
+        with _protocol_errors():
+            masked = self._finished(noise)
+        if (stored := self._vault.load()) is not None:
+            _cache[hashlib.sha256(stored).digest()] = self._silo
+            while len(_cache) > _LARGEST_CACHE:
+                _cache.popitem(last=False)
+        trained = started - self._started - self._seconds
+        log.info(
+            "silo %d, round %d: %.1f s of training, %.1f s of encryption",
+            self._silo.index,
+            self._number,
+            trained,
+            time.monotonic() - self._started - trained,
+        )
+        return {SUM: records.to_bytes_array(masked)}
+
+    def _finished(self, noise: np.ndarray) -> bytes:
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._with_zeros(self._sum, self._missing, noise)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.warning(
+                "the updates of this silo cannot be encrypted (%s), so they all count as zero: "
+                "check this silo's data and memory",
+                type(error).__name__,
+                exc_info=error,
+            )
+            return self._with_zeros(self._begin(), self._silo.counted, noise)
+
+    @staticmethod
+    def _with_zeros(silo_sum: SiloSum, missing: Collection[int], noise: np.ndarray) -> bytes:
+        """Return a masked sum after adding zeros for the missing users."""
+        silo_sum.add(dict.fromkeys(missing, np.zeros_like(noise)))
+        return silo_sum.finish(noise)

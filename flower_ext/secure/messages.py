@@ -1,0 +1,127 @@
+"""Messages between parties as values and as bytes, and checks that all protocols share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any, ClassVar, Self
+
+from flower_ext.errors import InvalidValue, ProtocolError
+
+_INTEGER_BYTES = 8
+_MEMBER_BYTES = 4
+
+
+class Message:
+    """A frozen dataclass of integers, bytes, and bytes by member.
+
+    As bytes, a message begins with its kind, and its fields follow in order: integers of eight
+    bytes (big-endian), and bytes whose lengths the public settings determine. Entries by member
+    come last and fill the rest.
+    """
+
+    kind: ClassVar[bytes]
+
+    @classmethod
+    def _lengths(cls, settings: Any) -> Mapping[str, int]:
+        """Return the length of each field of bytes, or of each entry of a field."""
+        raise NotImplementedError
+
+    @classmethod
+    def size(cls, settings: Any) -> int:
+        """Return the length in bytes of a message without entries by member."""
+        lengths = cls._lengths(settings)
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return len(cls.kind) + sum(lengths.get(name, _INTEGER_BYTES) for name in names)
+
+    def to_bytes(self) -> bytes:
+        """Return the message's bytes."""
+        parts = [self.kind]
+        for value in vars(self).values():
+            if isinstance(value, int):
+                parts.append(value.to_bytes(_INTEGER_BYTES, "big"))
+            elif isinstance(value, bytes):
+                parts.append(value)
+            else:
+                for member, entry in sorted(value.items()):
+                    parts += [member.to_bytes(_MEMBER_BYTES, "big"), entry]
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, settings: Any) -> Self:
+        """Undo `to_bytes`.
+
+        Raises
+        ------
+        InvalidValue
+            The bytes are not a message of this kind under these settings.
+        """
+        name, lengths, view = cls.__name__, cls._lengths(settings), memoryview(data)
+        if view[: len(cls.kind)] != cls.kind:
+            raise InvalidValue(f"{name}: expected bytes that begin with {cls.kind!r}")
+        values, start = dict[str, Any](), len(cls.kind)
+        for field in fields(cls):  # type: ignore[arg-type]
+            if field.type not in ("int", "bytes"):
+                values[field.name] = _entries(bytes(view[start:]), lengths[field.name], field.name)
+                start = len(data)
+                continue
+            end = start + lengths.get(field.name, _INTEGER_BYTES)
+            if end > len(data):  # no memory is claimed beyond the bytes that arrived
+                raise InvalidValue(f"{name} of {len(data)} bytes: expected more, as it is cut off")
+            part, start = bytes(view[start:end]), end
+            values[field.name] = part if field.type == "bytes" else int.from_bytes(part, "big")
+        check_length(name, data, start)
+        message = cls(**values)
+        message.check(settings)
+        return message
+
+    def check(self, settings: Any) -> None:
+        """Refuse a message that does not fit ``settings``. Parties check every received message.
+
+        Raises
+        ------
+        InvalidValue
+            A field, or an entry of a field, has a wrong length.
+        """
+        for name, length in self._lengths(settings).items():
+            value = vars(self)[name]
+            for part in value.values() if isinstance(value, Mapping) else [value]:
+                check_length(f"{type(self).__name__}.{name}", part, length)
+
+
+def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
+    """Return the entries of ``size`` bytes that fill ``data``, each after its member's number."""
+    step = _MEMBER_BYTES + size
+    if len(data) % step:
+        raise InvalidValue(f"{name} of {len(data)} bytes: expected entries of {step} bytes each")
+    starts = range(0, len(data), step)
+    members = [int.from_bytes(data[start : start + _MEMBER_BYTES], "big") for start in starts]
+    if any(later <= member for member, later in pairwise(members)):
+        raise InvalidValue(f"{name}: expected each member once, ascending")
+    return {
+        member: data[start + _MEMBER_BYTES : start + step]
+        for member, start in zip(members, starts, strict=True)
+    }
+
+
+def pack_numbers(numbers: Sequence[int], size: int) -> bytes:
+    """Return the numbers, joined, in ``size`` big-endian bytes each."""
+    return b"".join(int(number).to_bytes(size, "big") for number in numbers)
+
+
+def unpack_numbers(data: bytes, size: int) -> list[int]:
+    """Undo `pack_numbers`."""
+    return [int.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
+
+
+def check_length(name: str, data: bytes, size: int) -> None:
+    """Raise an InvalidValue unless a message has ``size`` bytes."""
+    if len(data) != size:
+        raise InvalidValue(f"{name} of {len(data)} bytes: expected {size}")
+
+
+def check_later(name: str, number: int, last: int) -> None:
+    """Raise a ProtocolError unless the number of a round or epoch is above the last one."""
+    if number <= last:
+        raise ProtocolError(f"{name} {number}: expected a number above {last}")

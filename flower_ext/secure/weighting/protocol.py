@@ -1,0 +1,108 @@
+"""Interface of private weighting: what a user decides, and the parties of a run.
+
+`federation.sums.weighted` runs the parties over Flower. A distribution adds a protocol by an entry
+point of the group ``flower_ext.weighting``: its name is the protocol's, its object a subclass of
+`WeightingProtocol`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import AdversaryView, PoissonSampling
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.secure.weighting.party_settings import PartySettings
+from flower_ext.secure.weighting.server_party import ServerParty
+from flower_ext.secure.weighting.silo_party import SiloParty
+
+SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
+SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
+HIDDEN_BY_TRANSFER = (
+    "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all parties "
+    "follow the protocol; the computational Diffie-Hellman problem is hard in the prime-order "
+    "group of Ed25519, and BLAKE2b acts as a random oracle"
+)
+"""Assumption under which no party knows the drawn users."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightingProtocol(ABC):
+    """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
+
+    Parameters
+    ----------
+    max_records_per_user : int
+        The most records of one user; a protocol says where.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo.
+    draw_choices : int, optional
+        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
+        learns which users take part, so the draw amplifies privacy against the server as well. The
+        plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
+    """
+
+    server_type: ClassVar[type[ServerParty[Any, Any]]]
+    silo_type: ClassVar[type[SiloParty[Any, Any]]]
+    secure_sum: ClassVar[str]
+    """Assumption under which the server sees no silo's upload."""
+
+    max_records_per_user: int = 2000
+    silo_record_limits: tuple[int, ...] | None = None
+    draw_choices: int | None = None
+
+    @property
+    def hidden_draw(self) -> str:
+        """Assumption under which no party knows the drawn users; empty if the server draws."""
+        return "" if self.draw_choices is None else HIDDEN_BY_TRANSFER
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """Facts that a run reveals, and to whom, outside any guarantee: times, and drawn places."""
+        return (SHOWN_TIME,) if self.hidden_draw else (SHOWN_PLACES, SHOWN_TIME)
+
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return further assumptions of the provable guarantee against that adversary's view."""
+        return ()
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one line for the log."""
+
+    @abstractmethod
+    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
+        """Return the settings of a new run, under a name that no other run has.
+
+        Raises
+        ------
+        ValueError
+            The protocol does not fit the plan; the message says what to change.
+        """
+
+
+def winning_choices(plan: NoisedSum, choices: int | None) -> int:
+    """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
+
+    Parameters
+    ----------
+    choices : int, optional
+        ``draw_choices`` of the protocol; None if the server names the drawn users.
+
+    Raises
+    ------
+    ValueError
+        ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``choices``.
+    """
+    if choices is None:
+        return 1
+    rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
+    drawn = round(rate * choices)
+    if not (0 < drawn < choices and abs(rate - drawn / choices) < 1e-12):
+        raise InvalidValue(
+            f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a multiple "
+            f"of 1/{choices} below 1"
+        )
+    return drawn
