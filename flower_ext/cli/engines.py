@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,6 @@ Its process is not the command's, so that Ctrl-C leaves the run time to write it
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer, before the command gives up."""
-
-_LOOK_EVERY = 5
-"""Seconds between two calls of ``watch``."""
 
 
 def in_one_process(
@@ -82,7 +79,6 @@ def on_superlink(
     view: RunView,
     *,
     simulated: int | None = None,
-    watch: Callable[[], None] | None = None,
 ) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
@@ -100,8 +96,6 @@ def on_superlink(
         Shows the run's log.
     simulated : int, optional
         Number of nodes to simulate. The SuperLink then belongs to this command and ends with it.
-    watch : Callable[[], None], optional
-        Called every few seconds; an error that it raises ends the wait for the run.
 
     Raises
     ------
@@ -132,7 +126,7 @@ def on_superlink(
         raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}{hint}")
     run_id = str(answer["run-id"])
     try:
-        outcome = _finished(run_id, connection, env, view, watch)
+        outcome = _finished(run_id, connection, env, view)
     except KeyboardInterrupt:
         view.close()
         if not is_ours:
@@ -150,7 +144,6 @@ def _finished(
     connection: Sequence[str],
     env: Mapping[str, str],
     view: RunView,
-    watch: Callable[[], None] | None,
 ) -> dict[str, Any]:
     """Stream a run's log until the run has finished; return the SuperLink's facts about it.
 
@@ -161,9 +154,7 @@ def _finished(
     program = view.follow(words, env=env)
     try:
         program.tell()
-        while not program.ended(_LOOK_EVERY):
-            if watch is not None:
-                watch()
+        program.wait()
     finally:
         program.process.kill()
     heard = time.monotonic()

@@ -17,7 +17,7 @@ from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import Prepared, RunOptions, prepare
 from flower_ext.cli.processes import ProcessFailed, environment
 from flower_ext.cli.reaper import reaped
-from flower_ext.cli.simulation import cluster_watch, simulation_superlink
+from flower_ext.cli.simulation import simulation_superlink
 
 
 def launch(
@@ -80,9 +80,8 @@ def _run(options: RunOptions, run: Prepared, env: Mapping[str, str], view: RunVi
     elif options.superlink is not None:
         on_superlink(app, run.changes, [options.superlink], env, view)
     else:
-        watch = None if options.ray is None else cluster_watch(options.ray)
-        with simulation_superlink(env, ray=options.ray) as variables:
-            on_superlink(app, run.changes, [], variables, view, simulated=run.nodes, watch=watch)
+        with simulation_superlink(env) as variables:
+            on_superlink(app, run.changes, [], variables, view, simulated=run.nodes)
 
 
 def _words(options: RunOptions) -> list[str]:
@@ -90,11 +89,7 @@ def _words(options: RunOptions) -> list[str]:
     superlink = [] if options.superlink is None else [options.superlink]
     words = ["flower-ext", "run", str(options.app), *superlink]
     workers = options.workers if options.is_in_process else None
-    for name, value in (
-        ("--ray", options.ray),
-        ("--nodes", options.nodes),
-        ("--workers", workers),
-    ):
+    for name, value in (("--nodes", options.nodes), ("--workers", workers)):
         words += [] if value is None else [name, str(value)]
     return words
 

@@ -159,14 +159,6 @@ class Followed:
         except BrokenPipeError:
             pass  # the program has ended, and its output says why
 
-    def ended(self, seconds: float) -> bool:
-        """Return True if the program ends within so many seconds."""
-        try:
-            self.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def wait(self, seconds: float | None = None) -> int:
         """Wait for the program's end; return its exit status, negative if a signal ended it."""
         status = self.process.wait(seconds)

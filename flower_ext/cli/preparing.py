@@ -70,7 +70,6 @@ class RunOptions:
     clients: int | None = None
     workers: int = 1
     resume: Path | None = None
-    ray: str | None = None
 
     def __post_init__(self) -> None:
         if self.is_in_process and self.superlink is not None:
@@ -81,10 +80,6 @@ class RunOptions:
         if self.workers > 1 and not self.is_in_process:
             raise InvalidValue(
                 f"workers={self.workers}: Ray starts its own workers; add --in-process or --clients"
-            )
-        if self.ray is not None and (self.is_in_process or self.superlink is not None):
-            raise InvalidValue(
-                f"ray={self.ray}: only a simulation runs on Ray; leave out the other engine"
             )
 
     @property

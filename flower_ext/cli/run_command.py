@@ -44,12 +44,6 @@ def run(
             min=1, help="Number of nodes to simulate, for an app that has no setting for it."
         ),
     ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Ray cluster that simulates the clients (docs/cluster.md)."
-        ),
-    ] = None,
     clients: Annotated[
         int | None, typer.Option(min=1, help="Number of clients; implies --in-process.")
     ] = None,
@@ -76,7 +70,6 @@ def run(
             clients=clients,
             workers=workers,
             resume=resume,
-            ray=ray,
         )
     if path is not None and (path / "run.json").is_file():
         RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export

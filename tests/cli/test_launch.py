@@ -163,9 +163,3 @@ def test_a_simulation_without_a_number_of_clients_is_refused_before_anything_sta
 def test_a_number_of_nodes_is_refused_where_a_setting_says_it(tmp_path):
     with pytest.raises(InvalidValue, match="--nodes=7: .* --set clients=N"):
         prepared(DP2_FEDSAM.folder, runs=tmp_path, nodes=7)
-
-
-@pytest.mark.parametrize("other", [{"in_process": True}, {"superlink": "far"}])
-def test_a_ray_cluster_is_for_simulations_on_ray(other):
-    with pytest.raises(InvalidValue, match="ray=h:1: only a simulation runs on Ray"):
-        prepared(DP2_FEDSAM.folder, ray="h:1", **other)
