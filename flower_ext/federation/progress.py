@@ -11,10 +11,13 @@ from flwr.app import Message
 
 from flower_ext.federation.uploads import payload_bytes, payload_of
 from flower_ext.metrics import summarize
-from flower_ext.privacy import epsilon_text
-from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.score_names import lower_is_better, reported_by_few, reported_by_most
+from flower_ext.runs.score_names import (
+    describe_round,
+    lower_is_better,
+    reported_by_few,
+    reported_by_most,
+)
 
 log = getLogger("flwr")
 
@@ -118,28 +121,7 @@ class Progress:
 
     def end(self, server_round: int, num_rounds: int) -> None:
         """Write one line to the log and one row to the run directory."""
-        row, parts = self.row, [f"round {server_round}/{num_rounds}"]
-        if "accuracy_mean" in row:
-            beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"
-            if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
-                beside = f"± {error:.2g} by noise"
-            parts.append(f"accuracy {row['accuracy_mean']:.3f} ({beside})")
-        for name in ("provable", "published"):
-            if (epsilon := row.get(f"epsilon_{name}")) is not None:
-                parts.append(f"ε {epsilon_text(epsilon)} {name}")
-        if (delta := row.get("delta", 0)) and is_large(delta, row.get("privacy_units")):
-            parts.append(f"δ {delta:.3g} is large")
-        if not row.get("messages"):
-            parts.append("no client was asked to train")
-        if "answered" in row:
-            parts.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
-        if row.get("topped_up_stddev"):
-            parts.append("the server topped up the noise")
-        if row.get("discarded"):
-            parts.append("round discarded")
-        if refused := row.get("refused", 0):
-            parts.append(f"{refused:.0f} refused")
-        log.info(" · ".join(parts))
+        log.info(" · ".join([f"round {server_round}/{num_rounds}", *describe_round(self.row)]))
         self.add(server_round)
 
     def add(self, server_round: int) -> None:

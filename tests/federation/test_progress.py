@@ -141,6 +141,16 @@ def test_one_line_says_what_a_round_achieved_and_cost(logged):
         assert part in line
 
 
+def test_a_noised_mean_is_shown_with_its_error_and_claims_no_worst_tenth(logged):
+    progress = Progress()
+    progress.begin()
+    progress.row |= {"accuracy_mean": 0.7, "accuracy_mean_error": 0.06, "scored_clients": 8.25}
+    progress.end(1, 2)
+    (line,) = lines(logged)
+    assert "accuracy 0.700 (± 0.06 by noise)" in line
+    assert "worst tenth" not in line
+
+
 def test_the_line_says_that_noise_was_topped_up_or_the_round_discarded(logged):
     for fact in ({"topped_up_stddev": 0.1}, {"topped_up_stddev": 0.0}, {"discarded": 1}):
         progress = Progress()
