@@ -133,11 +133,6 @@ def note_failure(path: Path | None, reason: str, *, patience: float = 5) -> bool
             time.sleep(0.2)
         if run.facts["status"] == "running":
             run.finish("failed", reason)
-        if run.facts["status"] == "failed" and not _reported(path):
+        if run.facts["status"] == "failed":
             write_report(run)
     return True
-
-
-def _reported(path: Path) -> bool:
-    report = path / "report.html"
-    return report.exists() and report.stat().st_mtime_ns >= (path / "run.json").stat().st_mtime_ns

@@ -7,13 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
 from flower_ext.cli.live import RunView
-from flower_ext.cli.processes import executable, hint_on_spaces
+from flower_ext.cli.processes import (
+    HOST,
+    ProcessFailed,
+    end_groups,
+    executable,
+    free_port,
+    wait_for_port,
+)
 
 _PROGRAM = "flower_ext.federation.engines.run_app"
 """Module that a run in one process executes.
@@ -71,6 +80,54 @@ def in_one_process(
         raise LaunchFailed("the run ended with the error above")
 
 
+@contextmanager
+def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Start a SuperLink for one simulation; yield the variables with which ``flwr`` finds it.
+
+    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. This one
+    has its own port and home and no database, and ends with the block, so that no other run depends
+    on it. Use the function inside `flower_ext.cli.reaper.reaped`, which ends Ray's processes.
+
+    Parameters
+    ----------
+    env : Mapping[str, str]
+        Variables of Flower's processes. The SuperLink's home is a folder below ``FLWR_HOME``.
+
+    Raises
+    ------
+    ProcessFailed
+        The SuperLink does not start.
+    """
+    base = Path(env.get("FLWR_HOME") or Path.home() / ".flwr").expanduser().absolute()
+    base.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="simulation-", dir=base, ignore_cleanup_errors=True) as home:
+        port, log = free_port(), Path(home, "superlink.log")
+        Path(home, "config.toml").write_text(
+            f'[superlink]\ndefault = "simulation"\n\n'
+            f'[superlink.simulation]\naddress = "{HOST}:{port}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
+        env = {**env, "FLWR_HOME": home}
+        words = [executable("flower-superlink"), "--insecure", "--simulation"]
+        words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
+        with log.open("wb") as stream:
+            # A session of its own keeps the terminal's Ctrl-C away, so that the run ends first.
+            process = subprocess.Popen(
+                words, env=env, stdout=stream, stderr=stream, start_new_session=True
+            )
+        try:
+            try:
+                wait_for_port(port, process)
+            except ProcessFailed as error:
+                last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                raise ProcessFailed(
+                    f"Flower's SuperLink did not start: {error}\n{last_lines}"
+                ) from None
+            yield env
+        finally:
+            end_groups([process])
+
+
 def on_superlink(
     app: Path,
     changes: Mapping[str, Any],
@@ -122,8 +179,7 @@ def on_superlink(
             + _how_to_stop("ID", connection)
         ) from None
     if not answer.get("success"):
-        hint = hint_on_spaces() if is_ours else ""
-        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}{hint}")
+        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}")
     run_id = str(answer["run-id"])
     try:
         outcome = _finished(run_id, connection, env, view)

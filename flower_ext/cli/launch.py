@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.cli.ending import GRACE, LaunchFailed, interrupted, note_failure
-from flower_ext.cli.engines import in_one_process, on_superlink
+from flower_ext.cli.engines import in_one_process, on_superlink, simulation_superlink
 from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import Prepared, RunOptions, prepare
 from flower_ext.cli.processes import ProcessFailed, environment
 from flower_ext.cli.reaper import reaped
-from flower_ext.cli.simulation import simulation_superlink
 
 
 def launch(

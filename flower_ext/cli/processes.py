@@ -9,10 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from flower_ext.errors import FlowerExtError
 
@@ -53,20 +52,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def hint_on_spaces() -> str:
-    """Return a hint if spaces in the environment's path may have caused a SuperLink's error.
-
-    The hint is empty if the path has no spaces.
-    """
-    # flwr 1.41 puts the folder of its database tables into a list that is separated by spaces.
-    if " " not in sys.prefix:
-        return ""
-    return (
-        f"\nFlower's SuperLink does not find its database tables below a path with spaces, here "
-        f"{sys.prefix}: install into an environment whose path has none, or run with --in-process"
-    )
-
-
 def free_port() -> int:
     """Return a free port of the loopback interface."""
     with socket.socket() as probe:
@@ -74,28 +59,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listens(host: str, port: int, *, seconds: float = 2) -> bool:
-    """Return True if a process accepts a connection on that port within ``seconds``."""
+def listens(port: int) -> bool:
+    """Return True if a process accepts connections on that port of the loopback interface."""
     try:
-        with socket.create_connection((host, port), timeout=seconds):
+        with socket.create_connection((HOST, port), timeout=2):
             return True
     except OSError:
         return False
-
-
-def check_free(port: int, option: str) -> None:
-    """Refuse a port of loopback that is in use; ``option`` is the option that changes the port.
-
-    Raises
-    ------
-    ProcessFailed
-        The port is in use; the message names it.
-    """
-    if listens(HOST, port):
-        raise ProcessFailed(
-            f"port {port} of {HOST} is in use by another process: end that process, or choose "
-            f"another port by {option}"
-        )
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
@@ -108,7 +78,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 
     """
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
-        if listens(HOST, port):
+        if listens(port):
             return
         time.sleep(0.1)
     raise ProcessFailed(
@@ -122,27 +92,18 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
 
 
-def end_tree(process: subprocess.Popen[bytes], *, seconds: float = 20) -> None:
-    """End a process and all its descendants.
+def end_groups(processes: Iterable[subprocess.Popen[bytes]], *, seconds: float = 20) -> None:
+    """End processes with their groups: by SIGTERM, and whatever is left by SIGKILL.
 
-    The process gets SIGTERM and ``seconds`` to end; whatever is left then gets SIGKILL. Ray's
-    agents need this, because they live in sessions of their own and outlive their parents.
+    Each process leads a group of its own and has ``seconds`` to end. A descendant in another group,
+    as Ray's daemons are, may outlive it; `flower_ext.cli.reaper` ends those.
     """
-    family = _descendants(process.pid)
-    with suppress(ProcessLookupError):
-        process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    family |= _descendants(process.pid)
-    process.kill()
-    process.wait()
-    for descendant in family:
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            descendant.kill()
-
-
-def _descendants(pid: int) -> set[psutil.Process]:
-    try:
-        return {*psutil.Process(pid).children(recursive=True)}
-    except psutil.NoSuchProcess:
-        return set()
+    leaders = [*processes]
+    for leader in leaders:
+        signal_group(leader, signal.SIGCONT)  # a stopped process would not receive SIGTERM
+        signal_group(leader, signal.SIGTERM)
+    for leader in leaders:
+        with suppress(subprocess.TimeoutExpired):
+            leader.wait(seconds)
+        signal_group(leader, signal.SIGKILL)
+        leader.wait()

@@ -2,20 +2,20 @@
 
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
+from flower_ext.cli.engines import simulation_superlink
 from flower_ext.cli.processes import (
     HOST,
-    end_tree,
     environment,
     executable,
     free_port,
 )
-from flower_ext.cli.simulation import simulation_superlink
 from flower_ext.runs import RunDirectory
 from tests.support.apps import DP2_FEDSAM
 from tests.support.commands import SETS, Command
@@ -44,8 +44,13 @@ class Cluster:
         ]
 
     def stop(self) -> None:
+        started = [psutil.Process(each.pid) for each in self.raylets]
+        family = [*started, *(child for each in started for child in each.children(True))]
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         for each in self.raylets:
-            end_tree(each)
+            each.wait()
         self._files.cleanup()
 
     def _start(self, *words: str) -> subprocess.Popen:
