@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,6 @@ from flower_ext.privacy import (
     privacy_loss,
     size_for_rate,
 )
-from flower_ext.privacy.accounting.accountant import Accountant
 from flower_ext.privacy.accounting.calibration import (
     MAX_ROUNDS,
     calibrate_rounds,
@@ -37,8 +36,8 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
 )
 
 _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
-_NAME = "calibrated by"
-_WORDS = (_NAME, "basis", "relation", "adversary sees")
+_MODELS = "released models"
+_WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
     "epsilon": "ε",
     "noise_multiplier": "σ",
@@ -55,11 +54,6 @@ class Way:
     words: dict[str, str]
     epsilon_at: Callable[[float], float]
     noise_for: Callable[[float], float]
-
-    @property
-    def name(self) -> str:
-        """Its name in tables."""
-        return self.words[_NAME]
 
 
 def calibrate(
@@ -90,105 +84,72 @@ def calibrate(
         raise typer.BadParameter(
             f"--cohort-size {cohort_size}: expected an integer from 1 to --population {population}"
         )
-    rate = sampling_rate if cohort_size is None else cohort_size / population
-    if [epsilon, noise_multiplier, rounds, rate].count(None) != 1:
+    values = {
+        "epsilon": epsilon,
+        "noise_multiplier": noise_multiplier,
+        "delta": 1 / population if delta is None else delta,
+        "rounds": rounds,
+        "sampling_rate": sampling_rate if cohort_size is None else cohort_size / population,
+    }
+    unknown = [name for name, value in values.items() if value is None]
+    if len(unknown) != 1:
         raise typer.BadParameter(
             "give three of --epsilon, --noise-multiplier, --rounds, and --sampling-rate or "
             "--cohort-size: the command computes the fourth"
         )
-    delta = 1 / population if delta is None else delta
-    if rate is None or rounds is None:
-        target = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
-        most = _most(population, rate, rounds, target)
-        known = {"rounds": rounds} if rate is None else {"sampling_rate": rate}
-        _print_most(most, {"population": population, **target, **known}, as_json=as_json)
-        return
-    ways = _ways(population, rate, rounds, delta)
-    if epsilon is not None:
-        noises = [(way, way.noise_for(epsilon)) for way in ways]
-    else:
-        noises = [(ways[0], noise_multiplier or 0.0)]
-    rows: list[dict[str, Any]] = [
-        {
-            **way.words,
-            "noise_multiplier": noise,
-            "epsilon": {other.name: other.epsilon_at(noise) for other in ways},
-        }
-        for way, noise in noises
-    ]
+    (name,) = unknown
+    known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    rows = _answers(name, population, **known)
     if as_json:
-        known = {"population": population, "sampling_rate": rate, "rounds": rounds, "delta": delta}
-        console.print_json(json.dumps({"unit": "client", **known, "rows": rows}))
+        facts = {"unit": "client", "population": population, **known, "rows": rows}
+        console.print_json(json.dumps(facts))
         return
-    console.print(
-        f"Unit: one client of {population} · r = {rate:g} · T = {rounds} · δ = {delta:.3g}\n"
-    )
-    if warning := large_delta(delta, PrivacyUnit.CLIENT, population):
+    signs = " · ".join(f"{_SIGNS[name]} = {value:.4g}" for name, value in known.items())
+    console.print(f"Unit: one client of {population} · {signs}\n")
+    if warning := large_delta(known["delta"], PrivacyUnit.CLIENT, population):
         console.print(f"{warning}\n")
-    if epsilon is not None:
-        needed = [noise_text(row["noise_multiplier"]) for row in rows]
-        _print_described(f"Noise for ε = {epsilon:g}", rows, "noise multiplier σ", needed)
-    _print_epsilon(ways, rows)
-    _print_failed_conditions(rate, rounds, delta, rows[0]["noise_multiplier"])
+    title, column, formatted = _TABLES[name]
+    table = titled_table(title, (*_WORDS, column))
+    for row in rows:
+        table.add_row(*(row[word] for word in _WORDS), formatted(row[name]))
+    console.print(table)
+    if name in ("epsilon", "noise_multiplier"):
+        noise = known.pop("noise_multiplier", None) or rows[0][name]
+        known.pop("epsilon", None)
+        _print_failed_conditions(noise_multiplier=noise, **known)
 
 
-def _most(
-    population: int, rate: float | None, rounds: int | None, known: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Return, for each accountant, the largest number of rounds or sampling rate allowed.
-
-    The function computes whichever of ``rate`` and ``rounds`` is None.
-    """
-    most: list[dict[str, Any]] = []
-    for accountant in get_args(Accountant):
-        words = _described(f"Poisson, {accountant.upper()}", _ADD_OR_REMOVE)
-        given: dict[str, Any] = {**known, "accountant": accountant}
-        if rate is None:
-            given |= {"population": population, "rounds": rounds}
-            most.append({**words, "sampling_rate": calibrate_sampling_rate(**given)})
-        else:
-            largest = calibrate_rounds(sampling=PoissonSampling(population, rate), **given)
-            most.append({**words, "rounds": largest})
-    if rate is not None:
-        fixed = FixedSizeSampling(population, size_for_rate(population, rate))
-        words = _described("fixed size, RDP", _REPLACE)
-        most.append({**words, "rounds": calibrate_rounds(sampling=fixed, **known)})
-    return most
+def _answers(name: str, population: int, **known: Any) -> list[dict[str, Any]]:
+    """Return the value of the quantity ``name`` under each way to account for a run."""
+    if name == "sampling_rate":
+        most = calibrate_sampling_rate(population=population, **known)
+        return [{**_described("Poisson, PLD", _ADD_OR_REMOVE), name: most}]
+    rate = known.pop("sampling_rate")
+    poisson = PoissonSampling(population, rate)
+    fixed = FixedSizeSampling(population, size_for_rate(population, rate))
+    if name == "rounds":
+        most_poisson = calibrate_rounds(sampling=poisson, **known)
+        most_fixed = calibrate_rounds(sampling=fixed, **known)
+        return [
+            {**_described("Poisson, PLD", _ADD_OR_REMOVE), name: most_poisson},
+            {**_described("fixed size, RDP", _REPLACE), name: most_fixed},
+        ]
+    ways = _ways(poisson, fixed, known["rounds"], known["delta"])
+    if name == "epsilon":
+        return [{**way.words, name: way.epsilon_at(known["noise_multiplier"])} for way in ways]
+    return [{**way.words, name: way.noise_for(known["epsilon"])} for way in ways]
 
 
 def _described(
-    name: str,
-    relation: NeighboringRelation,
-    view: str = "released models",
-    basis: str = "provable",
+    name: str, relation: NeighboringRelation, view: str = _MODELS, basis: str = "provable"
 ) -> dict[str, str]:
     return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
 
 
-def _print_most(rows: list[dict[str, Any]], known: Mapping[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        console.print_json(json.dumps({"unit": "client", **known, "rows": rows}))
-        return
-    given = " · ".join(f"{_SIGNS[n]} = {known[n]:.4g}" for n in _SIGNS if known.get(n) is not None)
-    console.print(f"Unit: one client of {known['population']} · {given}\n")
-    if "rounds" in rows[0]:
-        _print_described("Most rounds", rows, "T", [_rounds_text(row["rounds"]) for row in rows])
-    else:
-        rates = [_rate_text(row["sampling_rate"]) for row in rows]
-        _print_described("Largest sampling rate", rows, "r", rates)
-
-
-def _print_described(
-    title: str, rows: list[dict[str, Any]], column: str, cells: Sequence[str]
-) -> None:
-    table = titled_table(title, (*_WORDS, column))
-    for row, cell in zip(rows, cells, strict=True):
-        table.add_row(*(row[word] for word in _WORDS), cell)
-    console.print(table)
-
-
-def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
-    theorem: dict[str, Any] = {"sampling_rate": rate, "rounds": rounds, "delta": delta}
+def _ways(
+    poisson: PoissonSampling, fixed: FixedSizeSampling, rounds: int, delta: float
+) -> list[Way]:
+    theorem: dict[str, Any] = {"sampling_rate": poisson.rate, "rounds": rounds, "delta": delta}
     claim = Way(
         _described("Theorem 2 (DP²-FedSAM)", _ADD_OR_REMOVE, "each upload (claimed)", "published"),
         lambda s: dp2_fedsam_theorem2(noise_multiplier=s, **theorem).epsilon,
@@ -199,45 +160,40 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
         name: str,
         sampling: Sampling,
         relation: NeighboringRelation,
+        view: str = _MODELS,
         *,
-        view: str = "released models",
-        scale: float = 1.0,
-        **more: Any,
+        releases: int | None = None,
     ) -> Way:
+        # An adversary who knows the cohorts sees a known number of releases with each client's
+        # data. Together they are one Gaussian mechanism, with less noise.
+        scale, repeats = (1.0, rounds) if releases is None else (math.sqrt(releases), 1)
         options: dict[str, Any] = {"sampling": sampling, "relation": relation, "delta": delta}
-        options |= {"rounds": rounds, **more}
+        options |= {"rounds": repeats}
         return Way(
             _described(name, relation, view),
             lambda s: privacy_loss(noise_multiplier=s / scale, **options).epsilon,
             lambda e: calibrate_noise_multiplier(epsilon=e, **options) * scale,
         )
 
-    poisson = PoissonSampling(population, rate)
-    fixed = FixedSizeSampling(population, size_for_rate(population, rate))
     seen = Participations.worst_case(rounds, fixed.size)
-    sums, uploads = math.sqrt(seen.in_sums), math.sqrt(seen.in_uploads)
-    sums_view = "complete sums, in every round"
-    uploads_view = f"each upload, every round, cohorts of {fixed.size}"
-    # An adversary who knows the cohorts sees a known number of releases with each client's data.
-    # Together they are one Gaussian mechanism.
-    everyone, special = FullParticipation(population), NeighboringRelation.REPLACE_SPECIAL
+    everyone, special = FullParticipation(fixed.population), NeighboringRelation.REPLACE_SPECIAL
+    sums = "complete sums, in every round"
+    uploads = f"each upload, every round, cohorts of {fixed.size}"
     return [
         claim,
-        provable("Poisson, PLD", poisson, _ADD_OR_REMOVE, accountant="pld"),
-        provable("Poisson, RDP", poisson, _ADD_OR_REMOVE, accountant="rdp"),
+        provable("Poisson, PLD", poisson, _ADD_OR_REMOVE),
         provable("fixed size, RDP", fixed, _REPLACE),
-        provable("cohorts known", everyone, special, view=sums_view, scale=sums, rounds=1),
-        provable("uploads known", everyone, special, view=uploads_view, scale=uploads, rounds=1),
+        provable("cohorts known", everyone, special, sums, releases=seen.in_sums),
+        provable("uploads known", everyone, special, uploads, releases=seen.in_uploads),
     ]
 
 
-def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:
-    columns = ("σ", *(f"ε, {way.name}" for way in ways))
-    table = titled_table("What each σ gives under each accounting", columns)
-    for row in rows:
-        epsilons = [epsilon_text(row["epsilon"][way.name]) for way in ways]
-        table.add_row(noise_text(row["noise_multiplier"]), *epsilons)
-    console.print(table)
+def _print_failed_conditions(**run: Any) -> None:
+    claim = dp2_fedsam_theorem2(**run)
+    console.print(f"Conditions of Theorem 2 not met at σ = {noise_text(run['noise_multiplier'])}:")
+    for condition in claim.conditions:
+        if not condition.holds:
+            console.print(f"  ✗ {condition.text}")
 
 
 def noise_text(noise_multiplier: float) -> str:
@@ -257,13 +213,10 @@ def _rate_text(rate: float) -> str:
     return f"{math.floor(rate / unit) * unit:.3g}"
 
 
-def _print_failed_conditions(
-    rate: float, rounds: int, delta: float, noise_multiplier: float
-) -> None:
-    claim = dp2_fedsam_theorem2(
-        noise_multiplier=noise_multiplier, sampling_rate=rate, rounds=rounds, delta=delta
-    )
-    console.print(f"Conditions of Theorem 2 not met at σ = {noise_text(noise_multiplier)}:")
-    for condition in claim.conditions:
-        if not condition.holds:
-            console.print(f"  ✗ {condition.text}")
+_TABLES: dict[str, tuple[str, str, Callable[[Any], str]]] = {
+    "epsilon": ("Privacy loss", "ε", epsilon_text),
+    "noise_multiplier": ("Least noise", "noise multiplier σ", noise_text),
+    "rounds": ("Most rounds", "T", _rounds_text),
+    "sampling_rate": ("Largest sampling rate", "r", _rate_text),
+}
+"""Title, column and format of the table of each quantity."""
