@@ -9,7 +9,6 @@ file                   content
 ``ledger.jsonl``       the ledger of releases
 ``guarantee.json``     guarantees
 ``clients.csv``        the last evaluation, one row per client
-``users.csv``          records of each user in each silo
 ``model.safetensors``  the global model
 ``use.json``           facts that a client needs to make its own model of the global one
 ``checkpoints/``       state from which the run can be resumed
@@ -60,7 +59,7 @@ _BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
 """Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
 _FACTS = {"config", "status", "started", "versions"}
 """Facts that every ``run.json`` holds."""
-_RENEWED = ("guarantee.json", "clients.csv", "users.csv", "use.json")
+_RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites whenever it begins or ends."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
@@ -316,21 +315,6 @@ class RunDirectory:
             return []
         with _reading(path), path.open(newline="", encoding="utf-8") as stream:
             return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
-
-    def save_user_records(self, histogram: np.ndarray) -> None:
-        """Write ``users.csv`` from numbers of records (silos, users), one row per user."""
-        names = ["user", *(f"silo {silo}" for silo in range(len(histogram)))]
-        rows = [[user, *counts] for user, counts in enumerate(histogram.T.tolist())]
-        write_rows(self.path / "users.csv", names, rows)
-
-    def user_records(self) -> np.ndarray | None:
-        """Return numbers of records (silos, users); None if they were not saved."""
-        path = self.path / "users.csv"
-        if not path.exists():
-            return None
-        with _reading(path), path.open(newline="", encoding="utf-8") as stream:
-            rows = [[int(number) for number in row[1:]] for row in list(csv.reader(stream))[1:]]
-            return np.asarray(rows, dtype=np.int64).T
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""

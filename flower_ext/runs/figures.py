@@ -79,9 +79,6 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
             title = f"How {in_words(name)} is spread over clients"
             stem = listed("fairness" if name == "accuracy" else f"{name}_spread", title)
             _histogram(folder, stem, title, in_words(name), of_clients)
-    if (held := run.user_records()) is not None:
-        title = "Records of each user, by silo"
-        _user_records(folder, listed("user_records", title), title, held)
     return drawn
 
 
@@ -220,29 +217,6 @@ def _histogram(
     axes.legend(frameon=False)
     rows = [(f"{partition:.0f}", score) for partition, score in scores]
     _save(figure, folder, name, ("partition", xlabel), rows)
-
-
-def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None:
-    """Draw users from left to right, with their records stacked by silo."""
-    figure, axes = _canvas(title, "user", "records")
-    silos, users = held.shape
-    edges, base = np.arange(users + 1) - 0.5, np.zeros(users)
-    for silo, records in enumerate(held):
-        top = base + records
-        axes.stairs(
-            top,
-            edges,
-            baseline=base,
-            fill=True,
-            color=COLOURS[silo % len(COLOURS)],
-            label=f"silo {silo}",
-        )
-        base = top
-    axes.set_xlim(-0.5, users - 0.5)
-    if silos <= len(COLOURS):
-        figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    rows = [(user, silo, held[silo, user]) for user in range(users) for silo in range(silos)]
-    _save(figure, folder, name, ("user", "silo", "records"), rows)
 
 
 def draw_roc(

@@ -107,6 +107,3 @@ class Settings(ReleaseSettings, TrainingSettings):
     server_learning_rate: NotNegative = setting(
         "0: silos · sqrt(users · epochs) for uldp-avg and -sgd, else 1"
     )
-    records_figure: bool = setting(
-        "exact numbers of records a user and silo; not covered either (private methods: never)"
-    )
