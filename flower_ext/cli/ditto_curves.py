@@ -44,9 +44,9 @@ def draw_schedule(
 ) -> list[Path]:
     """Draw the curves; return the SVG files, each of which has its numbers in a CSV beside it."""
 
-    def by_basis(curve: str) -> dict[str, Line]:
+    def by_basis(curve: str) -> dict[str, list[Line]]:
         pairs = ((answer.basis, answer.schedule) for answer in schedules)
-        return {name: (s.candidates.tolist(), getattr(s, curve).tolist()) for name, s in pairs}
+        return {name: [(s.candidates.tolist(), getattr(s, curve).tolist())] for name, s in pairs}
 
     values = np.concatenate([answer.schedule.convergence for answer in schedules])
     with np.errstate(over="ignore"):  # a diverging bound may overflow
@@ -64,12 +64,12 @@ def draw_schedule(
     title, weights = "Fairest λ under the noise that T rounds need", by_basis("global_weights")
     fairest = draw_lines(folder, "global_weight", title, "λ*(T)", weights, xlabel="rounds T")
     grid = np.linspace(0, LARGEST_WEIGHT, 201)
-    spread: dict[str, Line] = {}
+    spread: dict[str, list[Line]] = {}
     for answer in schedules:
         variance = answer.noise_stddev**2
         values = fairness.unfairness(grid, upload_variance=variance, basis=answer.basis)
         label = f"{answer.basis}, T = {answer.schedule.rounds}"
-        spread[label] = (grid.tolist(), values.tolist())
+        spread[label] = [(grid.tolist(), values.tolist())]
     title = "Variance over clients of ‖u* − v‖²"
     drawn = draw_lines(folder, "fairness", title, "R(λ)", spread, xlabel="λ")
     return [convergence, fairest, drawn]

@@ -11,7 +11,7 @@ import numpy as np
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
-from flower_ext.runs.figures import Line, cumulative, draw_comparison
+from flower_ext.runs.figures import Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
 from flower_ext.runs.score_names import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
@@ -157,10 +157,10 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
             if all(x for x, _ in group_lines)
         }
         if measured:
-            drawn[title] = draw_comparison(folder, name, title, ylabel, measured)
+            drawn[title] = draw_lines(folder, name, title, ylabel, measured)
     if all(x for group_lines in messages.values() for x, _ in group_lines):
         title = "Mean accuracy for the messages it took"
-        drawn[title] = draw_comparison(
+        drawn[title] = draw_lines(
             folder,
             "accuracy_by_messages",
             title,
