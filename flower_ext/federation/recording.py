@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,9 +68,13 @@ def recorded_run(
     following = Callbacks(callbacks)
     run = _opened(config, name)
     log.info("Run directory: %s", run.path)
-    run.on_round = partial(following.round, run)
+
+    def follow(server_round: int, row: Mapping[str, float]) -> None:
+        following.tell(lambda callback: callback.round(run, server_round, dict(row)))
+
+    run.on_round = follow
     try:
-        following.begin(run)
+        following.tell(lambda callback: callback.begin(run))
         yield run
     except BaseException as error:
         _note_failure(run, error)
@@ -79,7 +82,7 @@ def recorded_run(
     else:
         _report(run)
     finally:
-        following.end(run)
+        following.tell(lambda callback: callback.end(run))
         run.close()
 
 
