@@ -12,6 +12,7 @@ import typer
 
 from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.launch import launch
+from flower_ext.cli.preparing import RunOptions, prepare
 from flower_ext.cli.screen import Settings, console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import EmpiricalSchedule, Outcome, alternating_search
@@ -122,7 +123,8 @@ def _run(
         "run-directory": path,
         "state-folder": "",  # nobody resumes these short runs
     }
-    launch(app, settings=[*settings, *(f"{n}={v}" for n, v in changes.items())], in_process=True)
+    words = [*settings, *(f"{name}={value}" for name, value in changes.items())]
+    launch(prepare(RunOptions(app=app, settings=words, in_process=True)))
     run = RunDirectory.open(path)
     if run.facts["status"] == "budget-exhausted":
         raise LaunchFailed(f"{path}: {run.facts['reason']}")

@@ -256,7 +256,7 @@ def test_what_is_frozen_stays_with_the_base_model(tmp_path):
         for name, other in names.items():
             text = text.replace(name, other)
         file.write_text(text)
-    words = ["run", str(folder), "--clients", "2", "--runs", str(tmp_path / "runs")]
+    words = ["run", str(folder), "--in-process", "--clients", "2", "--runs", str(tmp_path / "runs")]
     for setting in ("rounds=1", "sampling=everyone"):
         words += ["--set", setting]
     done = CliRunner().invoke(app, words)
