@@ -35,18 +35,16 @@ from flower_ext.training import Params, clone
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A model to write to a file, with the facts that its guarantee rests on.
+    """A model to write to a file.
 
-    ``personal`` names the parameters that differ from the shared model. ``trained`` is True if a
-    record of the client influenced them. ``took_part`` is None if the client's method keeps no
-    memory to tell.
+    ``personal`` names the parameters that differ from the shared model. ``is_secret`` is True if
+    the model may tell whether its client ever took part.
     """
 
     params: Params
     client: int | None = None
     personal: tuple[str, ...] = ()
-    trained: bool = False
-    took_part: bool | None = None
+    is_secret: bool = False
 
 
 def export(
@@ -149,25 +147,21 @@ def _of_client(
             f"expected {use['frozen']!r}, as in the run; install the base model that the run used"
         )
     context.node_config.update(state)
-    took_part = _took_part(side, context, use, run.id) if side.method.keeps_memory else None
+    if side.method.keeps_memory:
+        _check_memory(side, context, use, run.id)
     # The client side builds the model as it does for an evaluation, which the server asks for.
     request = RecordDict({name: ConfigRecord(values) for name, values in use["records"].items()})
     request[records.MODEL] = records.to_record(shared)
     kind = f"evaluate.{side.method.name}"
     model = side.used(grid.create_message(request, kind, context.node_id, "1"), context)
     params = clone({name: value.cpu() for name, value in model.items()})
-    trains = any(name.startswith(records.TRAINING) for name in use["records"])
-    return _Model(
-        params=params,
-        client=client,
-        personal=tuple(
-            name
-            for name, value in params.items()
-            if name not in shared or not torch.equal(value, shared[name])
-        ),
-        trained=trains or bool(took_part),
-        took_part=took_part,
+    personal = tuple(
+        name
+        for name, value in params.items()
+        if name not in shared or not torch.equal(value, shared[name])
     )
+    is_secret = bool(personal) or side.method.keeps_memory
+    return _Model(params=params, client=client, personal=personal, is_secret=is_secret)
 
 
 def _client_side(
@@ -188,14 +182,10 @@ def _client_side(
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 
 
-def _took_part(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
-    """Return True if the client ever took part.
+def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> None:
+    """Refuse a folder that lacks memory which the client wrote.
 
-    Raises
-    ------
-    InvalidValue
-        The folder lacks memory that the client wrote. Without this check the client would look as
-        if it had never taken part.
+    Without this check, the client would look as if it had never taken part.
     """
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
@@ -208,7 +198,6 @@ def _took_part(side: ClientSide, context: Context, use: Mapping[str, Any], run_i
             "outlives a run only if the SuperNodes, or the settings of a simulation, named a "
             "state-folder before the run began"
         )
-    return newest > 0
 
 
 def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
@@ -220,13 +209,12 @@ def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
     statements = [g.statement() for g in covering] or [
         "The run gave no guarantee: no ε covers anybody's records in this file."
     ]
-    alone = bool(model.personal) or model.took_part is False
     return {
         "file": name,
         "run": run.id,
         "client": model.client,
         "for": f"client {model.client} alone"
-        if alone
+        if model.is_secret
         else "everyone who may have the run's models",
         "statements": [*_about_client(model), *statements],
         "parameters": {
@@ -239,22 +227,15 @@ def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
 
 def _about_client(model: _Model) -> list[str]:
     """Return sentences on what the file reveals of its client and of all others."""
-    client, personal = f"client {model.client}", ", ".join(model.personal)
-    others = "About all other clients this file reveals what the run's released models reveal"
-    if model.personal and model.trained:
-        when = ", and when the client took part" if model.took_part else ""
+    client = f"client {model.client}"
+    if model.is_secret:
         return [
-            f"This file holds parameters trained on {client}'s records without noise: no ε covers "
-            f"them, and the file is for {client} alone. These parameters are: {personal}.",
-            f"{others}{when}. The guarantees below cover these other clients, not {client}.",
-        ]
-    if model.took_part is False:
-        values = f"; {personal} are the initial values" if personal else ""
-        return [
-            f"Client {model.client} never took part, and none of its records is in this file"
-            f"{values}. An ε may depend on keeping secret who took part, so this file is for "
-            f"{client} alone.",
-            f"{others}. The guarantees below cover them.",
+            f"This file holds parameters of {client} that carry no noise: no ε covers the records "
+            f"that trained them, and the file is for {client} alone. These parameters are: "
+            f"{', '.join(model.personal) or 'none'}.",
+            "About all other clients this file reveals what the run's released models reveal, and "
+            f"whether and when {client} took part. The guarantees below cover these other clients, "
+            f"not {client}.",
         ]
     unchanged = "" if model.client is None else f", which {client} uses as it is"
     return [

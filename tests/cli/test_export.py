@@ -108,7 +108,7 @@ def test_no_epsilon_is_promised_for_the_records_behind_a_personal_part(finished,
     params, beside = exported(which, run, tmp_path, "--client", 1)
     assert beside["for"] == "client 1 alone"
     first = beside["statements"][0]
-    assert "trained on client 1's records without noise: no ε covers them" in first
+    assert "parameters of client 1 that carry no noise: no ε covers the records" in first
     shared = load_file(run.path / "model.safetensors")
     own = {n for n in params if n not in shared or not torch.equal(params[n], shared[n])}
     assert set(beside["parameters"]["personal"]) == own
@@ -185,7 +185,7 @@ def test_a_client_that_was_never_drawn_has_an_initial_head_and_that_stays_its_se
     assert own
     assert all(torch.equal(params[name], initial[name]) for name in own)
     assert beside["for"] == f"client {client} alone"
-    assert "never took part, and none of its records is in this file" in beside["statements"][0]
+    assert f"whether and when client {client} took part" in beside["statements"][1]
 
 
 def test_a_lost_memory_is_not_taken_for_that_of_a_client_who_never_took_part(finished, tmp_path):
