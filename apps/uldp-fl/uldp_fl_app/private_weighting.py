@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from flower_ext.federation import Summation
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.runs.settings import UnfitSetting, integers
-from uldp_fl_app.settings import Settings
+from flower_ext.runs.settings import UnfitSetting
+from uldp_fl_app.settings import Settings, integers
 
 if TYPE_CHECKING:
     from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
