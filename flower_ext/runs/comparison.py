@@ -60,21 +60,18 @@ NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
     """Group repetitions by method, and by all settings that differ between runs of a method."""
-    methods: dict[str, list[RunDirectory]] = {}
-    for run in runs:
-        methods.setdefault(method_name(run), []).append(run)
+    settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}
     for run in runs:
-        method = method_name(run)
-        configs = [_settings(one) for one in methods[method]]
-        names = dict.fromkeys(name for config in configs for name in config)
-        differing = (
-            name
+        method = _method(run)
+        others = [settings[other] for other in runs if _method(other) == method]
+        names = dict.fromkeys(name for config in others for name in config)
+        changes = [
+            f"{name}={settings[run].get(name, '–')}"
             for name in names
             if name not in NOT_COMPARED
-            and any(config.get(name) != configs[0].get(name) for config in configs)
-        )
-        changes = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
+            and any(config.get(name) != others[0].get(name) for config in others)
+        ]
         groups.setdefault(", ".join([method, *changes]), []).append(run)
     return groups
 
@@ -85,8 +82,7 @@ def _settings(run: RunDirectory) -> dict[str, Any]:
     return {**run.config, "rounds": num_rounds} if "rounds" in run.config else run.config
 
 
-def method_name(run: RunDirectory) -> str:
-    """Return the method's name, with ', upcycled' behind it if it was upcycled."""
+def _method(run: RunDirectory) -> str:
     method = str(run.config.get("method", run.path.name))
     return f"{method}, upcycled" if run.config.get("upcycled") else method
 
@@ -131,43 +127,33 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
     """Draw what was measured: accuracy, loss and costs by rounds, and accuracy by messages."""
 
-    def lines(name: str) -> dict[str, list[Line]]:
-        return {group: [run.series(name) for run in runs] for group, runs in groups.items()}
-
-    def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
+    def lines(name: str, scale: float = 0.0) -> dict[str, list[Line]]:
+        """Return a metric of each group's runs; with a scale, the scaled sums up to each round."""
+        measured = {group: [run.series(name) for run in runs] for group, runs in groups.items()}
         return {
-            group: [cumulative(line, scale=scale) for line in group_lines]
-            for group, group_lines in lines(name).items()
+            group: [cumulative(line, scale=scale) for line in series] if scale else series
+            for group, series in measured.items()
+            if all(rounds for rounds, _ in series)
         }
 
-    accuracy, messages = lines("accuracy_mean"), sums("messages")
     drawn: dict[str, Path] = {}
     for name, title, ylabel, measured in (
-        ("accuracy", "Mean accuracy of the clients' models", "accuracy", accuracy),
+        ("accuracy", "Mean accuracy of the clients' models", "accuracy", lines("accuracy_mean")),
         ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
-        ("messages", "Training messages", "messages, cumulative", messages),
-        ("upload", "Arrays uploaded", "megabytes, cumulative", sums("bytes_up", 1e-6)),
-        ("time", "Training time", "seconds, cumulative", sums("training_seconds")),
+        ("messages", "Training messages", "messages, cumulative", lines("messages", 1.0)),
+        ("upload", "Arrays uploaded", "megabytes, cumulative", lines("bytes_up", 1e-6)),
+        ("time", "Training time", "seconds, cumulative", lines("training_seconds", 1.0)),
         ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
-        measured = {
-            group: group_lines
-            for group, group_lines in measured.items()
-            if all(x for x, _ in group_lines)
-        }
         if measured:
             drawn[title] = draw_lines(folder, name, title, ylabel, measured)
-    if all(x for group_lines in messages.values() for x, _ in group_lines):
-        title = "Mean accuracy for the messages it took"
+    accuracy, messages = lines("accuracy_mean"), lines("messages", 1.0)
+    if len(messages) == len(groups):
+        title, name = "Mean accuracy for the messages it took", "accuracy_by_messages"
+        x = "training messages"
         drawn[title] = draw_lines(
-            folder,
-            "accuracy_by_messages",
-            title,
-            "accuracy",
-            accuracy,
-            xlabel="training messages",
-            against=messages,
+            folder, name, title, "accuracy", accuracy, xlabel=x, against=messages
         )
     return drawn
 
