@@ -29,9 +29,6 @@ def deploy(
             "folder that is deleted at the end."
         ),
     ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the SuperLink; 0 picks a free one.")
-    ] = 0,
     resume: Resume = None,
 ) -> None:
     """Run an app on a SuperLink and SuperNodes of this machine, with TLS and registered keys.
@@ -57,7 +54,7 @@ def deploy(
     with signals_as_interrupts(), TemporaryDirectory() as temporary, reaped():
         home = folder or Path(temporary)
         state = (run.path or home.absolute()) / "state"
-        with Deployment(home, nodes, {"state-folder": str(state)}, port) as deployment:
+        with Deployment(home, nodes, {"state-folder": str(state)}) as deployment:
             console.print(f"SuperLink on port {deployment.port}, {nodes} SuperNodes online")
             path = launch(run, env=deployment.env)
     if path is not None:

@@ -35,7 +35,6 @@ from flower_ext.cli.processes import (
     environment,
     executable,
     free_port,
-    listens,
     wait_for_port,
 )
 from flower_ext.runs.files import write_whole
@@ -57,19 +56,16 @@ class Deployment:
         Number of SuperNodes. Node i of 0 … nodes−1 has ``partition-id`` i in its node config.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
-    port : int
-        Port of the SuperLink on loopback; 0 picks a free one.
     """
 
     folder: Path
     nodes: int
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    port: int = 0
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder).absolute()
         self.home = self.folder / "flwr"
-        self.port = self.port or free_port()
+        self.port = free_port()
         self.env = {
             **environment(),
             "FLWR_HOME": str(self.home),
@@ -118,7 +114,7 @@ class Deployment:
         Raises
         ------
         ProcessFailed
-            The port is in use, or nothing listens on it after a minute.
+            Nothing listens on its port after a minute.
         """
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
@@ -127,11 +123,6 @@ class Deployment:
         words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
         words += ["--ssl-certfile", str(self._certificates / "server.crt")]
         words += ["--ssl-keyfile", str(self._certificates / "server.key")]
-        if listens(self.port):
-            raise ProcessFailed(
-                f"port {self.port} of {HOST} is in use by another process: end that process, or "
-                "choose another port by --port=N"
-            )
         self.superlink = self._start("superlink", *words)
         wait_for_port(self.port, self.superlink)
 

@@ -68,16 +68,13 @@ def in_one_process(
             program.process.kill()
             program.wait()
         raise
-    if status == -signal.SIGTERM:  # somebody sent SIGTERM to that process only
-        raise Ended(signal.SIGTERM)
-    if status < 0:
-        raise LaunchFailed(f"signal {-status} ended the run")
-    if status == 128 + signal.SIGTERM:
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
         raise Ended(signal.SIGTERM)
     if status == Refused.exit_status:
         raise Refused("the run refused the value above")
     if status:
-        raise LaunchFailed("the run ended with the error above")
+        cause = f"signal {-status}" if status < 0 else "the error above"
+        raise LaunchFailed(f"the run was ended by {cause}")
 
 
 @contextmanager

@@ -59,15 +59,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listens(port: int) -> bool:
-    """Return True if a process accepts connections on that port of the loopback interface."""
-    try:
-        with socket.create_connection((HOST, port), timeout=2):
-            return True
-    except OSError:
-        return False
-
-
 def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
     """Wait until ``process`` listens on a port of loopback.
 
@@ -78,7 +69,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 
     """
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
-        if listens(port):
+        with suppress(OSError), socket.create_connection((HOST, port), timeout=2):
             return
         time.sleep(0.1)
     raise ProcessFailed(

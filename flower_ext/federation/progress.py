@@ -15,15 +15,13 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.score_names import (
     describe_round,
     lower_is_better,
-    reported_by_few,
     reported_by_most,
 )
 
 log = getLogger("flwr")
 
 MOST_SHOWN = 3
-"""Largest number of refused replies per phase, or rare scores, that the log quotes; the run
-directory has all."""
+"""Largest number of refused replies per phase that the log quotes; the run directory has all."""
 
 _EVALUATED = "evaluation_messages"
 
@@ -40,7 +38,6 @@ class Progress:
         self.run = run
         self.row: dict[str, float] = {}
         self._evaluated = 0
-        self._few: list[tuple[str, int]] = []
 
     def begin(self) -> None:
         """Begin a new round with zero training messages."""
@@ -82,23 +79,12 @@ class Progress:
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
         """Return mean, std, variance, worst tenth and Jain's index of each score over clients.
 
-        The log names scores that too few clients report.
-
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The summary has every score that most clients report,
         computed over these clients; if some do not report it, ``…_clients`` is the number that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
-        few = list(reported_by_few(everyone).items())[:MOST_SHOWN]
-        if few and few != self._few:  # not in every round again
-            counts = ", ".join(f"{name!r} ({count} of {len(everyone)})" for name, count in few)
-            log.warning(
-                "too few clients report %s for a mean: the logs of the others say which score "
-                "failed or was not finite",
-                counts,
-            )
-        self._few = few
         for name in sorted(reported_by_most(everyone) - {"num-examples"}):
             by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]

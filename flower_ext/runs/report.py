@@ -68,7 +68,7 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
             for name, scores in by_name.items()
         },
         "counts": {name: len(scores) for name, scores in by_name.items()},
-        "pooled": pooled_accuracy(run),
+        "pooled": next(reversed(run.series("accuracy_pooled")[1]), None),
         "noised": noised,
         "noised_means": []
         if noised is None
@@ -79,15 +79,6 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
         "scored_round": scored[-1] if scored and scored[-1] != last else None,
         "last_round": last,
     }
-
-
-def pooled_accuracy(run: RunDirectory) -> float | None:
-    """Return the accuracy over all clients' test examples; None if their numbers are unknown."""
-    rows = run.client_metrics()
-    if not rows or not all({"accuracy", "num-examples"} <= set(row) for row in rows):
-        return None
-    total = sum(row["num-examples"] for row in rows)
-    return sum(row["accuracy"] * row["num-examples"] for row in rows) / total
 
 
 def _privacy_values(run: RunDirectory) -> dict[str, Any]:
