@@ -162,7 +162,7 @@ def _ways(
         relation: NeighboringRelation,
         view: str = _MODELS,
         *,
-        releases: int | None = None,
+        releases: float | None = None,
     ) -> Way:
         # An adversary who knows the cohorts sees a known number of releases with each client's
         # data. Together they are one Gaussian mechanism, with less noise.

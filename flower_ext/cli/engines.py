@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
-from flower_ext.cli.live import RunView
+from flower_ext.cli.live import Followed, RunView
 from flower_ext.cli.processes import (
     HOST,
     ProcessFailed,
@@ -50,7 +50,7 @@ def in_one_process(
         The run was interrupted, and its process has ended.
     """
     command = [sys.executable, "-m", _PROGRAM, str(app), str(workers), str(clients)]
-    program = view.follow(command)
+    program = Followed(command, view)
     try:
         program.tell(json.dumps(dict(config)))
         status = program.wait()
@@ -204,7 +204,7 @@ def _finished(
     ServerApp may still be running.
     """
     words = [executable("flwr"), "log", run_id, *connection, "--stream"]
-    program = view.follow(words, env=env)
+    program = Followed(words, view, env)
     try:
         program.tell()
         program.wait()

@@ -6,16 +6,22 @@ installs the app's dependencies again unless a variable forbids it.
 
 from __future__ import annotations
 
+import shlex
+import signal
+import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from flower_ext.cli.ending import GRACE, LaunchFailed, interrupted, note_failure
+from flower_ext.cli.ending import GRACE, Ended, Interrupted, LaunchFailed
 from flower_ext.cli.engines import in_one_process, on_superlink, simulation_superlink
 from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import PreparedRun, RunOptions
 from flower_ext.cli.processes import ProcessFailed, environment
 from flower_ext.cli.reaper import reaped
+from flower_ext.privacy import LedgerCorrupt
+from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.report import write_report
 
 
 def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
@@ -34,24 +40,19 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
     Interrupted
         Ctrl-C, SIGTERM or SIGHUP ended the run; the message says how to continue it.
     """
-    options, path = run.options, run.path
-    patience = GRACE if options.superlink else 5
-    view = RunView(path if options.is_local else None, run.config)
+    options = run.options
+    view = RunView(run.path if options.is_local else None, run.config)
     # A SuperLink that others started may have to outlive this command.
     ending = reaped() if options.superlink is None else nullcontext()
     try:
         with ending, view:
             _run(run, env or environment(), view)
     except KeyboardInterrupt as error:
-        again = None
-        if "resume" in run.config:  # the app's runs can be resumed
-            again = _words_to_resume(options, path or view.named)
-        local = path if options.is_local or (path and path.exists()) else None
-        raise interrupted(error, local, view.named, again, patience=patience) from None
+        raise _interrupted(run, error, view.named) from None
     except (LaunchFailed, ProcessFailed) as error:
-        note_failure(path, str(error), patience=patience)
+        _note_failure(run, str(error))
         raise
-    return path
+    return run.path
 
 
 def _run(run: PreparedRun, env: Mapping[str, str], view: RunView) -> None:
@@ -66,6 +67,54 @@ def _run(run: PreparedRun, env: Mapping[str, str], view: RunView) -> None:
     else:
         with simulation_superlink(env) as variables:
             on_superlink(options.app, run.changes, [], variables, view, simulated=run.nodes)
+
+
+def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) -> Interrupted:
+    """Record that a signal ended the run; return an error that says how to continue it.
+
+    ``named`` is the run directory in the log. It may be on the machine of the ServerApp.
+    """
+    number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
+    how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    sentence = f"the run was interrupted by {how}"
+    is_here = run.path is not None and (run.options.is_local or run.path.exists())
+    if is_here and _note_failure(run, sentence):
+        lines = [sentence, f"Run directory: {run.path} (see report.html)"]
+    elif not is_here and named is not None:
+        lines = [sentence, f"Run directory, on the machine of its ServerApp: {named}"]
+    else:
+        return Interrupted(f"{sentence} before it began; nobody's data were used", number)
+    if "resume" in run.config:  # the app's runs can be resumed
+        again = shlex.join(_words_to_resume(run.options, run.path or named))
+        lines.append(f"To continue it: {again}")
+    return Interrupted("\n".join(lines), number)
+
+
+def _note_failure(run: PreparedRun, reason: str) -> bool:
+    """Record in the run directory that the run failed, and write its report.
+
+    A process that still writes to the directory has some seconds to end. If it does not, the run
+    continues or belongs to another command, and the function changes nothing.
+
+    Returns
+    -------
+    bool
+        True if there is such a run directory on this machine.
+    """
+    if run.path is None or not (run.path / "run.json").is_file():
+        return False
+    directory = RunDirectory.open(run.path)
+    deadline = time.monotonic() + (GRACE if run.options.superlink else 5)
+    with suppress(NotARun, LedgerCorrupt, OSError):  # an error here must not hide the run's own
+        while not directory.free():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.2)
+        if directory.facts["status"] == "running":
+            directory.finish("failed", reason)
+        if directory.facts["status"] == "failed":
+            write_report(directory)
+    return True
 
 
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:

@@ -71,10 +71,6 @@ class RunView:
         stream.write((line if stream.isatty() and cursor_moves() else plain) + "\n")
         stream.flush()
 
-    def follow(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Followed:
-        """Start a program and show its lines; no signal of the terminal reaches the program."""
-        return Followed(command, self, env=env)
-
 
 class RunProgress(Progress):
     """The rounds of a run, the time that is left, and the last measurements."""
@@ -121,10 +117,10 @@ class RunProgress(Progress):
 
 
 class Followed:
-    """A program whose lines a view shows as they come."""
+    """A program whose lines a view shows as they come; no signal of the terminal reaches it."""
 
     def __init__(
-        self, command: Sequence[str], view: RunView, *, env: Mapping[str, str] | None
+        self, command: Sequence[str], view: RunView, env: Mapping[str, str] | None = None
     ) -> None:
         self.process = subprocess.Popen(
             command,

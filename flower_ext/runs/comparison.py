@@ -129,12 +129,13 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
     def lines(name: str, scale: float = 0.0) -> dict[str, list[Line]]:
         """Return a metric of each group's runs; with a scale, the scaled sums up to each round."""
-        measured = {group: [run.series(name) for run in runs] for group, runs in groups.items()}
-        return {
-            group: [cumulative(line, scale=scale) for line in series] if scale else series
-            for group, series in measured.items()
-            if all(rounds for rounds, _ in series)
-        }
+        measured: dict[str, list[Line]] = {}
+        for group, runs in groups.items():
+            series: list[Line] = [run.series(name) for run in runs]
+            if all(rounds for rounds, _ in series):
+                sums = [cumulative(line, scale=scale) for line in series]
+                measured[group] = sums if scale else series
+        return measured
 
     drawn: dict[str, Path] = {}
     for name, title, ylabel, measured in (

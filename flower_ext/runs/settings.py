@@ -184,8 +184,8 @@ class Settings:
         return cls(**values)
 
 
-@cache
-def declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
+@cache  # a simulated client reads its settings for every message
+def declarations(kind: Any) -> Mapping[str, Declaration]:
     """Return the declarations of a class of settings, by the names of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {
