@@ -22,6 +22,7 @@ how many, and the un-noised values that clients reported.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import platform
@@ -41,7 +42,6 @@ from flower_ext.runs.files import (
     append_line,
     is_locked,
     lock,
-    whole_lines,
     write_rows,
     write_whole,
 )
@@ -57,7 +57,7 @@ RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
 """Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
-_FACTS = {"config", "status", "started", "versions"}
+_FACTS = {"id", "config", "status", "started", "starts", "versions"}
 """Facts that every ``run.json`` holds."""
 _RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites whenever it begins or ends."""
@@ -137,22 +137,16 @@ class RunDirectory:
         run._before = run.facts
         run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
         facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
-        starts = facts.get("starts", [{"started": facts["started"]}])
         start = {"started": _now(), "after_round": len(run.metrics())}
         if (versions := _versions()) != facts["versions"]:
             start["versions"] = versions
-        run._write_json("run.json", {**facts, "status": "running", "starts": [*starts, start]})
+        starts = [*facts["starts"], start]
+        run._write_json("run.json", {**facts, "status": "running", "starts": starts})
         return run
 
     def withdraw(self) -> bool:
-        """Restore ``run.json`` as it was before this start; do nothing after a further round.
-
-        Returns
-        -------
-        bool
-            True if the start left no round.
-        """
-        idle = bool(self.facts["starts"][-1].get("after_round") == len(self.metrics()))
+        """Restore ``run.json`` as it was before this start, and return True if it left no round."""
+        idle: bool = self.facts["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json("run.json", self._before)
         return idle
@@ -173,8 +167,7 @@ class RunDirectory:
         InUse
             The message names the process.
         """
-        if not self.free():
-            lock(self.path / _LOCK).close()
+        lock(self.path / _LOCK).close()
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -192,9 +185,8 @@ class RunDirectory:
     @property
     def facts(self) -> dict[str, Any]:
         """Contents of ``run.json``."""
-        path = self.path / "run.json"
-        with _reading(path):
-            facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with self._reading("run.json") as text:
+            facts: dict[str, Any] = json.loads(text)
             if missing := _FACTS - set(facts):
                 raise InvalidValue(f"without {', '.join(sorted(missing))}")
         return facts
@@ -208,7 +200,7 @@ class RunDirectory:
     @property
     def id(self) -> str:
         """The id of the run, the same over all its starts."""
-        return str(self.facts.get("id", ""))
+        return str(self.facts["id"])
 
     def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
         """Open the run's ledger until the directory is closed (see `Ledger`)."""
@@ -260,12 +252,8 @@ class RunDirectory:
         """Drop the rows of later rounds, which will be repeated."""
         for file in (self.metrics_path, self.path / "missing.jsonl"):
             if file.exists():
-                with _reading(file):
-                    kept = [
-                        line for line in whole_lines(file) if json.loads(line)["round"] <= after
-                    ]
-                content = b"".join(line + b"\n" for line in kept)
-                write_whole(file, content)
+                kept = [row for row in self._lines(file.name) if row["round"] <= after]
+                write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
@@ -291,13 +279,8 @@ class RunDirectory:
 
     def guarantees(self) -> list[Guarantee]:
         """Return the run's guarantees; empty for a run without privacy."""
-        path = self.path / "guarantee.json"
-        if not path.exists():
-            return []
-        with _reading(path):
-            return [
-                Guarantee.from_dict(facts) for facts in json.loads(path.read_text(encoding="utf-8"))
-            ]
+        with self._reading("guarantee.json") as text:
+            return [Guarantee.from_dict(facts) for facts in json.loads(text or "[]")]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write ``clients.csv``: the last evaluation, one row per client, empty where undefined."""
@@ -310,11 +293,9 @@ class RunDirectory:
 
     def client_metrics(self) -> list[dict[str, float]]:
         """Return the last evaluation, one row per client."""
-        path = self.path / "clients.csv"
-        if not path.exists():
-            return []
-        with _reading(path), path.open(newline="", encoding="utf-8") as stream:
-            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
+        with self._reading("clients.csv") as text:
+            rows = csv.DictReader(io.StringIO(text))
+            return [{name: float(score) for name, score in row.items() if score} for row in rows]
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""
@@ -337,11 +318,8 @@ class RunDirectory:
 
     def use(self) -> dict[str, Any]:
         """Return what a client needs to make its own model of the shared one; may be empty."""
-        path = self.path / "use.json"
-        if not path.exists():
-            return {}
-        with _reading(path):
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+        with self._reading("use.json") as text:
+            return dict(json.loads(text or "{}"))
 
     def note(self, **facts: str) -> None:
         """Add facts to ``run.json`` that are known only outside the run."""
@@ -358,10 +336,22 @@ class RunDirectory:
         }
         self._write_json("run.json", {**self.facts, **facts})
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[str]:
+        """Yield a file's text, empty if it is missing; explain an error in the block."""
         path = self.path / name
-        with _reading(path):
-            rows = [dict(json.loads(line)) for line in whole_lines(path)]
+        try:
+            yield path.read_text(encoding="utf-8") if path.exists() else ""
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            renewed = ", or resume the run, which writes it again" if name in _RENEWED else ""
+            raise NotARun(
+                f"{path} is damaged ({error}): restore it from a copy{renewed}"
+            ) from error
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        with self._reading(name) as text:
+            # A crash may have torn the last line, which then has no end.
+            rows = [dict(json.loads(line)) for line in text.split("\n")[:-1]]
             if not all("round" in row for row in rows):
                 raise InvalidValue("without round")
         return rows
@@ -369,16 +359,6 @@ class RunDirectory:
     def _write_json(self, name: str, value: Any) -> None:
         content = json.dumps(value, indent=2, ensure_ascii=False).encode()
         write_whole(self.path / name, content)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise an error that names the unreadable file of a run, and the remedy."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        renewed = ", or resume the run, which writes it again" if path.name in _RENEWED else ""
-        raise NotARun(f"{path} is damaged ({error}): restore it from a copy{renewed}") from error
 
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:

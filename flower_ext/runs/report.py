@@ -36,7 +36,7 @@ def write_report(run: RunDirectory) -> Path:
         status=status,
         reason=run.facts.get("reason"),
         is_finished=status in ("completed", "budget-exhausted"),
-        resumed_after=[start["after_round"] for start in run.facts.get("starts", [])[1:]],
+        resumed_after=[start["after_round"] for start in run.facts["starts"][1:]],
         rounds=rounds,
         total=lambda name: sum(row.get(name, 0) for row in rounds),
         num_training_rounds=sum(row.get("messages", 0) > 0 for row in rounds),

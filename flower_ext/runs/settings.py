@@ -151,7 +151,8 @@ class Settings:
     """Where a user adds a setting."""
 
     def __post_init__(self) -> None:
-        for attribute, declaration in declarations(type(self)).items():
+        kind: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
+        for attribute, declaration in declarations(kind).items():
             if (value := getattr(self, attribute)) is not None:
                 declaration.check(value, self.origin)
                 if declaration.kind is float and type(value) is int:  # 2 in TOML, for 2.0
@@ -167,7 +168,8 @@ class Settings:
             The configuration lacks a setting, has one that the app does not know, or a value does
             not fit its setting.
         """
-        known = declarations(cls)
+        kind: Any = cls
+        known = declarations(kind)
         names = {declaration.name for declaration in known.values()}
         if unknown := [name for name in config if name not in names and name not in RECORDED]:
             name = unknown[0]
