@@ -124,7 +124,7 @@ class Deployment:
         words += ["--ssl-certfile", str(self._certificates / "server.crt")]
         words += ["--ssl-keyfile", str(self._certificates / "server.key")]
         self.superlink = self._start("superlink", *words)
-        wait_for_port(self.port, self.superlink)
+        wait_for_port(self.port, self.superlink, self.folder / "logs" / "superlink.log")
 
     def start_superexec(self) -> None:
         """Start the SuperExec, which runs ServerApps; they survive a restart of the SuperLink."""

@@ -17,7 +17,6 @@ from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
 from flower_ext.cli.live import Followed, RunView
 from flower_ext.cli.processes import (
     HOST,
-    ProcessFailed,
     end_groups,
     executable,
     free_port,
@@ -85,10 +84,8 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     has its own port and home and no database, and ends with the block, so that no other run depends
     on it. Use the function inside `flower_ext.cli.reaper.reaped`, which ends Ray's processes.
 
-    Parameters
-    ----------
-    env : Mapping[str, str]
-        Variables of Flower's processes. The SuperLink's home is a folder below ``FLWR_HOME``.
+    ``env`` are the variables of Flower's processes. The SuperLink's home is a folder below
+    ``FLWR_HOME``.
 
     Raises
     ------
@@ -113,13 +110,7 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
                 words, env=env, stdout=stream, stderr=stream, start_new_session=True
             )
         try:
-            try:
-                wait_for_port(port, process)
-            except ProcessFailed as error:
-                last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                raise ProcessFailed(
-                    f"Flower's SuperLink did not start: {error}\n{last_lines}"
-                ) from None
+            wait_for_port(port, process, log)
             yield env
         finally:
             end_groups([process])
@@ -136,20 +127,8 @@ def on_superlink(
 ) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
-    Parameters
-    ----------
-    app : Path
-        Folder of the Flower app.
-    changes : Mapping[str, Any]
-        Run-config overrides.
-    connection : Sequence[str]
-        Name of the connection; empty for the default connection of Flower's configuration.
-    env : Mapping[str, str]
-        Variables for Flower's commands.
-    view : RunView
-        Shows the run's log.
-    simulated : int, optional
-        Number of nodes to simulate. The SuperLink then belongs to this command and ends with it.
+    ``connection`` is empty for the default connection of that configuration. With the number of
+    nodes to simulate, ``simulated``, the SuperLink belongs to this command and ends with it.
 
     Raises
     ------

@@ -26,7 +26,6 @@ from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.federation.client.app import MethodsApp
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.state.folder import read_key
 from flower_ext.privacy import AdversaryView
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.files import write_whole
@@ -60,13 +59,6 @@ def export(
         Path | None,
         typer.Option(help="Folder of the Flower app; by default the one that the run recorded."),
     ] = None,
-    state_folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the client's memory; by default the run's state folder."),
-    ] = None,
-    state_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that decrypts the client's memory.")
-    ] = None,
 ) -> None:
     """Write a client's model, or the shared model, to a file, with its privacy guarantee.
 
@@ -81,11 +73,9 @@ def export(
     guarantee_file = file.with_suffix(".guarantee.json")
     _check_files(directory, file, guarantee_file)
     shared = load_file(directory.path / "model.safetensors")
-    if client is None:
-        model = _Model(params=shared)
-    else:
-        state = _state(directory, state_folder, state_key_file)
-        model = _of_client(directory, shared, client, app, state)
+    model = _Model(params=shared)
+    if client is not None:
+        model = _of_client(directory, shared, client, app)
     guarantee = _guarantee(directory, model, file.name)
     tags = {"run": directory.id, "frozen": str(directory.use().get("frozen", ""))}
     # The guarantee first, so that no model is ever on disk without it.
@@ -111,23 +101,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
         )
 
 
-def _state(run: RunDirectory, folder: Path | None, key: Path | None) -> dict[str, str]:
-    """Return the node config that says where the client's memory is."""
-    configured = run.config.get("state-folder", "")
-    inside = run.path / "state"  # the run directory, and its state with it, may have moved
-    default = inside if inside.is_dir() or not configured else Path(str(configured))
-    if key is not None:
-        try:
-            read_key(key.expanduser())
-        except PermissionError as error:
-            raise InvalidValue(str(error)) from error
-    node_config = {"state-folder": str(folder or default)}
-    return node_config if key is None else {**node_config, "state-key-file": str(key)}
-
-
-def _of_client(
-    run: RunDirectory, shared: Params, client: int, app: Path | None, state: dict[str, str]
-) -> _Model:
+def _of_client(run: RunDirectory, shared: Params, client: int, app: Path | None) -> _Model:
     """Return the model that the client's side of the app builds from the shared one."""
     use = run.use()
     if not use:
@@ -146,7 +120,10 @@ def _of_client(
             f"the frozen part of the app's model has the fingerprint {fingerprint!r}: "
             f"expected {use['frozen']!r}, as in the run; install the base model that the run used"
         )
-    context.node_config.update(state)
+    # The run directory, and the clients' memory in it, may have moved.
+    inside, configured = run.path / "state", str(run.config.get("state-folder", ""))
+    is_inside = inside.is_dir() or not configured
+    context.node_config["state-folder"] = str(inside) if is_inside else configured
     if side.method.keeps_memory:
         _check_memory(side, context, use, run.id)
     # The client side builds the model as it does for an evaluation, which the server asks for.
@@ -194,9 +171,8 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
     if newest < needed or not Path(str(folder)).is_dir():
         raise InvalidValue(
             f"state-folder={folder}: expected the memory that client {client} wrote in round "
-            f"{needed}, but it is not in this folder; name the right one by --state-folder. Memory "
-            "outlives a run only if the SuperNodes, or the settings of a simulation, named a "
-            "state-folder before the run began"
+            f"{needed}, but it is not in this folder. Memory outlives a simulation if its settings "
+            "named a state-folder before it began; in a deployment it stays on the client's node"
         )
 
 

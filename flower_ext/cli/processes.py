@@ -59,21 +59,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    """Wait until ``process`` listens on a port of loopback.
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until Flower's SuperLink, which is ``process``, listens on a port of loopback.
 
     Raises
     ------
     ProcessFailed
-        ``process`` has ended or takes too long.
+        The SuperLink has ended or takes over a minute; the message ends with its log.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((HOST, port), timeout=2):
             return
         time.sleep(0.1)
+    last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
     raise ProcessFailed(
-        f"nothing listens on port {port}; the process's exit status is {process.poll()}"
+        f"Flower's SuperLink did not start: nothing listens on port {port}; its exit status is "
+        f"{process.poll()}\n{last_lines}"
     )
 
 

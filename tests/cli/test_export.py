@@ -219,7 +219,6 @@ def test_nothing_is_overwritten(finished, tmp_path):
         (["--client", 0, "--app", DP_DITTO.folder], "knows no method 'dp2_fedsam'"),
         (["--client", 0, "--app", None], "name its folder by --app"),
         (["--output", "own.bin"], "expected a name in .safetensors"),
-        (["--client", 0, "--state-folder", "nowhere"], "state-folder=nowhere"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_what_to_change(
