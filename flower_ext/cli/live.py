@@ -24,7 +24,7 @@ from rich.text import Text
 
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.directory import NotARun, RunDirectory
-from flower_ext.runs.score_names import describe_round
+from flower_ext.runs.round_metrics import describe_round
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|\x1b")

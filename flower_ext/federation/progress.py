@@ -12,7 +12,7 @@ from flwr.app import Message
 from flower_ext.federation.uploads import payload_bytes, payload_of
 from flower_ext.metrics import summarize
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.score_names import (
+from flower_ext.runs.round_metrics import (
     describe_round,
     lower_is_better,
     reported_by_most,

@@ -13,7 +13,7 @@ from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
-from flower_ext.runs.score_names import noised_scores
+from flower_ext.runs.round_metrics import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
 

@@ -19,7 +19,7 @@ from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
-from flower_ext.runs.score_names import lower_is_better, noised_scores, reported_by_few
+from flower_ext.runs.round_metrics import lower_is_better, noised_scores, reported_by_few
 
 _MOST_SHOWN = 10
 """Largest number of rare scores that the report names."""

@@ -1,4 +1,4 @@
-"""Scores of models among clients' metrics, and what a round's metrics say in words."""
+"""What the metrics of rounds and clients say: scores, who reported them, and a round in words."""
 
 from __future__ import annotations
 
