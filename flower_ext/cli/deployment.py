@@ -63,6 +63,7 @@ class Deployment:
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Processes of the deployment start in this folder, where a relative path means another.
         self.folder = Path(self.folder).absolute()
         self.home = self.folder / "flwr"
         self.port = free_port()

@@ -208,8 +208,7 @@ def _finished(
 
 
 def _stop(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> None:
-    """Stop a run, because it would outlive this command."""
-    try:
+    try:  # the run would outlive this command, and spend privacy budget
         answer = _answer(["stop", run_id, *connection], env)
         if not answer.get("success"):
             raise LaunchFailed(str(answer.get("error-message", answer)))
@@ -226,7 +225,6 @@ def _how_to_stop(run_id: str, connection: Sequence[str]) -> str:
 
 
 def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a command of ``flwr`` answers in JSON."""
     done = subprocess.run(
         [executable("flwr"), *arguments, "--format", "json"],
         capture_output=True,
@@ -234,7 +232,7 @@ def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
         check=False,
         env=env,
     )
-    try:
+    try:  # where flwr fails early, it prints text in spite of --format
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None

@@ -86,7 +86,6 @@ def export(
 
 
 def _check_files(run: RunDirectory, *outputs: Path) -> None:
-    """Refuse a run that has not ended, and a file that exists or has another format."""
     if outputs[0].suffix != ".safetensors":
         raise InvalidValue(f"output={outputs[0]}: expected a name in .safetensors")
     for file in outputs:
@@ -177,7 +176,6 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
 
 
 def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
-    """Return the guarantee of this file: in sentences, and as the run's guarantees."""
     guarantees = run.guarantees()
     # A guarantee for uploads covers the models, too, because models are computed from uploads.
     against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]

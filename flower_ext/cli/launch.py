@@ -56,7 +56,6 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
 
 
 def _run(run: PreparedRun, env: Mapping[str, str], view: RunView) -> None:
-    """Run a prepared run on the engine of its options."""
     options = run.options
     if options.superlink is not None:
         on_superlink(options.app, run.changes, [options.superlink], env, view)

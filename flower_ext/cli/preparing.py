@@ -105,7 +105,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     defaults, changes = checked_settings(app, options.settings)
     if options.resume is not None:
         changes = {**begun_with(options.resume, app, defaults), **changes}
-    config = ChainMap(changes, defaults)
+    config = ChainMap(changes, defaults)  # sees every later change
     setting, nodes = clients_setting(defaults), options.clients
     if setting is not None:
         if options.clients is not None:
@@ -120,6 +120,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if is_local and path and defaults.get("state-folder") == "" and superlink is None:
         changes.setdefault("state-folder", _state_in(path))  # for --resume
+    # In one process a client is its own node: batches of clients are made by the engine.
     if options.in_process and "clients-per-node" in config:
         changes["clients-per-node"] = 1
     if superlink is None and config.get("clients-per-node") == 0:

@@ -260,7 +260,6 @@ def options(
 
 
 def _is_calibrated(settings: PrivacySettings, plan: PrivacyPlan | None) -> bool:
-    """Return True if the plan's noise was calibrated for a provable ε."""
     return isinstance(plan, ReleasePlan | RecordLevelPlan) and settings.calibration == "provable"
 
 
@@ -322,6 +321,7 @@ def start(
     """
     config = first_config(context.run_config)
     settings = kind.of(config)
+    # The settings are those that the noise was calibrated for; a resumed run may be longer.
     number: Any = context.run_config["rounds"]
     last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
     rounds, recorded = last, {**config, **(facts or {})}
@@ -334,6 +334,7 @@ def start(
         base = base_of(strategy)
         require_modules("personal", base.method.personal, task.shapes, task.factory.tied)
         check_shareable(task.model(), base.method.personal)
+        # Nodes whose frozen part differs are refused before the first round.
         base.run.frozen = base.run.frozen or task.fingerprint
         if run.resumed and strategy is base:  # a wrapper need not train in every round
             _refuse_more_rounds(settings, last, base.run.plan)

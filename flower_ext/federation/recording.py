@@ -103,6 +103,7 @@ def runs_folder() -> Path:
 
 def _note_failure(run: RunDirectory, error: BaseException) -> None:
     try:
+        # A refused value made no round: the run stays as complete as it was.
         if run.resumed and isinstance(error, InvalidValue) and run.withdraw():
             return
         run.finish("failed", _reason(error))

@@ -28,6 +28,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     NotARun
         A run has no final evaluation to compare.
     """
+    # Counted twice, a run would make the deviation over runs too small.
     runs = list({run.path.resolve(): run for run in runs}.values())
     for run in runs:
         accurate = all("accuracy" in row for row in run.client_metrics() or [{}])
@@ -88,7 +89,7 @@ def _method(run: RunDirectory) -> str:
 
 
 def _noised(run: RunDirectory) -> tuple[float, float] | None:
-    """Return the mean accuracy that a secure evaluation released, and its standard error."""
+    # A secure evaluation released a mean and its error, and no client's score.
     scores = noised_scores(run.metrics())
     if scores is None or "accuracy" not in scores.means:
         return None

@@ -105,6 +105,7 @@ class RunDirectory:
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)
+            # Of two runs that found the directory empty, one gets the lock.
             run._open.enter_context(lock(path / _LOCK))
         except OSError as error:
             raise NotARun(f"run directory {path} cannot be made: {error}") from error

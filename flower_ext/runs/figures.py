@@ -193,6 +193,7 @@ def _histogram(
     """Draw how many clients have which score, from each client's (partition, score)."""
     figure, axes = _canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
+    # The same bins for every run, so that histograms can be compared, unless a score needs more.
     bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
     axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
     mean = float(np.mean(values))

@@ -40,6 +40,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
         The file could not be written and keeps its old content; the message names it.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
+    # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
         _remove_drafts_of_the_dead(path)
         try:

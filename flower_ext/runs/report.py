@@ -54,7 +54,6 @@ def _title(run: RunDirectory) -> str:
 
 
 def _score_values(run: RunDirectory) -> dict[str, Any]:
-    """Return the template's values about the clients' scores."""
     rows, noised = run.client_metrics(), noised_scores(run.metrics())
     by_name = {name: [row[name] for row in rows if name in row] for name in qualities(run)}
     by_name = {in_words(name): scores for name, scores in by_name.items() if scores}
@@ -82,7 +81,6 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
 
 
 def _privacy_values(run: RunDirectory) -> dict[str, Any]:
-    """Return the template's values about guarantees and the ledger."""
     guarantees = sorted(run.guarantees(), key=lambda each: each.basis == "published")
     published = [each for each in guarantees if each.basis == "published"]
     proved = [each for each in guarantees if each.basis == "provable" and each.epsilon < inf]
@@ -109,7 +107,6 @@ def _only_if(guarantee: Guarantee) -> str:
 
 
 def _line(guarantee: Guarantee) -> tuple[str, ...]:
-    """Return a guarantee's line in the table of all guarantees."""
     failed = sum(not condition.holds for condition in guarantee.conditions)
     conditions = Markup(f"**✗ {failed} not met**") if failed else "✓ all met"
     return (
@@ -141,6 +138,7 @@ def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) ->
         against_models = guarantee.view is AdversaryView.RELEASED_MODELS
         if guarantee.basis == "provable" and against_models and releases:
             spent = privacy_loss_of(releases, delta=guarantee.delta).epsilon
+            # Two computations of one ε may differ in their last digits.
             return spent if spent > guarantee.epsilon * (1 + 1e-6) else None
     return None
 
