@@ -28,9 +28,9 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
+from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.processes import (
     HOST,
-    ProcessFailed,
     end_groups,
     environment,
     executable,
@@ -114,7 +114,7 @@ class Deployment:
 
         Raises
         ------
-        ProcessFailed
+        LaunchFailed
             Nothing listens on its port after a minute.
         """
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
@@ -164,13 +164,13 @@ class Deployment:
 
         Raises
         ------
-        ProcessFailed
+        LaunchFailed
             The SuperLink refused the key.
         """
         _, public = make_key(self.folder / "keys", f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
-            raise ProcessFailed(f"node {node} was not registered: {done.stdout}{done.stderr}")
+            raise LaunchFailed(f"node {node} was not registered: {done.stdout}{done.stderr}")
 
     def online(self) -> int:
         """Return the number of nodes that the SuperLink counts as connected."""
@@ -182,13 +182,13 @@ class Deployment:
 
         Raises
         ------
-        ProcessFailed
+        LaunchFailed
             Fewer are connected after ``seconds``; the message ends with the logs.
         """
         deadline = time.monotonic() + seconds
         while self.online() < count:
             if time.monotonic() > deadline:
-                raise ProcessFailed(
+                raise LaunchFailed(
                     f"fewer than {count} nodes are online after {seconds:g} s\n{self.logs()}"
                 )
             time.sleep(1)

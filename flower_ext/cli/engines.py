@@ -89,7 +89,7 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
     Raises
     ------
-    ProcessFailed
+    LaunchFailed
         The SuperLink does not start.
     """
     base = Path(env.get("FLWR_HOME") or Path.home() / ".flwr").expanduser().absolute()

@@ -17,7 +17,7 @@ from flower_ext.cli.ending import GRACE, Ended, Interrupted, LaunchFailed
 from flower_ext.cli.engines import in_one_process, on_superlink, simulation_superlink
 from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import PreparedRun, RunOptions
-from flower_ext.cli.processes import ProcessFailed, environment
+from flower_ext.cli.processes import environment
 from flower_ext.cli.reaper import reaped
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory
@@ -49,7 +49,7 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
             _run(run, env or environment(), view)
     except KeyboardInterrupt as error:
         raise _interrupted(run, error, view.named) from None
-    except (LaunchFailed, ProcessFailed) as error:
+    except LaunchFailed as error:
         _note_failure(run, str(error))
         raise
     return run.path

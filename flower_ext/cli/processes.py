@@ -13,13 +13,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from flower_ext.errors import FlowerExtError
+from flower_ext.cli.ending import LaunchFailed
 
 HOST = "127.0.0.1"
-
-
-class ProcessFailed(FlowerExtError, RuntimeError):
-    """A program is missing, did not start, or failed to do its task."""
 
 
 def executable(name: str) -> str:
@@ -27,13 +23,13 @@ def executable(name: str) -> str:
 
     Raises
     ------
-    ProcessFailed
+    LaunchFailed
         The program is not installed.
     """
     beside = Path(sys.executable).parent / name
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
-        raise ProcessFailed(
+        raise LaunchFailed(
             f"the command {name} was not found; install it: pip install 'flwr[simulation]'"
         )
     return path
@@ -64,7 +60,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> Non
 
     Raises
     ------
-    ProcessFailed
+    LaunchFailed
         The SuperLink has ended or takes over a minute; the message ends with its log.
     """
     deadline = time.monotonic() + 60
@@ -73,7 +69,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> Non
             return
         time.sleep(0.1)
     last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-    raise ProcessFailed(
+    raise LaunchFailed(
         f"Flower's SuperLink did not start: nothing listens on port {port}; its exit status is "
         f"{process.poll()}\n{last_lines}"
     )

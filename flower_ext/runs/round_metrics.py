@@ -17,14 +17,8 @@ _CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
 class NoisedScores:
     """Mean scores over all clients that a secure evaluation released, with noise.
 
-    Parameters
-    ----------
-    round : int
-        The round after which clients were evaluated.
-    clients : float
-        Number of clients with scores, with noise.
-    means, errors : Mapping[str, float]
-        By name of the score: its mean, and the mean's standard error due to noise.
+    ``round`` is the round after which clients were evaluated, and ``clients`` the number of clients
+    with scores, with noise. ``errors`` holds the standard errors of ``means`` due to noise.
     """
 
     round: int

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from flower_ext.cli import deployment
 from flower_ext.cli.deployment import Deployment, make_certificates, make_key
-from flower_ext.cli.processes import ProcessFailed
+from flower_ext.cli.ending import LaunchFailed
 
 
 def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
@@ -33,7 +33,7 @@ def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
 def test_a_deployment_that_does_not_come_up_ends_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "executable", lambda name: "/bin/false")
     world = Deployment(tmp_path / "world", nodes=1)
-    with pytest.raises(ProcessFailed, match="nothing listens on port"), world:
+    with pytest.raises(LaunchFailed, match="nothing listens on port"), world:
         pass
     assert world.superlink is not None
     assert world.superlink.poll() is not None
