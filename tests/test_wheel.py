@@ -74,7 +74,18 @@ def test_an_app_made_from_the_wheel_runs_away_from_the_checkout(installed, tmp_p
     assert Path(where.strip()).is_relative_to(installed)
     python(installed, tmp_path, "-c", FLOWER_EXT, "new", "dp2-fedsam", "my-app")
     small = ["--set", "rounds=2", "--set", "evaluate-every=0"]
-    python(installed, tmp_path / "my-app", "-c", FLOWER_EXT, "run", ".", "--clients", "12", *small)
+    python(
+        installed,
+        tmp_path / "my-app",
+        "-c",
+        FLOWER_EXT,
+        "run",
+        ".",
+        "--in-process",
+        "--clients",
+        "12",
+        *small,
+    )
     (path,) = (tmp_path / "my-app" / "runs").iterdir()
     run = RunDirectory.open(path)
     assert run.facts["status"] == "completed"

@@ -22,7 +22,7 @@ from flower_ext.planning import DittoProblem, Outcome, alternating_search, conve
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_noise_stddev
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import Line, draw_comparison, draw_lines
+from flower_ext.runs.figures import Line, draw_lines
 from flower_ext.runs.page import table
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
@@ -48,7 +48,7 @@ def figure_2(experiment: Experiment) -> str:
         epsilon=10.0, delta=0.01, rounds=1, num_clients=20, num_examples=3000, clipping_norm=20.0
     )
     candidates = np.arange(1, 1001)
-    lines: dict[str, Line] = {}
+    lines: dict[str, list[Line]] = {}
     rows = []
     for weight in (0.1, 1.0):
         bound = convergence_bound(
@@ -56,9 +56,9 @@ def figure_2(experiment: Experiment) -> str:
         )
         intercept, slope = line_below(bound)
         best = bound.best_rounds(1000)
-        lines[f"h, λ = {weight:g}"] = candidates.tolist(), bound.after(candidates).tolist()
+        lines[f"h, λ = {weight:g}"] = [(candidates.tolist(), bound.after(candidates).tolist())]
         below = (intercept + slope * candidates).tolist()
-        lines[f"line below, λ = {weight:g}"] = candidates.tolist(), below
+        lines[f"line below, λ = {weight:g}"] = [(candidates.tolist(), below)]
         rows.append((f"{weight:g}", best, f"{float(bound.after(best)):.4f}", f"{slope:.3g}"))
     draw_lines(_folder(experiment), "figure2", "h(T, λ)", "h", lines, xlabel="T")
     return "# Figure 2\n\n" + table(("λ", "T*", "h(T*, λ)", "slope of the line"), rows)
@@ -111,7 +111,7 @@ def figure_6(experiment: Experiment) -> str:
             lines = {
                 label: [run.series(metric) for run in found] for label, found in groups.items()
             }
-            draw_comparison(
+            draw_lines(
                 _folder(experiment),
                 f"figure6-{world}-{metric}",
                 f"{metric}, {world}",
@@ -144,9 +144,7 @@ def figure_7(experiment: Experiment) -> str:
         found = [over_seeds(runs[f"λ = {weight:g}"][T], SPREAD) for weight in weights]
         by_weight[f"T = {T}"] = [(weights, values) for values in zip(*found, strict=True)]
     title = "Standard deviation of training losses"
-    draw_comparison(
-        _folder(experiment), "figure7-weights", title, "fairness", by_weight, xlabel="λ"
-    )
+    draw_lines(_folder(experiment), "figure7-weights", title, "fairness", by_weight, xlabel="λ")
 
     def outcome(T: int, weight: float) -> Outcome:
         found = experiment.run([changes[f"λ = {weight:g}", T]], f"T = {T}, λ = {weight:g}")
@@ -304,7 +302,7 @@ def _against_rounds(
     """Draw a figure of each metric against T, and return one table."""
     for metric in metrics:
         lines = {label: at_the_end(by_rounds, metric) for label, by_rounds in runs.items()}
-        draw_comparison(
+        draw_lines(
             _folder(experiment), f"{name}-{metric}", f"{metric}, {name}", metric, lines, xlabel="T"
         )
     rows = [

@@ -116,7 +116,6 @@ def base_config(data_folder: str) -> Config:
         "delta": DELTA,
         "clipping-norm": CLIPPING_NORM,
         "batch-size": BATCH,
-        "records-figure": False,
     }
 
 

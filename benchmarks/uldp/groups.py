@@ -31,7 +31,7 @@ def group_conversion(experiment: Experiment, scale: Scale) -> str:
     }
     sizes = [float(size) for size in SIZES]
     title = "ε of a group of k records"
-    lines = {name: (sizes, values) for name, values in bounds.items()}
+    lines = {name: [(sizes, values)] for name, values in bounds.items()}
     drawn = draw_lines(
         experiment.folder / "figures", "figure-2", title, "ε", lines, xlabel="k", log=True
     )

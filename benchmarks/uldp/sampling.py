@@ -17,7 +17,7 @@ from benchmarks.uldp.utility import CREDITCARD, MNIST
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 
 LABEL = "ULDP-AVG-w"
@@ -64,7 +64,7 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
             f"q = {rate:g}": [run.series(series) for run in runs] for rate, runs in groups.items()
         }
         name, title = f"figure-10-{problem.dataset}-{series}", f"{ylabel}, {problem.dataset}"
-        path = draw_comparison(experiment.folder / "figures", name, title, ylabel, lines)
+        path = draw_lines(experiment.folder / "figures", name, title, ylabel, lines)
         figures.append(f"![{title}](figures/{path.name})")
     header = ("q", problem.metric.partition("_")[0], "loss", "ε provable", "ε published")
     notes = (

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from benchmarks.uldp.app import APP, describe_silos
 from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.launch import launch
+from flower_ext.cli.preparing import RunOptions, prepare
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
@@ -78,7 +79,8 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     with Deployment(home, nodes=silos, node_config=own) as deployment:
         for path, chosen in zip(paths, (private_settings, {"method": "uldp-avg-w"}), strict=True):
             words = _words({**settings, **chosen, "run-directory": path})
-            launch(APP, superlink=CONNECTION, settings=words, env=deployment.env)
+            run = prepare(RunOptions(app=APP, superlink=CONNECTION, settings=words))
+            launch(run, env=deployment.env)
     private, plain = (load_file(path / "model.safetensors") for path in paths)
     error = max(float(np.abs(private[n] - plain[n]).max()) for n in plain)
     parameters = sum(array.size for array in plain.values())

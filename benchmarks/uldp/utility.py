@@ -30,7 +30,7 @@ from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 from flower_ext.training.models import build
 
@@ -260,7 +260,7 @@ def _draw(
         lines = {label: [run.series(series) for run in own] for label, own in runs.items()}
         lines = {label: own for label, own in lines.items() if all(x for x, _ in own)}
         title = f"{ylabel}, {problem.dataset}, {problem.distribution}"
-        path = draw_comparison(
+        path = draw_lines(
             experiment.folder / "figures", f"{name}-{series}", title, ylabel, lines, log=log
         )
         drawn.append(f"![{title}](figures/{path.name})")

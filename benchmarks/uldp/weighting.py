@@ -8,7 +8,7 @@ from benchmarks.runs import Experiment, over_seeds
 from benchmarks.uldp.experiment import Problem, Scale, choose, search_text
 from benchmarks.uldp.utility import CREDITCARD, run_methods
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 
 LABELS = ("ULDP-AVG", "ULDP-AVG-w")
@@ -45,7 +45,7 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
             name = f"figure-8-{distribution}-{silos}"
             title = f"Loss, {distribution}, {silos} silos"
             lines = {label: [run.series("loss_pooled") for run in runs[label]] for label in LABELS}
-            path = draw_comparison(experiment.folder / "figures", name, title, "loss", lines)
+            path = draw_lines(experiment.folder / "figures", name, title, "loss", lines)
             figures.append(f"![{title}](figures/{path.name})")
     header = ("records", "silos", *(f"loss, {label}" for label in LABELS), "AVG − AVG-w, by seed")
     notes = (

@@ -25,7 +25,7 @@ from benchmarks.upcycled.experiment import (
 from flower_ext.privacy import Guarantee, epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 
 EXACT = ("fedavgm", "fedprox", "fedyogi")
@@ -135,14 +135,14 @@ def _draw(experiment: Experiment, name: str, groups: Mapping[str, Sequence[RunDi
     """Draw loss against rounds, and against each ε̄; upcycled lines are dashed by their order."""
     loss = {label: [run.series("loss_mean") for run in runs] for label, runs in groups.items()}
     folder = experiment.folder / "figures"
-    draw_comparison(folder, f"{name}-rounds", f"Loss, {name}", "loss", loss)
+    draw_lines(folder, f"{name}-rounds", f"Loss, {name}", "loss", loss)
     for basis in ("published", "provable"):
         spent = {
             label: [run.series(f"epsilon_{basis}_mean") for run in runs]
             for label, runs in groups.items()
         }
         drawn = {label: lines for label, lines in loss.items() if all(x for x, _ in spent[label])}
-        draw_comparison(
+        draw_lines(
             folder,
             f"{name}-{basis}",
             f"Loss, {name}",

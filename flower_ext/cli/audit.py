@@ -91,6 +91,7 @@ def experiment_of(target: str) -> Experiment:
         raise InvalidValue(
             f"target={target!r}: expected module:function, or one of {', '.join(MECHANISMS)}"
         )
+    # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -10,37 +10,37 @@ restart of the SuperLink because it runs under a separate SuperExec (``--isolati
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from flower_ext.cli.certificates import make_certificates, make_key
+import trustme
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.processes import (
     HOST,
-    ProcessFailed,
-    check_free,
+    end_groups,
     environment,
     executable,
     free_port,
-    hint_on_spaces,
-    signal_group,
     wait_for_port,
 )
-from flower_ext.errors import InvalidValue
 from flower_ext.runs.files import write_whole
 
 CONNECTION = "loopback"
 """Name of the deployment in Flower's configuration: ``flwr run APP loopback``."""
-
-
-class DeploymentFailed(ProcessFailed):
-    """A process of the deployment ended, or failed to do its task."""
 
 
 @dataclass
@@ -56,26 +56,17 @@ class Deployment:
         Number of SuperNodes. Node i of 0 … nodes−1 has ``partition-id`` i in its node config.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
-    port : int
-        Port of the SuperLink on loopback; 0 picks a free one.
-
-    Raises
-    ------
-    InvalidValue
-        ``nodes`` is below 1.
     """
 
     folder: Path
     nodes: int
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    port: int = 0
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise InvalidValue(f"nodes={self.nodes!r}: expected at least 1")
+        # Processes of the deployment start in this folder, where a relative path means another.
         self.folder = Path(self.folder).absolute()
         self.home = self.folder / "flwr"
-        self.port = self.port or free_port()
+        self.port = free_port()
         self.env = {
             **environment(),
             "FLWR_HOME": str(self.home),
@@ -104,19 +95,10 @@ class Deployment:
         self.stop()
 
     def prepare(self) -> None:
-        """Create folders, certificates, and the connection ``loopback`` in Flower's configuration.
-
-        Raises
-        ------
-        DeploymentFailed
-            A folder cannot be created.
-        """
-        try:
-            for part in (self.folder, self.home, self.folder / "logs", self.folder / "keys"):
-                part.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise DeploymentFailed(f"folder {self.folder} cannot be created: {error}") from error
-        make_certificates(self._certificates, hosts=(HOST, "localhost"))
+        """Create folders, certificates, and the connection in Flower's configuration."""
+        for part in (self.folder, self.home, self.folder / "logs", self.folder / "keys"):
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_certificates(self._certificates)
         root = json.dumps(str(self._certificates / "ca.crt"), ensure_ascii=False)
         if not self._secret.exists():
             write_whole(self._secret, token_bytes(32))
@@ -132,8 +114,8 @@ class Deployment:
 
         Raises
         ------
-        ProcessFailed
-            The port is in use, or nothing listens on it after a minute.
+        LaunchFailed
+            Nothing listens on its port after a minute.
         """
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
@@ -142,9 +124,8 @@ class Deployment:
         words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
         words += ["--ssl-certfile", str(self._certificates / "server.crt")]
         words += ["--ssl-keyfile", str(self._certificates / "server.key")]
-        check_free(self.port, "--port=N")
         self.superlink = self._start("superlink", *words)
-        wait_for_port(self.port, self.superlink)
+        wait_for_port(self.port, self.superlink, self.folder / "logs" / "superlink.log")
 
     def start_superexec(self) -> None:
         """Start the SuperExec, which runs ServerApps; they survive a restart of the SuperLink."""
@@ -175,14 +156,7 @@ class Deployment:
 
     def stop(self) -> None:
         """End every process of the deployment, the newest first: SIGTERM, after 20 s SIGKILL."""
-        for process in reversed(self._started):
-            signal_group(process, signal.SIGCONT)
-            signal_group(process, signal.SIGTERM)
-        for process in reversed(self._started):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            signal_group(process, signal.SIGKILL)
-            process.wait()
+        end_groups(reversed(self._started))
         self._started.clear()
 
     def register(self, node: int) -> None:
@@ -190,14 +164,13 @@ class Deployment:
 
         Raises
         ------
-        DeploymentFailed
+        LaunchFailed
             The SuperLink refused the key.
         """
         _, public = make_key(self.folder / "keys", f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
-            output = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
-            raise DeploymentFailed(f"node {node} was not registered: {output}")
+            raise LaunchFailed(f"node {node} was not registered: {done.stdout}{done.stderr}")
 
     def online(self) -> int:
         """Return the number of nodes that the SuperLink counts as connected."""
@@ -209,26 +182,21 @@ class Deployment:
 
         Raises
         ------
-        DeploymentFailed
+        LaunchFailed
             Fewer are connected after ``seconds``; the message ends with the logs.
         """
         deadline = time.monotonic() + seconds
         while self.online() < count:
             if time.monotonic() > deadline:
-                raise DeploymentFailed(
+                raise LaunchFailed(
                     f"fewer than {count} nodes are online after {seconds:g} s\n{self.logs()}"
                 )
             time.sleep(1)
 
     def flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Flower's command ``flwr`` with this deployment's configuration."""
-        return subprocess.run(
-            [executable("flwr"), *arguments],
-            env=self.env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [executable("flwr"), *arguments]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
 
     def logs(self, last: int = 3000) -> str:
         """Return the ``last`` characters of every process's log, under the log's name."""
@@ -263,3 +231,36 @@ class Deployment:
             )
         self._started.append(process)
         return process
+
+
+def make_key(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return the paths of an ECDSA P-384 key pair; create the pair if it does not exist.
+
+    The private key is ``NAME`` (mode 600), the public key ``NAME.pub``.
+    """
+    private, public = folder / name, folder / f"{name}.pub"
+    if not private.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP384R1())
+        openssh = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        public.write_bytes(openssh + b"\n")
+        write_whole(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    return private, public
+
+
+def make_certificates(folder: Path) -> None:
+    """Create ``ca.crt``, and ``server.crt`` with ``server.key`` (mode 600), for loopback.
+
+    The function does not store the authority's private key, so another server needs a new
+    authority. If ``server.crt`` exists, the function changes nothing.
+    """
+    if (folder / "server.crt").exists():
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority = trustme.CA(organization_name="flower-ext loopback authority")
+    end = datetime.now(UTC) + timedelta(days=365)
+    server = authority.issue_cert(HOST, "localhost", not_after=end)
+    (folder / "ca.crt").write_bytes(authority.cert_pem.bytes())
+    write_whole(folder / "server.key", server.private_key_pem.bytes())
+    (certificate,) = server.cert_chain_pems
+    (folder / "server.crt").write_bytes(certificate.bytes())

@@ -7,13 +7,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
-from flower_ext.cli.live import RunView
-from flower_ext.cli.processes import executable, hint_on_spaces
+from flower_ext.cli.live import Followed, RunView
+from flower_ext.cli.processes import (
+    HOST,
+    end_groups,
+    executable,
+    free_port,
+    wait_for_port,
+)
 
 _PROGRAM = "flower_ext.federation.engines.run_app"
 """Module that a run in one process executes.
@@ -23,9 +31,6 @@ Its process is not the command's, so that Ctrl-C leaves the run time to write it
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer, before the command gives up."""
-
-_LOOK_EVERY = 5
-"""Seconds between two calls of ``watch``."""
 
 
 def in_one_process(
@@ -44,7 +49,7 @@ def in_one_process(
         The run was interrupted, and its process has ended.
     """
     command = [sys.executable, "-m", _PROGRAM, str(app), str(workers), str(clients)]
-    program = view.follow(command)
+    program = Followed(command, view)
     try:
         program.tell(json.dumps(dict(config)))
         status = program.wait()
@@ -62,16 +67,53 @@ def in_one_process(
             program.process.kill()
             program.wait()
         raise
-    if status == -signal.SIGTERM:  # somebody sent SIGTERM to that process only
-        raise Ended(signal.SIGTERM)
-    if status < 0:
-        raise LaunchFailed(f"signal {-status} ended the run")
-    if status == 128 + signal.SIGTERM:
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
         raise Ended(signal.SIGTERM)
     if status == Refused.exit_status:
         raise Refused("the run refused the value above")
     if status:
-        raise LaunchFailed("the run ended with the error above")
+        cause = f"signal {-status}" if status < 0 else "the error above"
+        raise LaunchFailed(f"the run was ended by {cause}")
+
+
+@contextmanager
+def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Start a SuperLink for one simulation; yield the variables with which ``flwr`` finds it.
+
+    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. This one
+    has its own port and home and no database, and ends with the block, so that no other run depends
+    on it. Use the function inside `flower_ext.cli.reaper.reaped`, which ends Ray's processes.
+
+    ``env`` are the variables of Flower's processes. The SuperLink's home is a folder below
+    ``FLWR_HOME``.
+
+    Raises
+    ------
+    LaunchFailed
+        The SuperLink does not start.
+    """
+    base = Path(env.get("FLWR_HOME") or Path.home() / ".flwr").expanduser().absolute()
+    base.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="simulation-", dir=base, ignore_cleanup_errors=True) as home:
+        port, log = free_port(), Path(home, "superlink.log")
+        Path(home, "config.toml").write_text(
+            f'[superlink]\ndefault = "simulation"\n\n'
+            f'[superlink.simulation]\naddress = "{HOST}:{port}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
+        env = {**env, "FLWR_HOME": home}
+        words = [executable("flower-superlink"), "--insecure", "--simulation"]
+        words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
+        with log.open("wb") as stream:
+            # A session of its own keeps the terminal's Ctrl-C away, so that the run ends first.
+            process = subprocess.Popen(
+                words, env=env, stdout=stream, stderr=stream, start_new_session=True
+            )
+        try:
+            wait_for_port(port, process, log)
+            yield env
+        finally:
+            end_groups([process])
 
 
 def on_superlink(
@@ -82,26 +124,11 @@ def on_superlink(
     view: RunView,
     *,
     simulated: int | None = None,
-    watch: Callable[[], None] | None = None,
 ) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
-    Parameters
-    ----------
-    app : Path
-        Folder of the Flower app.
-    changes : Mapping[str, Any]
-        Run-config overrides.
-    connection : Sequence[str]
-        Name of the connection; empty for the default connection of Flower's configuration.
-    env : Mapping[str, str]
-        Variables for Flower's commands.
-    view : RunView
-        Shows the run's log.
-    simulated : int, optional
-        Number of nodes to simulate. The SuperLink then belongs to this command and ends with it.
-    watch : Callable[[], None], optional
-        Called every few seconds; an error that it raises ends the wait for the run.
+    ``connection`` is empty for the default connection of that configuration. With the number of
+    nodes to simulate, ``simulated``, the SuperLink belongs to this command and ends with it.
 
     Raises
     ------
@@ -128,11 +155,10 @@ def on_superlink(
             + _how_to_stop("ID", connection)
         ) from None
     if not answer.get("success"):
-        hint = hint_on_spaces() if is_ours else ""
-        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}{hint}")
+        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}")
     run_id = str(answer["run-id"])
     try:
-        outcome = _finished(run_id, connection, env, view, watch)
+        outcome = _finished(run_id, connection, env, view)
     except KeyboardInterrupt:
         view.close()
         if not is_ours:
@@ -150,7 +176,6 @@ def _finished(
     connection: Sequence[str],
     env: Mapping[str, str],
     view: RunView,
-    watch: Callable[[], None] | None,
 ) -> dict[str, Any]:
     """Stream a run's log until the run has finished; return the SuperLink's facts about it.
 
@@ -158,12 +183,10 @@ def _finished(
     ServerApp may still be running.
     """
     words = [executable("flwr"), "log", run_id, *connection, "--stream"]
-    program = view.follow(words, env=env)
+    program = Followed(words, view, env)
     try:
         program.tell()
-        while not program.ended(_LOOK_EVERY):
-            if watch is not None:
-                watch()
+        program.wait()
     finally:
         program.process.kill()
     heard = time.monotonic()
@@ -185,8 +208,7 @@ def _finished(
 
 
 def _stop(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> None:
-    """Stop a run, because it would outlive this command."""
-    try:
+    try:  # the run would outlive this command, and spend privacy budget
         answer = _answer(["stop", run_id, *connection], env)
         if not answer.get("success"):
             raise LaunchFailed(str(answer.get("error-message", answer)))
@@ -203,7 +225,6 @@ def _how_to_stop(run_id: str, connection: Sequence[str]) -> str:
 
 
 def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a command of ``flwr`` answers in JSON."""
     done = subprocess.run(
         [executable("flwr"), *arguments, "--format", "json"],
         capture_output=True,
@@ -211,7 +232,7 @@ def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
         check=False,
         env=env,
     )
-    try:
+    try:  # where flwr fails early, it prints text in spite of --format
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from io import BytesIO
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,33 +26,24 @@ from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.federation.client.app import MethodsApp
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.state.folder import read_key
 from flower_ext.privacy import AdversaryView
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.files import write_whole
-from flower_ext.training import Params, Task, clone
-
-_SUFFIXES = (".safetensors", ".pt")
-_FINISHED = ("completed", "budget-exhausted")
+from flower_ext.training import Params, clone
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A model to write to a file, with the facts that its guarantee rests on.
+    """A model to write to a file.
 
-    ``personal`` names the parameters that differ from the shared model. ``trained`` is True if a
-    record of the client influenced them. ``took_part`` is None if the client's method keeps no
-    memory to tell. ``task`` is the app's, if the app built the model.
+    ``personal`` names the parameters that differ from the shared model. ``is_secret`` is True if
+    the model may tell whether its client ever took part.
     """
 
     params: Params
     client: int | None = None
     personal: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
-    fingerprint: str = ""
-    trained: bool = False
-    took_part: bool | None = None
-    task: Task | None = None
+    is_secret: bool = False
 
 
 def export(
@@ -64,24 +54,11 @@ def export(
             help="Client whose model is exported; by default the shared model after the last round."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File to create: .safetensors, or .pt for torch.load.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="File to create, in .safetensors.")] = None,
     app: Annotated[
         Path | None,
         typer.Option(help="Folder of the Flower app; by default the one that the run recorded."),
     ] = None,
-    state_folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the client's memory; by default the run's state folder."),
-    ] = None,
-    state_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that decrypts the client's memory.")
-    ] = None,
-    whole: Annotated[
-        bool,
-        typer.Option("--whole", help="Include frozen parts and all copies of tied parameters."),
-    ] = False,
 ) -> None:
     """Write a client's model, or the shared model, to a file, with its privacy guarantee.
 
@@ -95,99 +72,72 @@ def export(
     file = output or Path(f"{run.resolve().name}-{whose}.safetensors")
     guarantee_file = file.with_suffix(".guarantee.json")
     _check_files(directory, file, guarantee_file)
-    if client is None and not whole:
-        model = _Model(
-            params=load_file(directory.path / "model.safetensors"),
-            fingerprint=str(directory.use().get("frozen", "")),
-        )
-    else:
-        model = _built_by_app(
-            directory, client, app, _state(directory, state_folder, state_key_file)
-        )
-        model = _completed(model) if whole else model
+    shared = load_file(directory.path / "model.safetensors")
+    model = _Model(params=shared)
+    if client is not None:
+        model = _of_client(directory, shared, client, app)
     guarantee = _guarantee(directory, model, file.name)
-    content = _as_bytes(model, directory.id, file.suffix)
+    tags = {"run": directory.id, "frozen": str(directory.use().get("frozen", ""))}
     # The guarantee first, so that no model is ever on disk without it.
     write_whole(guarantee_file, json.dumps(guarantee, indent=2, ensure_ascii=False).encode())
-    write_whole(file, content, private=client is not None)
+    write_whole(file, save(model.params, tags), private=client is not None)
     for line in (f"Model: {file}", f"Guarantee: {guarantee_file}", *guarantee["statements"]):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _check_files(run: RunDirectory, *outputs: Path) -> None:
-    """Refuse a run that has not ended, and a file that exists or has an unknown format."""
-    if outputs[0].suffix not in _SUFFIXES:
-        raise InvalidValue(f"output={outputs[0]}: expected a name in {' or '.join(_SUFFIXES)}")
+    if outputs[0].suffix != ".safetensors":
+        raise InvalidValue(f"output={outputs[0]}: expected a name in .safetensors")
     for file in outputs:
         if file.exists():
             raise InvalidValue(f"output={file}: expected the name of a new file, this one exists")
     status = run.facts["status"]
-    if status not in _FINISHED or not (run.path / "model.safetensors").is_file():
+    has_ended = status in ("completed", "budget-exhausted")
+    if not has_ended or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
             f"run={run.path}: expected a run that has ended, its status is {status!r}; continue it "
             "by flower-ext run APP --resume"
         )
 
 
-def _state(run: RunDirectory, folder: Path | None, key: Path | None) -> dict[str, str]:
-    """Return the node config that says where the client's memory is."""
-    configured = run.config.get("state-folder", "")
-    inside = run.path / "state"  # the run directory, and its state with it, may have moved
-    default = inside if inside.is_dir() or not configured else Path(str(configured))
-    if key is not None:
-        try:
-            read_key(key.expanduser())
-        except PermissionError as error:
-            raise InvalidValue(str(error)) from error
-    node_config = {"state-folder": str(folder or default)}
-    return node_config if key is None else {**node_config, "state-key-file": str(key)}
-
-
-def _built_by_app(
-    run: RunDirectory, client: int | None, app: Path | None, state: dict[str, str]
-) -> _Model:
-    """Return the model that the app's client side builds: a client's, or the shared one."""
-    shared, use = load_file(run.path / "model.safetensors"), run.use()
+def _of_client(run: RunDirectory, shared: Params, client: int, app: Path | None) -> _Model:
+    """Return the model that the client's side of the app builds from the shared one."""
+    use = run.use()
     if not use:
         raise InvalidValue(
             f"run={run.path}: expected a run directory with use.json, which says how a client "
             "builds its model from the shared one; flower-ext run APP --resume writes it without "
             "another round"
         )
-    if client is not None and not 0 <= client < use["clients"]:
+    if not 0 <= client < use["clients"]:
         raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")
     side, grid = _client_side(run, use, app)
-    context = [*grid.contexts.values()][client or 0]
-    task = side.task_of(context)
-    if use["frozen"] not in ("", task.fingerprint):
+    context = [*grid.contexts.values()][client]
+    fingerprint = side.task_of(context).fingerprint
+    if use["frozen"] not in ("", fingerprint):
         raise InvalidValue(
-            f"the frozen part of the app's model has the fingerprint {task.fingerprint!r}: "
+            f"the frozen part of the app's model has the fingerprint {fingerprint!r}: "
             f"expected {use['frozen']!r}, as in the run; install the base model that the run used"
         )
-    if client is None:
-        return _Model(params=shared, fingerprint=task.fingerprint, task=task)
-    context.node_config.update(state)
-    took_part = _took_part(side, context, use, run.id) if side.method.keeps_memory else None
+    # The run directory, and the clients' memory in it, may have moved.
+    inside, configured = run.path / "state", str(run.config.get("state-folder", ""))
+    is_inside = inside.is_dir() or not configured
+    context.node_config["state-folder"] = str(inside) if is_inside else configured
+    if side.method.keeps_memory:
+        _check_memory(side, context, use, run.id)
     # The client side builds the model as it does for an evaluation, which the server asks for.
     request = RecordDict({name: ConfigRecord(values) for name, values in use["records"].items()})
     request[records.MODEL] = records.to_record(shared)
     kind = f"evaluate.{side.method.name}"
     model = side.used(grid.create_message(request, kind, context.node_id, "1"), context)
     params = clone({name: value.cpu() for name, value in model.items()})
-    trains = any(name.startswith(records.TRAINING) for name in use["records"])
-    return _Model(
-        params=params,
-        client=client,
-        personal=tuple(
-            name
-            for name, value in params.items()
-            if name not in shared or not torch.equal(value, shared[name])
-        ),
-        fingerprint=task.fingerprint,
-        trained=trains or bool(took_part),
-        took_part=took_part,
-        task=task,
+    personal = tuple(
+        name
+        for name, value in params.items()
+        if name not in shared or not torch.equal(value, shared[name])
     )
+    is_secret = bool(personal) or side.method.keeps_memory
+    return _Model(params=params, client=client, personal=personal, is_secret=is_secret)
 
 
 def _client_side(
@@ -208,14 +158,10 @@ def _client_side(
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 
 
-def _took_part(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
-    """Return True if the client ever took part.
+def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> None:
+    """Refuse a folder that lacks memory which the client wrote.
 
-    Raises
-    ------
-    InvalidValue
-        The folder lacks memory that the client wrote. Without this check the client would look as
-        if it had never taken part.
+    Without this check, the client would look as if it had never taken part.
     """
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
@@ -224,51 +170,12 @@ def _took_part(side: ClientSide, context: Context, use: Mapping[str, Any], run_i
     if newest < needed or not Path(str(folder)).is_dir():
         raise InvalidValue(
             f"state-folder={folder}: expected the memory that client {client} wrote in round "
-            f"{needed}, but it is not in this folder; name the right one by --state-folder. Memory "
-            "outlives a run only if the SuperNodes, or the settings of a simulation, named a "
-            "state-folder before the run began"
+            f"{needed}, but it is not in this folder. Memory outlives a simulation if its settings "
+            "named a state-folder before it began; in a deployment it stays on the client's node"
         )
-    return newest > 0
-
-
-def _completed(model: _Model) -> _Model:
-    """Return the same model with every entry of the module's ``state_dict()``."""
-    assert model.task is not None
-    task, shapes = model.task, {name: tuple(value.shape) for name, value in model.params.items()}
-    if missing := sorted(task.shapes.keys() - shapes.keys()):
-        raise InvalidValue(
-            f"--whole: {missing} are not part of the shared model, because each client has its "
-            "own; choose a client by --client"
-        )
-    if shapes != dict(task.shapes):
-        raise InvalidValue(
-            "--whole: the names or shapes of the app's parameters differ from the run's; name the "
-            "app of the run by --app"
-        )
-    module = task.model()
-    module.load_state_dict(model.params, strict=False)
-    state = module.state_dict()
-    # Tied copies share their address.
-    personal = {state[name].data_ptr() for name in model.personal}
-    return replace(
-        model,
-        params=clone(state),
-        personal=tuple(name for name, value in state.items() if value.data_ptr() in personal),
-        frozen=tuple(name for name in state if name in task.factory.frozen),
-    )
-
-
-def _as_bytes(model: _Model, run_id: str, suffix: str) -> bytes:
-    tensors = {name: value.cpu().contiguous() for name, value in model.params.items()}
-    if suffix == ".safetensors":
-        return save(tensors, {"run": run_id, "frozen": model.fingerprint})
-    stream = BytesIO()
-    torch.save(tensors, stream)
-    return stream.getvalue()
 
 
 def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
-    """Return the guarantee of this file: in sentences, and as the run's guarantees."""
     guarantees = run.guarantees()
     # A guarantee for uploads covers the models, too, because models are computed from uploads.
     against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
@@ -276,44 +183,33 @@ def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
     statements = [g.statement() for g in covering] or [
         "The run gave no guarantee: no ε covers anybody's records in this file."
     ]
-    alone = bool(model.personal) or model.took_part is False
     return {
         "file": name,
         "run": run.id,
         "client": model.client,
         "for": f"client {model.client} alone"
-        if alone
+        if model.is_secret
         else "everyone who may have the run's models",
         "statements": [*_about_client(model), *statements],
         "parameters": {
-            "shared": [n for n in model.params if n not in (*model.personal, *model.frozen)],
+            "shared": [name for name in model.params if name not in model.personal],
             "personal": list(model.personal),
-            "frozen": list(model.frozen),
         },
-        "frozen": model.fingerprint,
         "guarantees": [g.to_dict() for g in covering],
     }
 
 
 def _about_client(model: _Model) -> list[str]:
     """Return sentences on what the file reveals of its client and of all others."""
-    client, personal = f"client {model.client}", ", ".join(model.personal)
-    if model.personal and model.trained:
-        when = ", and when the client took part" if model.took_part else ""
+    client = f"client {model.client}"
+    if model.is_secret:
         return [
-            f"This file holds parameters trained on {client}'s records without noise: no ε covers "
-            f"them, and the file is for {client} alone. These parameters are: {personal}.",
-            f"About all other clients this file reveals what the run's released models reveal{when}"
-            f". The guarantees below cover these other clients, not {client}.",
-        ]
-    if model.took_part is False:
-        values = f"; {personal} are the initial values" if personal else ""
-        return [
-            f"Client {model.client} never took part, and none of its records is in this file"
-            f"{values}. An ε may depend on keeping secret who took part, so this file is for "
-            f"{client} alone.",
-            "About all other clients this file reveals what the run's released models reveal. The "
-            "guarantees below cover them.",
+            f"This file holds parameters of {client} that carry no noise: no ε covers the records "
+            f"that trained them, and the file is for {client} alone. These parameters are: "
+            f"{', '.join(model.personal) or 'none'}.",
+            "About all other clients this file reveals what the run's released models reveal, and "
+            f"whether and when {client} took part. The guarantees below cover these other clients, "
+            f"not {client}.",
         ]
     unchanged = "" if model.client is None else f", which {client} uses as it is"
     return [

@@ -6,110 +6,132 @@ installs the app's dependencies again unless a variable forbids it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
-from flower_ext.cli.ending import GRACE, LaunchFailed, interrupted, note_failure
-from flower_ext.cli.engines import in_one_process, on_superlink
+from flower_ext.cli.ending import GRACE, Ended, Interrupted, LaunchFailed
+from flower_ext.cli.engines import in_one_process, on_superlink, simulation_superlink
 from flower_ext.cli.live import RunView
-from flower_ext.cli.preparing import Prepared, RunOptions, prepare
-from flower_ext.cli.processes import ProcessFailed, environment
+from flower_ext.cli.preparing import PreparedRun, RunOptions
+from flower_ext.cli.processes import environment
 from flower_ext.cli.reaper import reaped
-from flower_ext.cli.simulation import cluster_watch, simulation_superlink
+from flower_ext.privacy import LedgerCorrupt
+from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.report import write_report
 
 
-def launch(
-    app: Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    command: Sequence[str] | None = None,
-    **options: Any,
-) -> Path | None:
+def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
     """Run an app and stream its log; return its run directory, if it has one on this machine.
 
     Parameters
     ----------
-    app : Path
-        Folder with the app's ``pyproject.toml``.
+    run : PreparedRun
     env : Mapping[str, str], optional
         Variables for Flower's commands; by default `environment`.
-    command : Sequence[str], optional
-        First words of the command that continues an interrupted run, for the message about it; by
-        default ``flower-ext run`` with the options.
-    **options
-        Further fields of `RunOptions`.
 
     Raises
     ------
     LaunchFailed
-        A setting is unknown, there is no run to resume, ``flwr run`` refused, or the run failed.
+        ``flwr run`` refused, or the run failed.
     Interrupted
         Ctrl-C, SIGTERM or SIGHUP ended the run; the message says how to continue it.
-    UnfitSetting
-        The numbers of clients in the settings do not fit each other.
     """
-    chosen = RunOptions(app=app, **options)
-    run = prepare(chosen)
-    path, patience = run.path, GRACE if chosen.superlink else 5
-    view = RunView(path if chosen.is_local else None, run.config)
+    options = run.options
+    view = RunView(run.path if options.is_local else None, run.config)
     # A SuperLink that others started may have to outlive this command.
-    ending = reaped() if chosen.superlink is None else nullcontext()
+    ending = reaped() if options.superlink is None else nullcontext()
     try:
         with ending, view:
-            _run(chosen, run, env or environment(), view)
+            _run(run, env or environment(), view)
     except KeyboardInterrupt as error:
-        again = None
-        if run.resumable:
-            again = [*(command or _words(chosen)), *_to_resume(chosen, path or view.named)]
-        local = path if chosen.is_local or (path and path.exists()) else None
-        raise interrupted(error, local, view.named, again, patience=patience) from None
-    except (LaunchFailed, ProcessFailed) as error:
-        note_failure(path, str(error), patience=patience)
+        raise _interrupted(run, error, view.named) from None
+    except LaunchFailed as error:
+        _note_failure(run, str(error))
         raise
-    return path
+    return run.path
 
 
-def _run(options: RunOptions, run: Prepared, env: Mapping[str, str], view: RunView) -> None:
-    """Run a prepared run on the engine of its options."""
-    app = options.app
-    if options.is_in_process:
-        assert run.nodes is not None  # `prepare` refuses an unknown number
-        in_one_process(app, run.config, run.nodes, options.workers, view)
-    elif options.superlink is not None:
-        on_superlink(app, run.changes, [options.superlink], env, view)
+def _run(run: PreparedRun, env: Mapping[str, str], view: RunView) -> None:
+    options = run.options
+    if options.superlink is not None:
+        on_superlink(options.app, run.changes, [options.superlink], env, view)
+        return
+    assert run.nodes is not None  # `prepare` refuses an unknown number
+    if options.in_process:
+        in_one_process(options.app, run.config, run.nodes, options.workers, view)
     else:
-        watch = None if options.ray is None else cluster_watch(options.ray)
-        with simulation_superlink(env, ray=options.ray) as variables:
-            on_superlink(app, run.changes, [], variables, view, simulated=run.nodes, watch=watch)
+        with simulation_superlink(env) as variables:
+            on_superlink(options.app, run.changes, [], variables, view, simulated=run.nodes)
 
 
-def _words(options: RunOptions) -> list[str]:
-    """Return the words of ``flower-ext run`` with these options, without the settings."""
-    superlink = [] if options.superlink is None else [options.superlink]
-    words = ["flower-ext", "run", str(options.app), *superlink]
-    workers = options.workers if options.is_in_process else None
-    for name, value in (
-        ("--ray", options.ray),
-        ("--nodes", options.nodes),
-        ("--workers", workers),
-    ):
-        words += [] if value is None else [name, str(value)]
-    return words
+def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) -> Interrupted:
+    """Record that a signal ended the run; return an error that says how to continue it.
+
+    ``named`` is the run directory in the log. It may be on the machine of the ServerApp.
+    """
+    number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
+    how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    sentence = f"the run was interrupted by {how}"
+    is_here = run.path is not None and (run.options.is_local or run.path.exists())
+    if is_here and _note_failure(run, sentence):
+        lines = [sentence, f"Run directory: {run.path} (see report.html)"]
+    elif not is_here and named is not None:
+        lines = [sentence, f"Run directory, on the machine of its ServerApp: {named}"]
+    else:
+        return Interrupted(f"{sentence} before it began; nobody's data were used", number)
+    if "resume" in run.config:  # the app's runs can be resumed
+        again = shlex.join(_words_to_resume(run.options, run.path or named))
+        lines.append(f"To continue it: {again}")
+    return Interrupted("\n".join(lines), number)
 
 
-def _to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the options with which a command continues a run.
+def _note_failure(run: PreparedRun, reason: str) -> bool:
+    """Record in the run directory that the run failed, and write its report.
+
+    A process that still writes to the directory has some seconds to end. If it does not, the run
+    continues or belongs to another command, and the function changes nothing.
+
+    Returns
+    -------
+    bool
+        True if there is such a run directory on this machine.
+    """
+    if run.path is None or not (run.path / "run.json").is_file():
+        return False
+    directory = RunDirectory.open(run.path)
+    deadline = time.monotonic() + (GRACE if run.options.superlink else 5)
+    with suppress(NotARun, LedgerCorrupt, OSError):  # an error here must not hide the run's own
+        while not directory.free():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.2)
+        if directory.facts["status"] == "running":
+            directory.finish("failed", reason)
+        if directory.facts["status"] == "failed":
+            write_report(directory)
+    return True
+
+
+def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
+    """Return the words of the command that continues a run.
 
     The run directory has the settings that the run began with. They are repeated only if this
     machine cannot read that directory.
     """
-    words = ["--in-process"] if options.is_in_process else []
-    changes = [*options.settings]
+    words = [*options.command] or ["flower-ext", "run", str(options.app)]
+    if not options.command and options.superlink is not None:
+        words.append(options.superlink)
+    if options.in_process:
+        words += ["--in-process", "--workers", str(options.workers)]
+    if options.clients is not None:
+        words += ["--clients", str(options.clients)]
     if options.is_local:
         words += ["--resume", str(path)]
-        changes = [] if options.resume is None else changes
+        changes = () if options.resume is None else options.settings
     else:  # only the machine of the ServerApp can read the run directory
-        changes += [f"run-directory={path}", "resume=true"]
+        changes = (*options.settings, f"run-directory={path}", "resume=true")
     return [*words, *(word for setting in changes for word in ("--set", setting))]

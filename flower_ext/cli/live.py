@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -19,15 +20,18 @@ from typing import IO, Any
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from flower_ext.cli.tracebacks import Tracebacks, without_codes
-from flower_ext.privacy import LedgerCorrupt, epsilon_text
-from flower_ext.privacy.guarantee import is_large
+from flower_ext.errors import InvalidValue
 from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.round_metrics import describe_round
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
+_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|\x1b")
+_BEGIN = "Traceback (most recent call last):"
+_CHAINED = ("The above exception was", "During handling of the above exception")
+_EXPLAINED = re.compile(r"flower_ext\.[\w.]+: |ModuleNotFoundError: .*pip install 'flower-ext")
+"""Last line of an error of this package; the command prints that error's message at its end."""
 
 
 class RunView:
@@ -42,7 +46,6 @@ class RunView:
     """
 
     def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
-        self.path = path
         self.named: str | None = None
         """Path of the run directory as the log names it; it may be on another machine."""
         self.refused = False
@@ -65,26 +68,22 @@ class RunView:
 
     def show(self, line: str, stream: IO[str]) -> None:
         """Print a line of the log, above the progress if it is shown."""
-        if directory := _NAMED.search(without_codes(line)):
+        plain = without_codes(line)
+        if directory := _NAMED.search(plain):
             self.named = directory[1].strip()
         if self._progress is not None:
             self._progress.console.print(Text.from_ansi(line), soft_wrap=True)
             return
-        plain = line if stream.isatty() and cursor_moves() else without_codes(line)
-        stream.write(plain + "\n")
+        stream.write((line if stream.isatty() and cursor_moves() else plain) + "\n")
         stream.flush()
-
-    def follow(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Followed:
-        """Start a program and show its lines; no signal of the terminal reaches the program."""
-        return Followed(command, self, env=env)
 
 
 class RunProgress(Progress):
-    """The rounds of a run with the time that is left, its accuracy and the privacy it has spent."""
+    """The rounds of a run, the time that is left, and the last measurements."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self._run, self._config = RunDirectory(path), config
-        self._details = Table.grid()
+        self._measured = ""
         super().__init__(
             TextColumn("[bold]rounds"),
             MofNCompleteColumn(separator=" of "),
@@ -110,25 +109,24 @@ class RunProgress(Progress):
             yield Text("starting …", style="dim")
             return
         # The run may be writing a file just now; the next refresh reads it whole.
-        with suppress(NotARun, LedgerCorrupt, OSError, KeyError):
-            rows, began = self._run.metrics(), self._run.facts["config"]
+        with suppress(NotARun, OSError, KeyError):
+            rows, began = self._run.metrics(), self._run.config
             total = _total({**began, **self._config}, began)
             done = min(int(rows[-1]["round"]), total) if rows else 0
-            self._details = details(rows, {**began, **self._config})
+            newest: dict[str, float] = {}
+            for row in rows:
+                newest |= row
+            self._measured = " · ".join(describe_round(newest))
             self.update(self.task_ids[0], total=max(total, 1), completed=done)
-        table = Group(self.make_tasks_table(self.tasks), self._details)
-        yield Panel(table, title=self._run.path.name, title_align="left", expand=False)
+        shown = Group(self.make_tasks_table(self.tasks), Text(self._measured))
+        yield Panel(shown, title=self._run.path.name, title_align="left", expand=False)
 
 
 class Followed:
-    """A program whose lines a view shows as they come."""
+    """A program whose lines a view shows as they come; no signal of the terminal reaches it."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        view: RunView,
-        *,
-        env: Mapping[str, str] | None,
+        self, command: Sequence[str], view: RunView, env: Mapping[str, str] | None = None
     ) -> None:
         self.process = subprocess.Popen(
             command,
@@ -153,19 +151,9 @@ class Followed:
     def tell(self, text: str = "") -> None:
         """Write the program's whole input."""
         assert self.process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the program has ended, and its output says why
             self.process.stdin.write(text)
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass  # the program has ended, and its output says why
-
-    def ended(self, seconds: float) -> bool:
-        """Return True if the program ends within so many seconds."""
-        try:
-            self.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def wait(self, seconds: float | None = None) -> int:
         """Wait for the program's end; return its exit status, negative if a signal ended it."""
@@ -175,30 +163,61 @@ class Followed:
         return status
 
 
+def without_codes(line: str) -> str:
+    """Return a line without codes that set colours or move the cursor."""
+    return _CODES.sub("", line)
+
+
+def _is_refusal(error: str) -> bool:
+    """Return True if the last line of a traceback names an `InvalidValue` of this package."""
+    module, _, name = error.partition(":")[0].rpartition(".")
+    if not module.startswith("flower_ext."):
+        return False
+    kind = getattr(import_module(module), name, None)
+    return isinstance(kind, type) and issubclass(kind, InvalidValue)
+
+
+class Tracebacks:
+    """A filter that takes the lines of a log and returns the lines to show.
+
+    The filter holds a traceback back until the next line after it. It then returns the traceback
+    whole, or drops it if the message of its last error explains what to change.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._error = ""
+        self.refused = False
+        """True if the last error of a traceback was a refused value."""
+
+    def shown(self, line: str) -> list[str]:
+        """Take a line; return the lines that can be shown now."""
+        plain = without_codes(line)
+        if not self._held:
+            if plain != _BEGIN:
+                return [line]
+        elif not self._error:
+            if plain and not plain.startswith((" ", _BEGIN)):
+                self._error = plain
+        elif plain.startswith((_BEGIN, *_CHAINED)):
+            self._error = ""
+        elif plain:
+            return [*self.rest(), *self.shown(line)]
+        self._held.append(line)
+        return []
+
+    def rest(self) -> list[str]:
+        """Return the lines that the filter still holds at the end of the log."""
+        held = [] if _EXPLAINED.match(self._error) else self._held
+        self.refused = self.refused or _is_refusal(self._error)
+        self._held, self._error = [], ""
+        return held
+
+
 def cursor_moves() -> bool:
     """Return True if standard output is a terminal that can redraw a picture."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
     return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
-
-
-def details(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> Table:
-    """Return a table of a run's accuracy, the privacy it has spent, and its replies."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    if row := _last(rows, "accuracy_mean"):
-        if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
-            beside = f"± {error:.2g} by noise"
-        else:
-            beside = f"mean, {row.get('accuracy_worst_decile', 0):.3f} worst tenth"
-        table.add_row("accuracy", f"{row['accuracy_mean']:.3f} {beside} (round {row['round']:.0f})")
-    if spent := _spent(rows, config):
-        table.add_row("privacy", spent)
-    if row := _last(rows, "answered"):
-        table.add_row("answered", f"{row['answered']:.0f} of {row.get('cohort', 0):.0f}")
-    if refused := sum(row.get("refused", 0) for row in rows):
-        table.add_row("refused", f"{refused:.0f} replies so far")
-    return table
 
 
 def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:
@@ -206,36 +225,6 @@ def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:
     rounds = int(config.get("rounds", 0))
     planned = first.get("planned-rounds")
     return rounds if planned is None else rounds + int(planned) - int(first.get("rounds", rounds))
-
-
-def _spent(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> str:
-    parts = []
-    for basis in ("provable", "published"):
-        row = _last(rows, f"epsilon_{basis}")
-        if row is None:
-            continue
-        spent, aim = row[f"epsilon_{basis}"], _aim(config, basis)
-        left = f" of {aim:g}, {max(0.0, aim - spent):.3g} left" if aim else ""
-        delta = f", δ {row['delta']:.3g}" if "delta" in row else ""
-        delta += " is large" * is_large(row.get("delta", 0.0), row.get("privacy_units"))
-        parts.append(f"ε {epsilon_text(spent)}{left}{delta} ({basis}, round {row['round']:.0f})")
-    return "\n".join(parts)
-
-
-def _aim(config: Mapping[str, Any], basis: str) -> float:
-    """Return the ε on this basis at which the run ends; 0 if no ε ends it."""
-    if basis == "provable" and config.get("budget"):
-        return float(config["budget"])
-    calibrated = config.get("calibration", "provable") == basis
-    return float(config.get("epsilon", 0)) if calibrated and not _fixed_noise(config) else 0.0
-
-
-def _fixed_noise(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("noise-multiplier") or config.get("noise-stddev"))
-
-
-def _last(rows: Sequence[Mapping[str, float]], name: str) -> Mapping[str, float] | None:
-    return next((row for row in reversed(rows) if name in row), None)
 
 
 def _pump(source: IO[str], view: RunView, sink: IO[str]) -> None:

@@ -10,7 +10,6 @@ import ast
 import io
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -49,15 +48,9 @@ class Commands(TyperGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Load the command that the user typed; for a misspelt one, suggest the nearest name."""
-        self.suggest_commands = False  # Click suggests one already; Typer would add a second
-        try:
-            name, command, rest = super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            alike = get_close_matches(args[0], self.commands)
-            if alike and "Did you mean" not in error.message:  # Click before 8.5
-                raise click.UsageError(f"{error.message} Did you mean {alike[0]!r}?", ctx) from None
-            raise
+        """Load the command that the user typed; Click suggests the nearest for a misspelt one."""
+        self.suggest_commands = False  # Typer would add a second suggestion
+        name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _loaded(name), rest
 
 

@@ -76,6 +76,7 @@ def copy(template: Path, folder: Path) -> None:
     package = _package(name)
     if folder.exists():
         raise InvalidValue(f"folder={str(folder)!r}: expected a folder that does not exist yet")
+    # Imports, commands and links of the copy name the new app in place of the template.
     was = template.name.replace("-", "_") + "_app"
     for source in sorted(template.rglob("*")):
         if source.is_dir() or "__pycache__" in source.parts:
@@ -92,7 +93,6 @@ def copy(template: Path, folder: Path) -> None:
 
 
 def _package(name: str) -> str:
-    """Return the name of an app's Python package."""
     if not _NAME.fullmatch(name):
         raise InvalidValue(
             f"folder={name!r}: expected a name of at most 32 letters, digits and hyphens that "

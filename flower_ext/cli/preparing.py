@@ -24,36 +24,13 @@ from flower_ext.runs.settings import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A run that can start.
-
-    Parameters
-    ----------
-    config : Mapping[str, Any]
-        All settings of the run.
-    changes : Mapping[str, Any]
-        The settings that override the app's defaults.
-    path : Path, optional
-        The run directory, if the command chooses it.
-    nodes : int, optional
-        Number of nodes to simulate.
-    resumable : bool
-        True if the app's runs can be resumed.
-    """
-
-    config: Mapping[str, Any]
-    changes: Mapping[str, Any]
-    path: Path | None
-    nodes: int | None
-    resumable: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Options of ``flower-ext run``, which explains them, for every command that runs an app.
 
     With ``superlink``, ``nodes`` is the number of its nodes, which also sets the app's number of
     clients. Give it only if all processes of the SuperLink see the files of this machine.
+    ``command`` are the first words of the command that continues an interrupted run, if it is not
+    ``flower-ext run``.
 
     Raises
     ------
@@ -64,33 +41,24 @@ class RunOptions:
     app: Path
     superlink: str | None = None
     nodes: int | None = None
+    clients: int | None = None
     settings: Sequence[str] = ()
     runs: Path | None = None
     in_process: bool = False
-    clients: int | None = None
     workers: int = 1
     resume: Path | None = None
-    ray: str | None = None
+    command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.is_in_process and self.superlink is not None:
+        if self.in_process and self.superlink is not None:
             raise InvalidValue(
                 "a run in one process has no SuperLink: leave out either the SuperLink, or "
-                "--in-process and --clients"
+                "--in-process"
             )
-        if self.workers > 1 and not self.is_in_process:
+        if self.workers > 1 and not self.in_process:
             raise InvalidValue(
-                f"workers={self.workers}: Ray starts its own workers; add --in-process or --clients"
+                f"workers={self.workers}: Ray starts its own workers; add --in-process"
             )
-        if self.ray is not None and (self.is_in_process or self.superlink is not None):
-            raise InvalidValue(
-                f"ray={self.ray}: only a simulation runs on Ray; leave out the other engine"
-            )
-
-    @property
-    def is_in_process(self) -> bool:
-        """True if all clients run in one process."""
-        return self.in_process or self.clients is not None
 
     @property
     def is_local(self) -> bool:
@@ -98,7 +66,31 @@ class RunOptions:
         return self.superlink is None or self.nodes is not None
 
 
-def prepare(options: RunOptions) -> Prepared:
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that can start.
+
+    Parameters
+    ----------
+    options : RunOptions
+    config : Mapping[str, Any]
+        All settings of the run.
+    changes : Mapping[str, Any]
+        The settings that override the app's defaults.
+    path : Path, optional
+        The run directory, if the command chooses it.
+    nodes : int, optional
+        Number of nodes to simulate.
+    """
+
+    options: RunOptions
+    config: Mapping[str, Any]
+    changes: Mapping[str, Any]
+    path: Path | None
+    nodes: int | None
+
+
+def prepare(options: RunOptions) -> PreparedRun:
     """Return the run that the options describe; start and write nothing.
 
     Raises
@@ -113,8 +105,13 @@ def prepare(options: RunOptions) -> Prepared:
     defaults, changes = checked_settings(app, options.settings)
     if options.resume is not None:
         changes = {**begun_with(options.resume, app, defaults), **changes}
-    config = ChainMap(changes, defaults)
-    changes.update(_number_of_clients(options, config, changes))
+    config = ChainMap(changes, defaults)  # sees every later change
+    setting, nodes = clients_setting(defaults), options.clients
+    if setting is not None:
+        if options.clients is not None:
+            changes[setting] = options.clients
+        elif options.nodes is not None and setting not in changes:
+            changes[setting] = options.nodes * (config.get("clients-per-node") or 1)
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", app.name)), options.runs or Path("runs")
         folder = folder.absolute() if is_local else folder
@@ -123,53 +120,26 @@ def prepare(options: RunOptions) -> Prepared:
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if is_local and path and defaults.get("state-folder") == "" and superlink is None:
         changes.setdefault("state-folder", _state_in(path))  # for --resume
-    if options.is_in_process and "clients-per-node" in config:
+    # In one process a client is its own node: batches of clients are made by the engine.
+    if options.in_process and "clients-per-node" in config:
         changes["clients-per-node"] = 1
     if superlink is None and config.get("clients-per-node") == 0:
         changes["clients-per-node"] = per_node = clients_per_node(config)
         console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
-    nodes = options.nodes if clients_setting(defaults) is None else num_nodes(config)
+    if setting is not None:
+        nodes = num_nodes(config)
     if superlink is None and nodes is None:
         raise InvalidValue(
             f"{app} has no setting 'clients', so the number of clients is unknown; add clients = N "
-            "to [tool.flwr.app.config] of its pyproject.toml, or give --nodes=N"
+            "to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
         )
     if is_local and not config.get("data-folder", True):
         from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds
 
         changes |= _absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True)
-    return Prepared(
-        config=dict(config),
-        changes=changes,
-        path=path,
-        nodes=nodes,
-        resumable="resume" in defaults,
+    return PreparedRun(
+        options=options, config=dict(config), changes=changes, path=path, nodes=nodes
     )
-
-
-def _number_of_clients(
-    options: RunOptions, config: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, int]:
-    """Return the setting of the number of clients, if ``--nodes`` or ``--clients`` changes it."""
-    setting = clients_setting(config)
-    number: dict[str, int] = {}
-    if options.nodes is not None and setting is not None:
-        if options.superlink is None:
-            raise InvalidValue(
-                f"--nodes={options.nodes}: {options.app} has a setting for the number of nodes; "
-                f"give --set {setting}=N in place of --nodes"
-            )
-        if setting not in changes:
-            number[setting] = options.nodes * (config.get("clients-per-node") or 1)
-    if options.clients is not None:
-        if setting is None:
-            raise InvalidValue(
-                f"--clients={options.clients}: {options.app} has no setting for the number of "
-                f"clients; give --in-process --nodes={options.clients}, or add 'clients' to "
-                "[tool.flwr.app.config] of its pyproject.toml"
-            )
-        number[setting] = options.clients
-    return number
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:

@@ -9,18 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
-from flower_ext.errors import FlowerExtError
+from flower_ext.cli.ending import LaunchFailed
 
 HOST = "127.0.0.1"
-
-
-class ProcessFailed(FlowerExtError, RuntimeError):
-    """A program is missing, did not start, or failed to do its task."""
 
 
 def executable(name: str) -> str:
@@ -28,13 +23,13 @@ def executable(name: str) -> str:
 
     Raises
     ------
-    ProcessFailed
+    LaunchFailed
         The program is not installed.
     """
     beside = Path(sys.executable).parent / name
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
-        raise ProcessFailed(
+        raise LaunchFailed(
             f"the command {name} was not found; install it: pip install 'flwr[simulation]'"
         )
     return path
@@ -53,20 +48,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def hint_on_spaces() -> str:
-    """Return a hint if spaces in the environment's path may have caused a SuperLink's error.
-
-    The hint is empty if the path has no spaces.
-    """
-    # flwr 1.41 puts the folder of its database tables into a list that is separated by spaces.
-    if " " not in sys.prefix:
-        return ""
-    return (
-        f"\nFlower's SuperLink does not find its database tables below a path with spaces, here "
-        f"{sys.prefix}: install into an environment whose path has none, or run with --in-process"
-    )
-
-
 def free_port() -> int:
     """Return a free port of the loopback interface."""
     with socket.socket() as probe:
@@ -74,45 +55,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listens(host: str, port: int, *, seconds: float = 2) -> bool:
-    """Return True if a process accepts a connection on that port within ``seconds``."""
-    try:
-        with socket.create_connection((host, port), timeout=seconds):
-            return True
-    except OSError:
-        return False
-
-
-def check_free(port: int, option: str) -> None:
-    """Refuse a port of loopback that is in use; ``option`` is the option that changes the port.
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until Flower's SuperLink, which is ``process``, listens on a port of loopback.
 
     Raises
     ------
-    ProcessFailed
-        The port is in use; the message names it.
+    LaunchFailed
+        The SuperLink has ended or takes over a minute; the message ends with its log.
     """
-    if listens(HOST, port):
-        raise ProcessFailed(
-            f"port {port} of {HOST} is in use by another process: end that process, or choose "
-            f"another port by {option}"
-        )
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    """Wait until ``process`` listens on a port of loopback.
-
-    Raises
-    ------
-    ProcessFailed
-        ``process`` has ended or takes too long.
-    """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
-        if listens(HOST, port):
+        with suppress(OSError), socket.create_connection((HOST, port), timeout=2):
             return
         time.sleep(0.1)
-    raise ProcessFailed(
-        f"nothing listens on port {port}; the process's exit status is {process.poll()}"
+    last_lines = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    raise LaunchFailed(
+        f"Flower's SuperLink did not start: nothing listens on port {port}; its exit status is "
+        f"{process.poll()}\n{last_lines}"
     )
 
 
@@ -122,27 +81,18 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
 
 
-def end_tree(process: subprocess.Popen[bytes], *, seconds: float = 20) -> None:
-    """End a process and all its descendants.
+def end_groups(processes: Iterable[subprocess.Popen[bytes]], *, seconds: float = 20) -> None:
+    """End processes with their groups: by SIGTERM, and whatever is left by SIGKILL.
 
-    The process gets SIGTERM and ``seconds`` to end; whatever is left then gets SIGKILL. Ray's
-    agents need this, because they live in sessions of their own and outlive their parents.
+    Each process leads a group of its own and has ``seconds`` to end. A descendant in another group,
+    as Ray's daemons are, may outlive it; `flower_ext.cli.reaper` ends those.
     """
-    family = _descendants(process.pid)
-    with suppress(ProcessLookupError):
-        process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    family |= _descendants(process.pid)
-    process.kill()
-    process.wait()
-    for descendant in family:
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            descendant.kill()
-
-
-def _descendants(pid: int) -> set[psutil.Process]:
-    try:
-        return {*psutil.Process(pid).children(recursive=True)}
-    except psutil.NoSuchProcess:
-        return set()
+    leaders = [*processes]
+    for leader in leaders:
+        signal_group(leader, signal.SIGCONT)  # a stopped process would not receive SIGTERM
+        signal_group(leader, signal.SIGTERM)
+    for leader in leaders:
+        with suppress(subprocess.TimeoutExpired):
+            leader.wait(seconds)
+        signal_group(leader, signal.SIGKILL)
+        leader.wait()

@@ -59,7 +59,6 @@ def declared_settings(app: Path) -> dict[str, Declaration]:
 
 
 def _tool(app: Path) -> Mapping[str, Any]:
-    """Return the table ``tool`` of an app's ``pyproject.toml``."""
     project = app / "pyproject.toml"
     if not app.is_dir():
         raise InvalidValue(

@@ -59,7 +59,6 @@ def reaped() -> Iterator[None]:
 
 
 def _reap(mark: str) -> None:
-    """Kill the processes with this mark, and their descendants, until there are none."""
     # A process may hide its environment, as Ray's workers do, but not its parent. SIGKILL leaves no
     # time to begin another round; run directories and ledgers survive it.
     deadline, doomed = time.monotonic() + _PATIENCE, set[psutil.Process]()
@@ -77,7 +76,6 @@ def _reap(mark: str) -> None:
 
 
 def _family(roots: set[psutil.Process], table: list[psutil.Process]) -> set[psutil.Process]:
-    """Return the roots and all their descendants in a table of processes."""
     family, generation = set[psutil.Process](), roots
     while generation:
         family |= generation

@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from flower_ext.cli.ending import signals_as_interrupts
 from flower_ext.cli.launch import launch
+from flower_ext.cli.preparing import RunOptions, prepare
 from flower_ext.cli.screen import Settings, console
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 
@@ -38,20 +39,9 @@ def run(
             "--in-process", help="Train all clients in one process, in batches, without Ray."
         ),
     ] = False,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of nodes to simulate, for an app that has no setting for it."
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Ray cluster that simulates the clients (docs/cluster.md)."
-        ),
-    ] = None,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="Number of clients; implies --in-process.")
+        int | None,
+        typer.Option(min=1, help="Number of clients."),
     ] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="Number of processes that share an --in-process run.")
@@ -60,24 +50,23 @@ def run(
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
-    Example: flower-ext run apps/dp2-fedsam --clients 200 --set method=centaur --set rounds=20
+    Example: flower-ext run apps/dp2-fedsam --in-process --clients 200 --set rounds=20
     """
     # A SuperLink may be on another machine, for which FLOWER_EXT_RUNS and the default of --runs
     # were not meant. There, only an explicit --runs counts.
     meant = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE
+    options = RunOptions(
+        app=app_folder,
+        superlink=superlink,
+        clients=clients,
+        settings=settings or (),
+        runs=runs if meant or superlink is None else None,
+        in_process=in_process,
+        workers=workers,
+        resume=resume,
+    )
     with signals_as_interrupts():
-        path = launch(
-            app_folder,
-            superlink=superlink,
-            nodes=nodes,
-            settings=settings or (),
-            runs=runs if meant or superlink is None else None,
-            in_process=in_process,
-            clients=clients,
-            workers=workers,
-            resume=resume,
-            ray=ray,
-        )
+        path = launch(prepare(options))
     if path is not None and (path / "run.json").is_file():
         RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:

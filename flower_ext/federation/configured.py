@@ -92,15 +92,9 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
     """Return the local training; ``changes`` are fields of `LocalTraining` that come first."""
-    options = {
-        "epochs": settings.local_epochs,
-        "batch_size": settings.batch_size,
-        "learning_rate": settings.learning_rate,
-        "learning_rate_decay": settings.learning_rate_decay,
-        "momentum": settings.momentum,
-        "optimizer": settings.optimizer,
-        "weight_decay": settings.weight_decay,
-    }
+    same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
+    options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
+    options["epochs"] = settings.local_epochs
     with _naming_settings(settings):
         return LocalTraining(**{**options, **changes})
 
@@ -113,16 +107,12 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
     UnfitSetting
         The settings ask for secure sums, which need clipped and noised updates.
     """
-    if getattr(settings, "aggregation", "plain") != "plain":
-        raise UnfitSetting(
-            f"run-config aggregation='secure'{_with_method(settings)}: expected 'plain', because a "
-            "secure sum needs clipped and noised updates"
-        )
-    if getattr(settings, "evaluation", "plain") != "plain":
-        raise UnfitSetting(
-            f"run-config evaluation='secure'{_with_method(settings)}: expected 'plain', because "
-            "this method noises nothing, and secure scores are noised"
-        )
+    for name in ("aggregation", "evaluation"):
+        if getattr(settings, name, "plain") != "plain":
+            raise UnfitSetting(
+                f"run-config {name}='secure'{_with_method(settings)}: expected 'plain', because "
+                "secure sums are of clipped and noised values, and this method noises nothing"
+            )
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
 
@@ -145,19 +135,24 @@ def release_plan(
         Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
         them.
     """
-    _refuse_weights(settings)
+    if (weighting := getattr(settings, "weighting", "clients")) != "clients":
+        raise UnfitSetting(
+            f"run-config weighting={weighting!r}{_with_method(settings)}: expected 'clients', "
+            "because a private mean weights all clients equally"
+        )
+    secure = SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
     options: dict[str, Any] = {
         "sampling": sampling,
         "clipping_norm": settings.clipping_norm,
         "rounds": settings.rounds,
         "delta": settings.delta if of_users else _delta(settings, sampling),
-        "noise_placement": _secure_sum(settings) or settings.noise_placement,
+        "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
         **changes,
     }
     epsilon = settings.target
     with _naming_settings(settings):
-        if (scores := _secure_scores(settings, options)) is not None:
-            options["queries"] = (scores,)
+        if settings.evaluation == "secure":
+            options["queries"] = (_secure_scores(settings, options),)
         if epsilon is None:
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
@@ -182,16 +177,8 @@ def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
     return 1 / sampling.population
 
 
-def _secure_sum(settings: ReleaseSettings) -> SecureSum | None:
-    if settings.aggregation == "plain":
-        return None
-    return SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
-
-
-def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> SecureScores | None:
-    """Return how evaluations release scores, by ``evaluation`` and the settings beside it."""
-    if settings.evaluation == "plain":
-        return None
+def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> SecureScores:
+    """Return how evaluations release scores, by the settings beside ``evaluation``."""
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
         raise UnfitSetting(
@@ -222,15 +209,6 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
     return SecureScores(noise_multiplier=multiplier, times=evaluations, bounds=bounds)
 
 
-def _refuse_weights(settings: Settings) -> None:
-    weighting = getattr(settings, "weighting", "clients")
-    if weighting != "clients":
-        raise UnfitSetting(
-            f"run-config weighting={weighting!r}{_with_method(settings)}: expected 'clients', "
-            "because a private mean weights all clients equally"
-        )
-
-
 def _with_method(settings: Settings) -> str:
     """Name the method in a message, if the app has several."""
     method = getattr(settings, "method", None)
@@ -253,12 +231,10 @@ def options(
     plan : PrivacyPlan, optional
         The strategy's plan; None if the strategy makes its own.
     """
-    options: dict[str, Any] = {
+    same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in same}
+    options |= {
         "seed": settings.seed or None,
-        "seeded_noise": settings.seeded_noise,
-        "evaluate_every": settings.evaluate_every,
-        "training_loss": settings.training_loss,
-        "diagnostics": settings.diagnostics,
         "timeout": settings.connect_timeout,
         "budget": None,
         "run": run,
@@ -280,7 +256,6 @@ def options(
 
 
 def _is_calibrated(settings: PrivacySettings, plan: PrivacyPlan | None) -> bool:
-    """Return True if the plan's noise was calibrated for a provable ε."""
     return isinstance(plan, ReleasePlan | RecordLevelPlan) and settings.calibration == "provable"
 
 
@@ -342,6 +317,7 @@ def start(
     """
     config = first_config(context.run_config)
     settings = kind.of(config)
+    # The settings are those that the noise was calibrated for; a resumed run may be longer.
     number: Any = context.run_config["rounds"]
     last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
     rounds, recorded = last, {**config, **(facts or {})}
@@ -354,6 +330,7 @@ def start(
         base = base_of(strategy)
         require_modules("personal", base.method.personal, task.shapes, task.factory.tied)
         check_shareable(task.model(), base.method.personal)
+        # Nodes whose frozen part differs are refused before the first round.
         base.run.frozen = base.run.frozen or task.fingerprint
         if run.resumed and strategy is base:  # a wrapper need not train in every round
             _refuse_more_rounds(settings, last, base.run.plan)

@@ -11,16 +11,17 @@ from flwr.app import Message
 
 from flower_ext.federation.uploads import payload_bytes, payload_of
 from flower_ext.metrics import summarize
-from flower_ext.privacy import epsilon_text
-from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.score_names import lower_is_better, reported_by_few, reported_by_most
+from flower_ext.runs.round_metrics import (
+    describe_round,
+    lower_is_better,
+    reported_by_most,
+)
 
 log = getLogger("flwr")
 
 MOST_SHOWN = 3
-"""Largest number of refused replies per phase, or rare scores, that the log quotes; the run
-directory has all."""
+"""Largest number of refused replies per phase that the log quotes; the run directory has all."""
 
 _EVALUATED = "evaluation_messages"
 
@@ -37,7 +38,6 @@ class Progress:
         self.run = run
         self.row: dict[str, float] = {}
         self._evaluated = 0
-        self._few: list[tuple[str, int]] = []
 
     def begin(self) -> None:
         """Begin a new round with zero training messages."""
@@ -79,23 +79,12 @@ class Progress:
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
         """Return mean, std, variance, worst tenth and Jain's index of each score over clients.
 
-        The log names scores that too few clients report.
-
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The summary has every score that most clients report,
         computed over these clients; if some do not report it, ``…_clients`` is the number that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
-        few = list(reported_by_few(everyone).items())[:MOST_SHOWN]
-        if few and few != self._few:  # not in every round again
-            counts = ", ".join(f"{name!r} ({count} of {len(everyone)})" for name, count in few)
-            log.warning(
-                "too few clients report %s for a mean: the logs of the others say which score "
-                "failed or was not finite",
-                counts,
-            )
-        self._few = few
         for name in sorted(reported_by_most(everyone) - {"num-examples"}):
             by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]
@@ -118,28 +107,7 @@ class Progress:
 
     def end(self, server_round: int, num_rounds: int) -> None:
         """Write one line to the log and one row to the run directory."""
-        row, parts = self.row, [f"round {server_round}/{num_rounds}"]
-        if "accuracy_mean" in row:
-            beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"
-            if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
-                beside = f"± {error:.2g} by noise"
-            parts.append(f"accuracy {row['accuracy_mean']:.3f} ({beside})")
-        for name in ("provable", "published"):
-            if (epsilon := row.get(f"epsilon_{name}")) is not None:
-                parts.append(f"ε {epsilon_text(epsilon)} {name}")
-        if (delta := row.get("delta", 0)) and is_large(delta, row.get("privacy_units")):
-            parts.append(f"δ {delta:.3g} is large")
-        if not row.get("messages"):
-            parts.append("no client was asked to train")
-        if "answered" in row:
-            parts.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
-        if row.get("topped_up_stddev"):
-            parts.append("the server topped up the noise")
-        if row.get("discarded"):
-            parts.append("round discarded")
-        if refused := row.get("refused", 0):
-            parts.append(f"{refused:.0f} refused")
-        log.info(" · ".join(parts))
+        log.info(" · ".join([f"round {server_round}/{num_rounds}", *describe_round(self.row)]))
         self.add(server_round)
 
     def add(self, server_round: int) -> None:

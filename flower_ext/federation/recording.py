@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,8 +37,9 @@ def first_config(config: UserConfig) -> UserConfig:
     A resumed run may have more rounds than it began with, but its noise is calibrated for the
     first number of rounds. `recorded_run` checks that nothing else differs.
     """
-    path = _path_to_resume(config)
-    return config if path is None else {**config, "rounds": _first(path)["rounds"]}
+    if (path := _path_to_resume(config)) is None:
+        return config
+    return {**config, "rounds": RunDirectory.open(path).config["rounds"]}
 
 
 @contextmanager
@@ -69,9 +69,13 @@ def recorded_run(
     following = Callbacks(callbacks)
     run = _opened(config, name)
     log.info("Run directory: %s", run.path)
-    run.on_round = partial(following.round, run)
+
+    def follow(server_round: int, row: Mapping[str, float]) -> None:
+        following.tell(lambda callback: callback.round(run, server_round, dict(row)))
+
+    run.on_round = follow
     try:
-        following.begin(run)
+        following.tell(lambda callback: callback.begin(run))
         yield run
     except BaseException as error:
         _note_failure(run, error)
@@ -79,18 +83,17 @@ def recorded_run(
     else:
         _report(run)
     finally:
-        following.end(run)
+        following.tell(lambda callback: callback.end(run))
         run.close()
 
 
 def _opened(config: UserConfig, name: str) -> RunDirectory:
     path = _path_to_resume(config)
     if path is not None:
-        _check_same(config, _first(path), path)
+        _check_same(config, RunDirectory.open(path).config, path)
         return RunDirectory.resume(path)
-    if config.get("run-directory"):
-        return RunDirectory.create(_named(config), config=config)
-    return RunDirectory.create(new_run_path(runs_folder(), name, datetime.now(UTC)), config=config)
+    new = _named(config) or new_run_path(runs_folder(), name, datetime.now(UTC))
+    return RunDirectory.create(new, config=config)
 
 
 def runs_folder() -> Path:
@@ -100,6 +103,7 @@ def runs_folder() -> Path:
 
 def _note_failure(run: RunDirectory, error: BaseException) -> None:
     try:
+        # A refused value made no round: the run stays as complete as it was.
         if run.resumed and isinstance(error, InvalidValue) and run.withdraw():
             return
         run.finish("failed", _reason(error))
@@ -121,22 +125,19 @@ def _report(run: RunDirectory) -> None:
     print(f"Report: {runs.write_report(run)}", flush=True)
 
 
-def _named(config: UserConfig) -> Path:
-    return Path(str(config["run-directory"])).expanduser().absolute()
+def _named(config: UserConfig) -> Path | None:
+    path = config.get("run-directory")
+    return Path(str(path)).expanduser().absolute() if path else None
 
 
 def _path_to_resume(config: UserConfig) -> Path | None:
     """Return the directory of the run to continue; None if a new run begins."""
     if not config.get("resume", False):
         return None
-    if not config.get("run-directory"):
-        raise UnfitSetting("run-config resume=true: expected the run's path as run-directory")
     path = _named(config)
+    if path is None:
+        raise UnfitSetting("run-config resume=true: expected the run's path as run-directory")
     return path if (path / "run.json").is_file() else None
-
-
-def _first(path: Path) -> UserConfig:
-    return RunDirectory.open(path).config
 
 
 def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
@@ -179,18 +180,10 @@ def record(
     initial_arrays: ArrayRecord,
     **options: Any,
 ) -> Result:
-    """Run a strategy, and save its records and outcome in a run directory.
+    """Run a strategy, or a wrapper with a ``base``; save records and outcome in a run directory.
 
-    ``run`` receives metrics, checkpoints and guarantees. If the plan releases noised sums and the
-    strategy has no ledger yet, it receives the ledger, too.
-
-    Parameters
-    ----------
-    run : RunDirectory
-    strategy : Strategy
-        A strategy of this package, or a wrapper with such a ``base``.
-    grid, initial_arrays, **options
-        Arguments of ``strategy.start``.
+    If the plan releases noised sums and the strategy has no ledger yet, ``run`` receives the
+    ledger, too. ``options`` are those of ``strategy.start``.
 
     Raises
     ------

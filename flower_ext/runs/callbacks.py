@@ -54,19 +54,8 @@ class Callbacks:
         self._callbacks = [*callbacks]
         self._failed: set[int] = set()
 
-    def begin(self, run: RunDirectory) -> None:
-        """Call ``begin`` of all callbacks."""
-        self._tell(lambda callback: callback.begin(run))
-
-    def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
-        """Call ``round`` of all callbacks, each with its own copy of the row."""
-        self._tell(lambda callback: callback.round(run, server_round, dict(row)))
-
-    def end(self, run: RunDirectory) -> None:
-        """Call ``end`` of all callbacks."""
-        self._tell(lambda callback: callback.end(run))
-
-    def _tell(self, call: Callable[[Callback], None]) -> None:
+    def tell(self, call: Callable[[Callback], None]) -> None:
+        """Call each callback, as in ``tell(lambda callback: callback.begin(run))``."""
         for number, callback in enumerate(self._callbacks):
             try:
                 call(callback)

@@ -11,9 +11,9 @@ import numpy as np
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
-from flower_ext.runs.figures import Line, cumulative, draw_comparison
+from flower_ext.runs.figures import Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
-from flower_ext.runs.score_names import noised_scores
+from flower_ext.runs.round_metrics import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
 
@@ -28,6 +28,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     NotARun
         A run has no final evaluation to compare.
     """
+    # Counted twice, a run would make the deviation over runs too small.
     runs = list({run.path.resolve(): run for run in runs}.values())
     for run in runs:
         accurate = all("accuracy" in row for row in run.client_metrics() or [{}])
@@ -60,21 +61,18 @@ NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
     """Group repetitions by method, and by all settings that differ between runs of a method."""
-    methods: dict[str, list[RunDirectory]] = {}
-    for run in runs:
-        methods.setdefault(method_name(run), []).append(run)
+    settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}
     for run in runs:
-        method = method_name(run)
-        configs = [_settings(one) for one in methods[method]]
-        names = dict.fromkeys(name for config in configs for name in config)
-        differing = (
-            name
+        method = _method(run)
+        others = [settings[other] for other in runs if _method(other) == method]
+        names = dict.fromkeys(name for config in others for name in config)
+        changes = [
+            f"{name}={settings[run].get(name, '–')}"
             for name in names
             if name not in NOT_COMPARED
-            and any(config.get(name) != configs[0].get(name) for config in configs)
-        )
-        changes = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
+            and any(config.get(name) != others[0].get(name) for config in others)
+        ]
         groups.setdefault(", ".join([method, *changes]), []).append(run)
     return groups
 
@@ -85,14 +83,13 @@ def _settings(run: RunDirectory) -> dict[str, Any]:
     return {**run.config, "rounds": num_rounds} if "rounds" in run.config else run.config
 
 
-def method_name(run: RunDirectory) -> str:
-    """Return the method's name, with ', upcycled' behind it if it was upcycled."""
+def _method(run: RunDirectory) -> str:
     method = str(run.config.get("method", run.path.name))
     return f"{method}, upcycled" if run.config.get("upcycled") else method
 
 
 def _noised(run: RunDirectory) -> tuple[float, float] | None:
-    """Return the mean accuracy that a secure evaluation released, and its standard error."""
+    # A secure evaluation released a mean and its error, and no client's score.
     scores = noised_scores(run.metrics())
     if scores is None or "accuracy" not in scores.means:
         return None
@@ -131,43 +128,34 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
     """Draw what was measured: accuracy, loss and costs by rounds, and accuracy by messages."""
 
-    def lines(name: str) -> dict[str, list[Line]]:
-        return {group: [run.series(name) for run in runs] for group, runs in groups.items()}
+    def lines(name: str, scale: float = 0.0) -> dict[str, list[Line]]:
+        """Return a metric of each group's runs; with a scale, the scaled sums up to each round."""
+        measured: dict[str, list[Line]] = {}
+        for group, runs in groups.items():
+            series: list[Line] = [run.series(name) for run in runs]
+            if all(rounds for rounds, _ in series):
+                sums = [cumulative(line, scale=scale) for line in series]
+                measured[group] = sums if scale else series
+        return measured
 
-    def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
-        return {
-            group: [cumulative(line, scale=scale) for line in group_lines]
-            for group, group_lines in lines(name).items()
-        }
-
-    accuracy, messages = lines("accuracy_mean"), sums("messages")
     drawn: dict[str, Path] = {}
     for name, title, ylabel, measured in (
-        ("accuracy", "Mean accuracy of the clients' models", "accuracy", accuracy),
+        ("accuracy", "Mean accuracy of the clients' models", "accuracy", lines("accuracy_mean")),
         ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
-        ("messages", "Training messages", "messages, cumulative", messages),
-        ("upload", "Arrays uploaded", "megabytes, cumulative", sums("bytes_up", 1e-6)),
-        ("time", "Training time", "seconds, cumulative", sums("training_seconds")),
+        ("messages", "Training messages", "messages, cumulative", lines("messages", 1.0)),
+        ("upload", "Arrays uploaded", "megabytes, cumulative", lines("bytes_up", 1e-6)),
+        ("time", "Training time", "seconds, cumulative", lines("training_seconds", 1.0)),
         ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
-        measured = {
-            group: group_lines
-            for group, group_lines in measured.items()
-            if all(x for x, _ in group_lines)
-        }
         if measured:
-            drawn[title] = draw_comparison(folder, name, title, ylabel, measured)
-    if all(x for group_lines in messages.values() for x, _ in group_lines):
-        title = "Mean accuracy for the messages it took"
-        drawn[title] = draw_comparison(
-            folder,
-            "accuracy_by_messages",
-            title,
-            "accuracy",
-            accuracy,
-            xlabel="training messages",
-            against=messages,
+            drawn[title] = draw_lines(folder, name, title, ylabel, measured)
+    accuracy, messages = lines("accuracy_mean"), lines("messages", 1.0)
+    if len(messages) == len(groups):
+        title, name = "Mean accuracy for the messages it took", "accuracy_by_messages"
+        x = "training messages"
+        drawn[title] = draw_lines(
+            folder, name, title, "accuracy", accuracy, xlabel=x, against=messages
         )
     return drawn
 

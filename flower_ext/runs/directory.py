@@ -9,7 +9,6 @@ file                   content
 ``ledger.jsonl``       the ledger of releases
 ``guarantee.json``     guarantees
 ``clients.csv``        the last evaluation, one row per client
-``users.csv``          records of each user in each silo
 ``model.safetensors``  the global model
 ``use.json``           facts that a client needs to make its own model of the global one
 ``checkpoints/``       state from which the run can be resumed
@@ -23,6 +22,7 @@ how many, and the un-noised values that clients reported.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import platform
@@ -42,7 +42,6 @@ from flower_ext.runs.files import (
     append_line,
     is_locked,
     lock,
-    whole_lines,
     write_rows,
     write_whole,
 )
@@ -58,9 +57,9 @@ RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
 """Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
-_FACTS = {"config", "status", "started", "versions"}
+_FACTS = {"id", "config", "status", "started", "starts", "versions"}
 """Facts that every ``run.json`` holds."""
-_RENEWED = ("guarantee.json", "clients.csv", "users.csv", "use.json")
+_RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites whenever it begins or ends."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
@@ -106,6 +105,7 @@ class RunDirectory:
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)
+            # Of two runs that found the directory empty, one gets the lock.
             run._open.enter_context(lock(path / _LOCK))
         except OSError as error:
             raise NotARun(f"run directory {path} cannot be made: {error}") from error
@@ -138,22 +138,16 @@ class RunDirectory:
         run._before = run.facts
         run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
         facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
-        starts = facts.get("starts", [{"started": facts["started"]}])
         start = {"started": _now(), "after_round": len(run.metrics())}
         if (versions := _versions()) != facts["versions"]:
             start["versions"] = versions
-        run._write_json("run.json", {**facts, "status": "running", "starts": [*starts, start]})
+        starts = [*facts["starts"], start]
+        run._write_json("run.json", {**facts, "status": "running", "starts": starts})
         return run
 
     def withdraw(self) -> bool:
-        """Restore ``run.json`` as it was before this start; do nothing after a further round.
-
-        Returns
-        -------
-        bool
-            True if the start left no round.
-        """
-        idle = bool(self.facts["starts"][-1].get("after_round") == len(self.metrics()))
+        """Restore ``run.json`` as it was before this start, and return True if it left no round."""
+        idle: bool = self.facts["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json("run.json", self._before)
         return idle
@@ -174,8 +168,7 @@ class RunDirectory:
         InUse
             The message names the process.
         """
-        if not self.free():
-            lock(self.path / _LOCK).close()
+        lock(self.path / _LOCK).close()
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -193,9 +186,8 @@ class RunDirectory:
     @property
     def facts(self) -> dict[str, Any]:
         """Contents of ``run.json``."""
-        path = self.path / "run.json"
-        with _reading(path):
-            facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with self._reading("run.json") as text:
+            facts: dict[str, Any] = json.loads(text)
             if missing := _FACTS - set(facts):
                 raise InvalidValue(f"without {', '.join(sorted(missing))}")
         return facts
@@ -209,7 +201,7 @@ class RunDirectory:
     @property
     def id(self) -> str:
         """The id of the run, the same over all its starts."""
-        return str(self.facts.get("id", ""))
+        return str(self.facts["id"])
 
     def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
         """Open the run's ledger until the directory is closed (see `Ledger`)."""
@@ -261,12 +253,8 @@ class RunDirectory:
         """Drop the rows of later rounds, which will be repeated."""
         for file in (self.metrics_path, self.path / "missing.jsonl"):
             if file.exists():
-                with _reading(file):
-                    kept = [
-                        line for line in whole_lines(file) if json.loads(line)["round"] <= after
-                    ]
-                content = b"".join(line + b"\n" for line in kept)
-                write_whole(file, content)
+                kept = [row for row in self._lines(file.name) if row["round"] <= after]
+                write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
@@ -292,13 +280,8 @@ class RunDirectory:
 
     def guarantees(self) -> list[Guarantee]:
         """Return the run's guarantees; empty for a run without privacy."""
-        path = self.path / "guarantee.json"
-        if not path.exists():
-            return []
-        with _reading(path):
-            return [
-                Guarantee.from_dict(facts) for facts in json.loads(path.read_text(encoding="utf-8"))
-            ]
+        with self._reading("guarantee.json") as text:
+            return [Guarantee.from_dict(facts) for facts in json.loads(text or "[]")]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write ``clients.csv``: the last evaluation, one row per client, empty where undefined."""
@@ -311,26 +294,9 @@ class RunDirectory:
 
     def client_metrics(self) -> list[dict[str, float]]:
         """Return the last evaluation, one row per client."""
-        path = self.path / "clients.csv"
-        if not path.exists():
-            return []
-        with _reading(path), path.open(newline="", encoding="utf-8") as stream:
-            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
-
-    def save_user_records(self, histogram: np.ndarray) -> None:
-        """Write ``users.csv`` from numbers of records (silos, users), one row per user."""
-        names = ["user", *(f"silo {silo}" for silo in range(len(histogram)))]
-        rows = [[user, *counts] for user, counts in enumerate(histogram.T.tolist())]
-        write_rows(self.path / "users.csv", names, rows)
-
-    def user_records(self) -> np.ndarray | None:
-        """Return numbers of records (silos, users); None if they were not saved."""
-        path = self.path / "users.csv"
-        if not path.exists():
-            return None
-        with _reading(path), path.open(newline="", encoding="utf-8") as stream:
-            rows = [[int(number) for number in row[1:]] for row in list(csv.reader(stream))[1:]]
-            return np.asarray(rows, dtype=np.int64).T
+        with self._reading("clients.csv") as text:
+            rows = csv.DictReader(io.StringIO(text))
+            return [{name: float(score) for name, score in row.items() if score} for row in rows]
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""
@@ -353,11 +319,8 @@ class RunDirectory:
 
     def use(self) -> dict[str, Any]:
         """Return what a client needs to make its own model of the shared one; may be empty."""
-        path = self.path / "use.json"
-        if not path.exists():
-            return {}
-        with _reading(path):
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+        with self._reading("use.json") as text:
+            return dict(json.loads(text or "{}"))
 
     def note(self, **facts: str) -> None:
         """Add facts to ``run.json`` that are known only outside the run."""
@@ -374,10 +337,22 @@ class RunDirectory:
         }
         self._write_json("run.json", {**self.facts, **facts})
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[str]:
+        """Yield a file's text, empty if it is missing; explain an error in the block."""
         path = self.path / name
-        with _reading(path):
-            rows = [dict(json.loads(line)) for line in whole_lines(path)]
+        try:
+            yield path.read_text(encoding="utf-8") if path.exists() else ""
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            renewed = ", or resume the run, which writes it again" if name in _RENEWED else ""
+            raise NotARun(
+                f"{path} is damaged ({error}): restore it from a copy{renewed}"
+            ) from error
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        with self._reading(name) as text:
+            # A crash may have torn the last line, which then has no end.
+            rows = [dict(json.loads(line)) for line in text.split("\n")[:-1]]
             if not all("round" in row for row in rows):
                 raise InvalidValue("without round")
         return rows
@@ -385,16 +360,6 @@ class RunDirectory:
     def _write_json(self, name: str, value: Any) -> None:
         content = json.dumps(value, indent=2, ensure_ascii=False).encode()
         write_whole(self.path / name, content)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise an error that names the unreadable file of a run, and the remedy."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        renewed = ", or resume the run, which writes it again" if path.name in _RENEWED else ""
-        raise NotARun(f"{path} is damaged ({error}): restore it from a copy{renewed}") from error
 
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:

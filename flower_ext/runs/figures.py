@@ -13,7 +13,7 @@ import numpy as np
 
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.files import write_rows, write_whole
-from flower_ext.runs.score_names import reported_by_most
+from flower_ext.runs.round_metrics import reported_by_most
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing
     from matplotlib.axes import Axes
@@ -39,9 +39,10 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     def add(
         name: str, title: str, ylabel: str, lines: Mapping[str, Line], *, log: bool = False
     ) -> None:
-        lines = {label: line for label, line in lines.items() if line[0]}
-        if lines:
-            draw_lines(folder, listed(name, title), title, ylabel, lines, log=log)
+        measured = {label: [line] for label, line in lines.items() if line[0]}
+        if measured:
+            stem = listed(name, title)
+            draw_lines(folder, stem, title, ylabel, measured, log=log, from_zero=True)
 
     scores = qualities(run)
     for name in scores:
@@ -79,9 +80,6 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
             title = f"How {in_words(name)} is spread over clients"
             stem = listed("fairness" if name == "accuracy" else f"{name}_spread", title)
             _histogram(folder, stem, title, in_words(name), of_clients)
-    if (held := run.user_records()) is not None:
-        title = "Records of each user, by silo"
-        _user_records(folder, listed("user_records", title), title, held)
     return drawn
 
 
@@ -120,58 +118,6 @@ def epsilon_lines(run: RunDirectory) -> dict[str, Line]:
     return lines
 
 
-def draw_comparison(
-    folder: Path,
-    name: str,
-    title: str,
-    ylabel: str,
-    groups: Mapping[str, Sequence[Line]],
-    *,
-    xlabel: str = "round",
-    against: Mapping[str, Sequence[Line]] | None = None,
-    log: bool = False,
-) -> Path:
-    """Draw for each group a mean line and a band of one sample standard deviation.
-
-    Only rounds that all runs of a group measured are drawn.
-
-    Parameters
-    ----------
-    groups : Mapping[str, Sequence[Line]]
-        The runs of each group, as (rounds, values).
-    against : Mapping[str, Sequence[Line]], optional
-        The same for the horizontal axis if that is not the round; the mean over runs is drawn.
-    log : bool
-        Use a logarithmic vertical axis.
-    """
-    figure, axes = _canvas(title, xlabel, ylabel)
-    faint = 0.15 if len(groups) <= 6 else 0.05
-    table: list[tuple[str, float, float, float]] = []
-    for number, (label, lines) in enumerate(groups.items()):
-        every = [*lines, *(against[label] if against else [])]
-        measured = [dict(zip(*line, strict=True)) for line in every]
-        rounds = sorted(set.intersection(*(set(values) for values in measured)))
-        if not rounds:
-            continue
-        values = np.asarray([[one[r] for r in rounds] for one in measured])
-        drawn, other = values[: len(lines)], values[len(lines) :]
-        x = other.mean(axis=0) if against else np.asarray(rounds, dtype=float)
-        mean = drawn.mean(axis=0)
-        deviation = drawn.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
-        colour = COLOURS[number % len(COLOURS)]
-        dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=_marker(x))
-        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
-        table += [(label, *row) for row in np.column_stack([x, mean, deviation]).tolist()]
-    if log:
-        axes.set_yscale("log")
-    if len(groups) > 6:  # inside the axes, the legend would hide the lines
-        figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    elif table:
-        axes.legend(frameon=False)
-    return _save(figure, folder, name, ("method", xlabel, "mean", "std"), table)
-
-
 def cumulative(line: Line, *, scale: float = 1.0) -> Line:
     """Return the sums up to each round."""
     return line[0], (np.cumsum(line[1]) * scale).tolist()
@@ -182,29 +128,63 @@ def draw_lines(
     name: str,
     title: str,
     ylabel: str,
-    lines: Mapping[str, Line],
+    lines: Mapping[str, Sequence[Line]],
     *,
     xlabel: str = "round",
+    against: Mapping[str, Sequence[Line]] | None = None,
     log: bool = False,
+    from_zero: bool = False,
 ) -> Path:
-    """Draw one line for each label; return the path of the SVG."""
+    """Draw the mean of each label's runs, in a band of one sample standard deviation.
+
+    Only rounds that all runs of a label measured are drawn. The path of the SVG is returned.
+
+    Parameters
+    ----------
+    lines : Mapping[str, Sequence[Line]]
+        The runs of each label, as (rounds, values).
+    against : Mapping[str, Sequence[Line]], optional
+        The same for the horizontal axis if that is not the round; the mean over runs is drawn.
+    log : bool
+        Use a logarithmic vertical axis.
+    from_zero : bool
+        Begin the vertical axis at zero, if no value is below.
+    """
     figure, axes = _canvas(title, xlabel, ylabel)
-    for number, (label, (x, y)) in enumerate(lines.items()):
-        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-        axes.plot(x, y, label=label, color=colour, linestyle=dash, marker=_marker(x))
+    faint = 0.15 if len(lines) <= 6 else 0.05
+    rows: list[tuple[str, float, float, float]] = []
+    for number, (label, runs) in enumerate(lines.items()):
+        measured = [
+            dict(zip(*run, strict=True)) for run in [*runs, *(against or {}).get(label, ())]
+        ]
+        rounds = sorted(set.intersection(*(set(values) for values in measured)))
+        if not rounds:
+            continue
+        values = np.asarray([[run[round] for round in rounds] for run in measured])
+        drawn, other = values[: len(runs)], values[len(runs) :]
+        x = other.mean(axis=0) if against else np.asarray(rounds, dtype=float)
+        mean = drawn.mean(axis=0)
+        deviation = drawn.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros_like(mean)
+        colour = COLOURS[number % len(COLOURS)]
+        dash = DASHES[number // len(COLOURS) % len(DASHES)]
+        # A line through one point is invisible; a dot is not.
+        marker = "o" if len(x) == 1 else ""
+        axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=marker)
+        if len(runs) > 1:
+            axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
+        rows += [(label, *row) for row in np.column_stack([x, mean, deviation]).tolist()]
     if log:
         axes.set_yscale("log")
-    elif all(value >= 0 for _, y in lines.values() for value in y):
+    elif from_zero and all(mean >= 0 for _, _, mean, _ in rows):
         axes.set_ylim(bottom=0)
-    if len(lines) > 1:
+    if len(lines) > 6:  # inside the axes, the legend would hide the lines
+        figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    elif len(lines) > 1:
         axes.legend(frameon=False)
-    rows = [(label, a, b) for label, (x, y) in lines.items() for a, b in zip(x, y, strict=True)]
-    return _save(figure, folder, name, ("line", xlabel, ylabel), rows)
-
-
-def _marker(x: Sequence[float] | np.ndarray) -> str:
-    """Return a dot for a single point, because a line through one point is invisible."""
-    return "o" if len(x) == 1 else ""
+    columns = ("line", xlabel, ylabel, "std")
+    if all(len(runs) == 1 for runs in lines.values()):
+        return _save(figure, folder, name, columns[:3], [row[:3] for row in rows])
+    return _save(figure, folder, name, columns, rows)
 
 
 def _histogram(
@@ -213,6 +193,7 @@ def _histogram(
     """Draw how many clients have which score, from each client's (partition, score)."""
     figure, axes = _canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
+    # The same bins for every run, so that histograms can be compared, unless a score needs more.
     bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
     axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
     mean = float(np.mean(values))
@@ -220,29 +201,6 @@ def _histogram(
     axes.legend(frameon=False)
     rows = [(f"{partition:.0f}", score) for partition, score in scores]
     _save(figure, folder, name, ("partition", xlabel), rows)
-
-
-def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None:
-    """Draw users from left to right, with their records stacked by silo."""
-    figure, axes = _canvas(title, "user", "records")
-    silos, users = held.shape
-    edges, base = np.arange(users + 1) - 0.5, np.zeros(users)
-    for silo, records in enumerate(held):
-        top = base + records
-        axes.stairs(
-            top,
-            edges,
-            baseline=base,
-            fill=True,
-            color=COLOURS[silo % len(COLOURS)],
-            label=f"silo {silo}",
-        )
-        base = top
-    axes.set_xlim(-0.5, users - 0.5)
-    if silos <= len(COLOURS):
-        figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    rows = [(user, silo, held[silo, user]) for user in range(users) for silo in range(silos)]
-    _save(figure, folder, name, ("user", "silo", "records"), rows)
 
 
 def draw_roc(

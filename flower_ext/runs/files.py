@@ -5,17 +5,15 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
-import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
-from math import nan
 from pathlib import Path
 from secrets import token_hex
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -42,6 +40,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
         The file could not be written and keeps its old content; the message names it.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
+    # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
         _remove_drafts_of_the_dead(path)
         try:
@@ -106,7 +105,7 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def lock(path: Path) -> IO[bytes]:
+def lock(path: Path) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
     The lock ends at the latest with this process and those that it forked. Its file names the
@@ -115,18 +114,22 @@ def lock(path: Path) -> IO[bytes]:
     Raises
     ------
     InUse
-        Another process holds the lock; the message names it.
+        Another process holds the lock for seconds; the message names it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    stream = os.fdopen(descriptor, "r+b")
+    stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
     deadline = time.monotonic() + _LAST_MOMENTS
     while not _locked(stream):
-        holder = _holder(stream)
-        if _runs(holder) or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
+            holder = stream.read() or "another process"
             stream.close()
-            raise InUse(f"{path.parent} is in use by {_named(holder)}, or name another directory")
+            raise InUse(
+                f"{path.parent} is in use by {holder}, or by a process that it started: wait until "
+                "they have ended, or name another directory"
+            )
         time.sleep(0.1)
-    _name_holder(stream)
+    stream.truncate()
+    stream.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}")
+    stream.flush()
     return stream
 
 
@@ -134,70 +137,20 @@ def is_locked(path: Path) -> bool:
     """Return True if a process holds the lock."""
     if not path.exists():
         return False
-    with path.open("r+b") as stream:
+    with path.open("r+") as stream:
         return not _locked(stream)
 
 
-_LAST_MOMENTS = 10
-"""Seconds to wait for processes that have inherited the lock of a process that has ended."""
-
-_CLOCK_TOLERANCE = 2.0
-"""Seconds by which two readings of a process's beginning may differ."""
+_LAST_MOMENTS = 5
+"""Seconds to wait for a lock: processes that inherited it may outlive a killed run by a moment."""
 
 
-def _locked(stream: IO[bytes]) -> bool:
+def _locked(stream: IO[str]) -> bool:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
-
-
-def _name_holder(stream: IO[bytes]) -> None:
-    pid = os.getpid()
-    holder = {"pid": pid, "host": socket.gethostname(), "began": _began(pid), "since": time.ctime()}
-    stream.seek(0)
-    stream.write(json.dumps(holder).encode())
-    stream.truncate()
-    stream.flush()
-
-
-def _holder(stream: IO[bytes]) -> dict[str, Any] | None:
-    """Return the process that a lock's file names; None if it has not written its name yet."""
-    stream.seek(0)
-    try:
-        return dict(json.loads(stream.read()))
-    except ValueError:
-        return None
-
-
-def _runs(holder: Mapping[str, Any] | None) -> bool:
-    """Return True if the holder of a lock may still run; another machine's always may."""
-    if holder is None:
-        return False
-    elsewhere = bool(holder["host"] != socket.gethostname())
-    # The clock may have been set since, by less than the system takes to use up all its pids.
-    return elsewhere or abs(_began(holder["pid"]) - holder["began"]) < _CLOCK_TOLERANCE
-
-
-def _named(holder: Mapping[str, Any] | None) -> str:
-    if holder is None or not _runs(holder):
-        return "processes of a run whose first process has ended: end them"
-    pid, host = holder["pid"], holder["host"]
-    where = "" if host == socket.gethostname() else f" on {host}"
-    return (
-        f"process {pid}{where} since {holder['since']}: wait until it ends, end it by "
-        f"`kill {pid}`{where}"
-    )
-
-
-def _began(pid: int) -> float:
-    """Return when a process began, which tells it from a later one; NaN if it has ended."""
-    try:
-        process = psutil.Process(pid)
-        return nan if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
-        return nan
 
 
 def not_written(path: Path, error: OSError) -> OSError:

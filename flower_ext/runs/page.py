@@ -45,6 +45,7 @@ def write_page(folder: Path, name: str, **values: object) -> Path:
 def to_markdown(name: str, **values: object) -> str:
     """Return the Markdown that a template makes of its values."""
     text = _templates().get_template(f"{name}.md.jinja").render(values)
+    # Parts of a template that are left out leave empty lines.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
@@ -91,6 +92,7 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
         drawing = svg[svg.index("<svg") + len("<svg") :]
         return f'<figure><svg role="img" aria-label="{match["title"]}"{drawing}</figure>'
 
+    # Figures are inside the page, so that the one file can be sent to somebody.
     figure = r'<p><img src="(?P<source>figures/[\w-]+\.svg)" alt="(?P<title>[^"]*)"[^>]*></p>'
     consecutive = re.sub(r"\?P<\w+>", "?:", figure)
     body = re.sub(f"(?:{consecutive}\n*)+", r'<div class="figures">\n\g<0></div>\n', body)

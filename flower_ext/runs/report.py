@@ -19,7 +19,7 @@ from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
-from flower_ext.runs.score_names import lower_is_better, noised_scores, reported_by_few
+from flower_ext.runs.round_metrics import lower_is_better, noised_scores, reported_by_few
 
 _MOST_SHOWN = 10
 """Largest number of rare scores that the report names."""
@@ -36,7 +36,7 @@ def write_report(run: RunDirectory) -> Path:
         status=status,
         reason=run.facts.get("reason"),
         is_finished=status in ("completed", "budget-exhausted"),
-        resumed_after=[start["after_round"] for start in run.facts.get("starts", [])[1:]],
+        resumed_after=[start["after_round"] for start in run.facts["starts"][1:]],
         rounds=rounds,
         total=lambda name: sum(row.get(name, 0) for row in rounds),
         num_training_rounds=sum(row.get("messages", 0) > 0 for row in rounds),
@@ -54,7 +54,6 @@ def _title(run: RunDirectory) -> str:
 
 
 def _score_values(run: RunDirectory) -> dict[str, Any]:
-    """Return the template's values about the clients' scores."""
     rows, noised = run.client_metrics(), noised_scores(run.metrics())
     by_name = {name: [row[name] for row in rows if name in row] for name in qualities(run)}
     by_name = {in_words(name): scores for name, scores in by_name.items() if scores}
@@ -68,7 +67,7 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
             for name, scores in by_name.items()
         },
         "counts": {name: len(scores) for name, scores in by_name.items()},
-        "pooled": pooled_accuracy(run),
+        "pooled": next(reversed(run.series("accuracy_pooled")[1]), None),
         "noised": noised,
         "noised_means": []
         if noised is None
@@ -81,17 +80,7 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def pooled_accuracy(run: RunDirectory) -> float | None:
-    """Return the accuracy over all clients' test examples; None if their numbers are unknown."""
-    rows = run.client_metrics()
-    if not rows or not all({"accuracy", "num-examples"} <= set(row) for row in rows):
-        return None
-    total = sum(row["num-examples"] for row in rows)
-    return sum(row["accuracy"] * row["num-examples"] for row in rows) / total
-
-
 def _privacy_values(run: RunDirectory) -> dict[str, Any]:
-    """Return the template's values about guarantees and the ledger."""
     guarantees = sorted(run.guarantees(), key=lambda each: each.basis == "published")
     published = [each for each in guarantees if each.basis == "published"]
     proved = [each for each in guarantees if each.basis == "provable" and each.epsilon < inf]
@@ -118,7 +107,6 @@ def _only_if(guarantee: Guarantee) -> str:
 
 
 def _line(guarantee: Guarantee) -> tuple[str, ...]:
-    """Return a guarantee's line in the table of all guarantees."""
     failed = sum(not condition.holds for condition in guarantee.conditions)
     conditions = Markup(f"**✗ {failed} not met**") if failed else "✓ all met"
     return (
@@ -150,6 +138,7 @@ def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) ->
         against_models = guarantee.view is AdversaryView.RELEASED_MODELS
         if guarantee.basis == "provable" and against_models and releases:
             spent = privacy_loss_of(releases, delta=guarantee.delta).epsilon
+            # Two computations of one ε may differ in their last digits.
             return spent if spent > guarantee.epsilon * (1 + 1e-6) else None
     return None
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -40,15 +41,7 @@ class UnfitSetting(InvalidValue):
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the values of a setting, beyond their type.
-
-    Parameters
-    ----------
-    expected : str
-        The accepted values, in words.
-    accepts : Callable[[Any], bool]
-        Function that returns True for an accepted value of the setting's type.
-    """
+    """A condition on the values of a setting, beyond their type: in words, and as a function."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -56,10 +49,6 @@ class Rule:
 
 def _is_absolute_or_empty(text: str) -> bool:
     return not text or Path(text).expanduser().is_absolute()
-
-
-def _are_integers(text: str) -> bool:
-    return not text or all(part.strip().isdecimal() for part in text.split(","))
 
 
 Positive = Annotated[float, Rule("a finite number > 0", lambda value: value > 0)]
@@ -70,7 +59,6 @@ FractionBelowOne = Annotated[float, Rule("a number in [0, 1)", lambda value: 0 <
 Count = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
 CountOrZero = Annotated[int, Rule("an integer >= 0", lambda value: value >= 0)]
 AbsolutePath = Annotated[str, Rule("an absolute path", _is_absolute_or_empty)]
-Integers = Annotated[str, Rule("integers with commas between them", _are_integers)]
 
 
 def setting(meaning: str, default: Any = MISSING) -> Any:
@@ -163,7 +151,8 @@ class Settings:
     """Where a user adds a setting."""
 
     def __post_init__(self) -> None:
-        for attribute, declaration in declarations(type(self)).items():
+        kind: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
+        for attribute, declaration in declarations(kind).items():
             if (value := getattr(self, attribute)) is not None:
                 declaration.check(value, self.origin)
                 if declaration.kind is float and type(value) is int:  # 2 in TOML, for 2.0
@@ -179,7 +168,8 @@ class Settings:
             The configuration lacks a setting, has one that the app does not know, or a value does
             not fit its setting.
         """
-        known = declarations(cls)
+        kind: Any = cls
+        known = declarations(kind)
         names = {declaration.name for declaration in known.values()}
         if unknown := [name for name in config if name not in names and name not in RECORDED]:
             name = unknown[0]
@@ -196,17 +186,9 @@ class Settings:
         return cls(**values)
 
 
-def declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
+@cache  # a simulated client reads its settings for every message
+def declarations(kind: Any) -> Mapping[str, Declaration]:
     """Return the declarations of a class of settings, by the names of its fields."""
-    if kind not in _DECLARATIONS:
-        _DECLARATIONS[kind] = _declarations(kind)
-    return _DECLARATIONS[kind]
-
-
-_DECLARATIONS: dict[type[Settings], Mapping[str, Declaration]] = {}
-
-
-def _declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
     hints = get_type_hints(kind, include_extras=True)
     return {
         each.name: replace(
@@ -219,16 +201,16 @@ def _declarations(kind: type[Settings]) -> Mapping[str, Declaration]:
     }
 
 
-def _accepting(hint: Any, name: str = "") -> Declaration:
-    """Return a declaration of the values that a type hint stands for."""
+def _accepting(hint: Any) -> Declaration:
+    """Return a declaration, without a name, of the values that a type hint stands for."""
     if type(None) in get_args(hint):  # a setting that may be absent
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
-        return Declaration(name, str, choices=get_args(hint))
+        return Declaration("", str, choices=get_args(hint))
     if get_origin(hint) is Annotated:
         kind, rule = get_args(hint)
-        return Declaration(name, kind, rule=rule)
-    return Declaration(name, hint)
+        return Declaration("", kind, rule=rule)
+    return Declaration("", hint)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -236,11 +218,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if alike := get_close_matches(name, sorted(known)):
         return f"did you mean {' or '.join(alike)}?"
     return f"expected one of {', '.join(sorted(known))}"
-
-
-def integers(text: str) -> tuple[int, ...] | None:
-    """Return the integers of a setting of kind `Integers`; None if the text is empty."""
-    return tuple(map(int, text.split(","))) if text else None
 
 
 def absolute_path(text: str) -> Path | None:
@@ -257,18 +234,17 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     Raises
     ------
     UnfitSetting
-        A setting is not a number, or the nodes would not have a whole number of clients each.
+        The nodes would not have a whole number of clients each.
     """
     name = clients_setting(config)
     if name is None:
         return None
     clients, per_node = config[name], config.get("clients-per-node", 1)
-    _accepting(Count, name).check(clients)
-    _accepting(CountOrZero, "clients-per-node").check(per_node)
-    if clients % (per_node or 1):
+    counts = isinstance(clients, int) and isinstance(per_node, int)
+    if not counts or clients < 1 or per_node < 0 or clients % (per_node or 1):
         raise UnfitSetting(
-            f"run-config clients-per-node={per_node}: expected an integer that divides "
-            f"{name}={clients}"
+            f"run-config {name}={clients!r} with clients-per-node={per_node!r}: expected an "
+            "integer >= 1, and a divisor of it"
         )
     return int(clients // (per_node or 1))
 

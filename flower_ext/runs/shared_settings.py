@@ -127,15 +127,9 @@ class PrivacySettings(RunSettings):
 class ReleaseSettings(PrivacySettings):
     """Noised sums of clients' updates, and secure sums of updates and scores."""
 
-    epsilon: Positive | None = setting(
-        "after all rounds; a noise-multiplier above 0 overrides it", default=None
-    )
     delta: FractionBelowOne = setting("at which epsilon holds; 0: 1 / clients")
-    calibration: Basis = setting(
-        "whose bound on epsilon gives the noise (published: Theorem 2)", default="provable"
-    )
     noise_multiplier: NotNegative = setting(
-        "sigma, of the sum; 0: as epsilon asks for", default=0.0
+        "sigma, of the sum; 0: as epsilon asks for, which it otherwise overrides", default=0.0
     )
     noise_placement: Literal["client", "server"] = setting("who adds the noise", default="client")
     aggregation: Literal["plain", "secure"] = setting(

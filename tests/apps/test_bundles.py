@@ -77,7 +77,7 @@ def test_flower_bundles_an_app_of_ones_own(tmp_path):
 @pytest.mark.full
 def test_a_bundle_runs_where_it_was_put_up(tmp_path):
     there = installed(bundled(templates()["dp2-fedsam"], tmp_path), tmp_path)
-    small = ["--clients", "4", "--set", "rounds=1", "--set", "partition=iid"]
+    small = ["--in-process", "--clients", "4", "--set", "rounds=1", "--set", "partition=iid"]
     done = subprocess.run(
         [sys.executable, "-m", "flower_ext.cli.main", "run", ".", *small, "--runs", "made"],
         capture_output=True,

@@ -166,7 +166,7 @@ def test_the_command_is_told_the_number_of_nodes_of_such_an_app(where, tmp_path)
     command = [str(Path(sys.executable).parent / "flower-ext"), "run", str(EXAMPLES.folder)]
     env = {**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
     done = subprocess.run(
-        [*command, *where, "--nodes", str(CLIENTS)],
+        [*command, *where, "--clients", str(CLIENTS)],
         env=env,
         cwd=tmp_path,
         capture_output=True,

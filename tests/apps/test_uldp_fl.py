@@ -1,7 +1,5 @@
 """The whole app in this process: nine methods, their run directories, and refused settings."""
 
-import csv
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -38,12 +36,6 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     run_ = run(tmp_path / "run", method=method)
     files = {p.name for p in run_.path.iterdir()}
     expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv"}
-    assert ("users.csv" in files) == (method not in PRIVATE)
-    assert all(
-        any("users.csv" in text for text in g.not_covered) == (method not in PRIVATE)
-        for g in run_.guarantees()
-        if g.basis == "provable"
-    )
     assert expected | {"report.md", "report.html", "figures", "guarantee.json"} <= files
     assert run_.facts["status"] == "completed"
     rows = run_.metrics()
@@ -92,28 +84,6 @@ def test_silos_sums_are_secure_by_one_setting(method, tmp_path):
 def test_methods_without_a_secure_sum_of_silos_say_why(method, tmp_path):
     with pytest.raises(ValueError, match=f"aggregation='secure' with method='{method}'"):
         run(tmp_path / "run", method=method, aggregation="secure")
-
-
-@pytest.mark.report
-@pytest.mark.parametrize("distribution", ["uniform", "zipf"])
-def test_the_figure_shows_the_records_of_every_user_in_every_silo(distribution, tmp_path):
-    run_ = run(tmp_path / "run", distribution=distribution, rounds=1)
-    silos = load_silos("digits", num_users=30, num_silos=5, distribution=distribution, seed=1)
-    held = histogram(silos, 30)
-    assert (run_.user_records() == held).all()
-    with (run_.path / "figures" / "user_records.csv").open(newline="") as stream:
-        header, *rows = csv.reader(stream)
-    assert header == ["user", "silo", "records"]
-    assert len(rows) == 150
-    assert all(held[int(silo), int(user)] == int(count) for user, silo, count in rows)
-    assert "silo 4" in (run_.path / "figures" / "user_records.svg").read_text()
-    assert "user_records.svg" in (run_.path / "report.md").read_text(encoding="utf-8")
-
-
-def test_numbers_of_records_stay_private_where_the_figure_is_not_wanted(tmp_path):
-    run_ = run(tmp_path / "run", method="uldp-avg", records_figure=False, rounds=1)
-    assert run_.user_records() is None
-    assert not (run_.path / "figures" / "user_records.svg").exists()
 
 
 def test_sampling_users_costs_less_and_is_drawn_anew_each_round(tmp_path):

@@ -1,19 +1,24 @@
 """Deployments before they start; tests/apps/test_deployment.py runs their processes."""
 
-import socket
 import tomllib
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 
 from flower_ext.cli import deployment
-from flower_ext.cli.deployment import Deployment
-from flower_ext.cli.processes import HOST, ProcessFailed
-
-
-def test_a_deployment_needs_a_node(tmp_path):
-    with pytest.raises(ValueError, match="nodes=0: expected at least 1"):
-        Deployment(tmp_path, nodes=0)
+from flower_ext.cli.deployment import Deployment, make_certificates, make_key
+from flower_ext.cli.ending import LaunchFailed
 
 
 def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
@@ -28,18 +33,48 @@ def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
 def test_a_deployment_that_does_not_come_up_ends_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "executable", lambda name: "/bin/false")
     world = Deployment(tmp_path / "world", nodes=1)
-    with pytest.raises(ProcessFailed, match="nothing listens on port"), world:
+    with pytest.raises(LaunchFailed, match="nothing listens on port"), world:
         pass
     assert world.superlink is not None
     assert world.superlink.poll() is not None
 
 
-def test_a_port_in_use_is_named_with_what_changes_it(tmp_path):
-    with socket.socket() as other:
-        other.bind((HOST, 0))
-        other.listen()
-        port = other.getsockname()[1]
-        world = Deployment(tmp_path / "world", nodes=1, port=port)
-        with pytest.raises(ProcessFailed, match=f"port {port} .* in use .* --port=N"), world:
-            pass
-    assert world.superlink is None
+def certificate(path):
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def test_a_key_is_ecdsa_p384_private_to_its_user_and_made_once(tmp_path):
+    private, public = make_key(tmp_path / "keys", "node-0")
+    key = load_ssh_private_key(private.read_bytes(), None)
+    assert isinstance(key.curve, ec.SECP384R1)
+    told = load_ssh_public_key(public.read_bytes())
+    form = (Encoding.OpenSSH, PublicFormat.OpenSSH)
+    assert told.public_bytes(*form) == key.public_key().public_bytes(*form)
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert private.parent.stat().st_mode & 0o777 == 0o700
+    before = private.read_bytes()
+    assert make_key(tmp_path / "keys", "node-0") == (private, public)
+    assert private.read_bytes() == before
+    assert make_key(tmp_path / "keys", "node-1")[0].read_bytes() != before
+
+
+def test_the_certificate_is_the_authority_s_and_names_its_hosts(tmp_path):
+    make_certificates(tmp_path)
+    root, leaf = certificate(tmp_path / "ca.crt"), certificate(tmp_path / "server.crt")
+    leaf.verify_directly_issued_by(root)
+    with pytest.raises((InvalidSignature, ValueError)):
+        root.verify_directly_issued_by(leaf)
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.IPAddress) == [ip_address("127.0.0.1")]
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    lasts = leaf.not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=364) < lasts <= timedelta(days=365)
+    assert (tmp_path / "server.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_certificates_that_are_there_stay(tmp_path):
+    make_certificates(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    make_certificates(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -152,9 +152,9 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_log(variables, live, comman
         return
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert len(re.findall(r"rounds +\d+ of 120", plain)) > 2  # the view was redrawn during the run
-    last = plain[plain.rindex("120 of 120") :]
+    last = " ".join(plain[plain.rindex("120 of 120") :].replace("│", "").split())
     run = RunDirectory.open(tmp_path / "run")
     (_, means), (_, spent) = run.series("accuracy_mean"), run.series("epsilon_provable")
-    assert f"{means[-1]:.3f} mean" in last
+    assert f"accuracy {means[-1]:.3f} (worst tenth" in last
     assert f"ε {spent[-1]:.3g}"[:5] in last
-    assert "answered  2 of 2" in last
+    assert "2 of 2 answered" in last

@@ -68,13 +68,6 @@ def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
     assert own["clients-per-node"] == "1"
 
 
-def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
-    with pytest.raises(InvalidValue, match="--clients=7: .* has no setting for the number .*add"):
-        prepared(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
-    run = prepared(FOREIGN.folder, runs=tmp_path, nodes=7, in_process=True)
-    assert run.nodes == 7
-
-
 def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):
     config = overrides(runs=tmp_path)
     assert json.loads(config["state-folder"]) == f"{json.loads(config['run-directory'])}/state"
@@ -155,17 +148,7 @@ def test_a_relative_folder_for_the_runs_of_a_superlink_elsewhere_is_refused():
 
 
 def test_a_simulation_without_a_number_of_clients_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(InvalidValue, match=r"add clients = N to \[tool.flwr.app.config\].*--nodes"):
+    with pytest.raises(InvalidValue, match=r"add clients = N to \[tool.flwr.*--clients=N"):
         prepared(FOREIGN.folder, runs=tmp_path)
-    assert prepared(FOREIGN.folder, runs=tmp_path, nodes=7).nodes == 7
-
-
-def test_a_number_of_nodes_is_refused_where_a_setting_says_it(tmp_path):
-    with pytest.raises(InvalidValue, match="--nodes=7: .* --set clients=N"):
-        prepared(DP2_FEDSAM.folder, runs=tmp_path, nodes=7)
-
-
-@pytest.mark.parametrize("other", [{"in_process": True}, {"superlink": "far"}])
-def test_a_ray_cluster_is_for_simulations_on_ray(other):
-    with pytest.raises(InvalidValue, match="ray=h:1: only a simulation runs on Ray"):
-        prepared(DP2_FEDSAM.folder, ray="h:1", **other)
+    for engine in ({}, {"in_process": True}):
+        assert prepared(FOREIGN.folder, runs=tmp_path, clients=7, **engine).nodes == 7

@@ -225,11 +225,11 @@ def test_workers_are_those_of_a_run_without_ray():
 
 
 @pytest.mark.full
-def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
+def test_run_takes_a_number_of_clients(tmp_path):
     from tests.support.apps import DP2_FEDSAM
 
     small = ["--set", "rounds=1", "--set", "partition=iid", "--runs", str(tmp_path)]
-    done = call("run", str(DP2_FEDSAM.folder), "--clients", "7", *small)
+    done = call("run", str(DP2_FEDSAM.folder), "--in-process", "--clients", "7", *small)
     assert done.exit_code == 0, done.output
     (run,) = tmp_path.iterdir()
     assert RunDirectory.open(run).facts["config"]["clients"] == 7
@@ -242,7 +242,8 @@ def test_runs_go_where_the_environment_says(command):
 
 def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
     asked = []
-    monkeypatch.setattr(run_command, "launch", lambda *_, runs, **__: asked.append(str(runs)))
+    monkeypatch.setattr(run_command, "prepare", lambda options: asked.append(str(options.runs)))
+    monkeypatch.setattr(run_command, "launch", lambda run: None)
     monkeypatch.setenv("FLOWER_EXT_RUNS", "/there")
     call("run", "somewhere")
     call("run", "somewhere", "--runs", "/here")
@@ -292,7 +293,7 @@ def test_messages_with_brackets_arrive_whole(monkeypatch):
     def fail(*args, **options):
         raise LaunchFailed("pip install 'flower-ext[vision]'")
 
-    monkeypatch.setattr(run_command, "launch", fail)
+    monkeypatch.setattr(run_command, "prepare", fail)
     assert "flower-ext[vision]" in call("run", "somewhere").stderr
 
 

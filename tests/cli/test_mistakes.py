@@ -69,7 +69,15 @@ def test_a_mistake_in_a_setting_ends_the_run_with_one_line(app, settings, said, 
 @pytest.mark.full
 def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_once_there_is_room(tmp_path):
     path = tmp_path / "run"
-    start = ["--clients", "12", "--set", "evaluate-every=0", "--set", f"run-directory={path}"]
+    start = [
+        "--in-process",
+        "--clients",
+        "12",
+        "--set",
+        "evaluate-every=0",
+        "--set",
+        f"run-directory={path}",
+    ]
     full = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({BYTES}, {BYTES}))\n"
 
     def ended(program: str, *words: object) -> subprocess.CompletedProcess[str]:

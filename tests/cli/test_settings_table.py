@@ -10,7 +10,6 @@ from flower_ext.cli.project import checked_settings
 from flower_ext.cli.settings_table import rows_of
 from tests.support.apps import APPS
 
-DOCUMENTED = APPS.parent / "docs" / "settings.md"
 FOLDERS = sorted(path.parent for path in APPS.glob("*/pyproject.toml"))
 HEAD = "[tool.flwr.app.config]\n"
 
@@ -22,13 +21,6 @@ def call(*arguments: object):
 def project(folder: Path, text: str) -> Path:
     (folder / "pyproject.toml").write_text(text)
     return folder
-
-
-def test_the_table_in_docs_is_what_the_apps_say(tmp_path):
-    assert call(*FOLDERS, "--markdown", tmp_path / "now.md").exit_code == 0
-    assert (tmp_path / "now.md").read_text() == DOCUMENTED.read_text(), (
-        "docs/settings.md is stale: run flower-ext settings apps/* --markdown docs/settings.md"
-    )
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -88,23 +80,6 @@ def test_a_class_that_is_not_there_is_refused_by_name(tmp_path):
     done = call(project(tmp_path, f"{named}{HEAD}x = 1\n"))
     assert done.exit_code == 2
     assert "nowhere.settings:Settings" in done.output
-
-
-def test_what_differs_between_apps_is_told_of_each(tmp_path):
-    for name, default, meaning in (
-        ("a", "one", "first"),
-        ("b", "two", "2nd"),
-        ("c", "two", "first"),
-    ):
-        more = "y = 0.5\n" if name == "c" else ""
-        declaring(tmp_path / name, f'x = "{default}"\n{more}', meaning)
-    table = tmp_path / "table.md"
-    assert call(*(tmp_path / name for name in "cab"), "--markdown", table).exit_code == 0
-    meanings = r"*a, c*: first \[of some\]<br>*b*: 2nd \[of some\]"
-    assert table.read_text().splitlines()[-2:] == [
-        rf"| `x` | `one` | `two` | `two` | one \| two | {meanings} |",
-        "| `y` | – | – | `0.5` |  | half |",
-    ]
 
 
 def test_a_folder_without_settings_is_refused(tmp_path):

@@ -35,6 +35,7 @@ from safetensors.numpy import load_file
 from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.launch import launch
+from flower_ext.cli.preparing import RunOptions, prepare
 from flower_ext.cli.processes import signal_group
 from flower_ext.federation import InProcessGrid
 from flower_ext.federation.engines.run_app import load_app
@@ -69,7 +70,8 @@ class WatchedRun:
 
         def follow() -> None:
             try:
-                launch(app, superlink=CONNECTION, settings=options, env=deployment.env)
+                run = prepare(RunOptions(app=app, superlink=CONNECTION, settings=options))
+                launch(run, env=deployment.env)
             except LaunchFailed as error:
                 self.error = error
 

@@ -105,15 +105,6 @@ def test_models_with_tied_weights_are_saved(run):
     assert set(load_file(run.path / "model.safetensors")) == {"a", "b"}
 
 
-def test_records_of_users_come_back_as_they_were(run):
-    assert run.user_records() is None
-    held = np.array([[3, 0, 1], [0, 0, 2]])
-    run.save_user_records(held)
-    np.testing.assert_array_equal(run.user_records(), held)
-    text = (run.path / "users.csv").read_text().splitlines()
-    assert text[:2] == ["user,silo 0,silo 1", "0,3,0"]
-
-
 def test_who_gave_no_answer_is_kept_and_a_torn_last_line_left_out(run):
     assert run.missing() == []
     run.log_missing(2, "train", [1, 3], ["round 2, node 7: the client failed"])

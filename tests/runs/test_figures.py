@@ -5,7 +5,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.figures import draw_comparison, draw_figures, draw_lines, qualities
+from flower_ext.runs.figures import draw_figures, draw_lines, qualities
 from tests.support.finished_runs import finished
 
 
@@ -76,9 +76,9 @@ def test_epsilons_far_apart_share_a_logarithmic_axis(tmp_path, published, log):
 
 def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):
     groups = {"a": [([1, 2], [0.0, 0.5]), ([1, 2], [1.0, 0.5])], "b": [([1, 2], [0.3, 0.4])]}
-    draw_comparison(tmp_path, "c", "title", "accuracy", groups)
+    draw_lines(tmp_path, "c", "title", "accuracy", groups)
     rows = [
-        (r["method"], *(float(r[c]) for c in ("round", "mean")))
+        (r["line"], *(float(r[c]) for c in ("round", "accuracy")))
         for r in rows_of(tmp_path / "c.csv")
     ]
     assert rows == [("a", 1, 0.5), ("a", 2, 0.5), ("b", 1, 0.3), ("b", 2, 0.4)]
@@ -89,8 +89,8 @@ def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):
 
 def test_more_groups_than_colours_stay_apart(tmp_path):
     groups = {f"m{n}": [([1, 2], [n / 10, n / 10])] for n in range(9)}
-    draw_comparison(tmp_path, "c", "title", "accuracy", groups)
-    assert len({r["method"] for r in rows_of(tmp_path / "c.csv")}) == 9
+    draw_lines(tmp_path, "c", "title", "accuracy", groups)
+    assert len({r["line"] for r in rows_of(tmp_path / "c.csv")}) == 9
 
 
 def test_record_level_epsilons_are_drawn_for_the_largest_client_and_the_mean(tmp_path):
@@ -127,8 +127,8 @@ def test_messages_and_seconds_add_up_over_rounds(tmp_path):
 def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
     groups = {"a": [([2, 4], [0.1, 0.5]), ([2, 4], [0.3, 0.5])]}
     cost = {"a": [([1, 2, 3, 4], [5, 10, 15, 20]), ([1, 2, 3, 4], [7, 12, 17, 22])]}
-    draw_comparison(tmp_path, "c", "t", "accuracy", groups, xlabel="messages", against=cost)
-    rows = [(float(r["messages"]), float(r["mean"])) for r in rows_of(tmp_path / "c.csv")]
+    draw_lines(tmp_path, "c", "t", "accuracy", groups, xlabel="messages", against=cost)
+    rows = [(float(r["messages"]), float(r["accuracy"])) for r in rows_of(tmp_path / "c.csv")]
     assert rows == [(11.0, pytest.approx(0.2)), (21.0, 0.5)]
 
 
@@ -197,7 +197,7 @@ def test_a_histogram_shows_every_client_under_its_partition(tmp_path, monkeypatc
 def test_scores_below_zero_are_inside_their_figure(tmp_path, monkeypatch):
     limits = []
     monkeypatch.setattr(Axes, "set_ylim", lambda *_, **given: limits.append(given))
-    draw_lines(tmp_path, "r2", "title", "r2", {"mean": ([1, 2], [-3.0, 0.5])})
+    draw_lines(tmp_path, "r2", "title", "r2", {"mean": [([1, 2], [-3.0, 0.5])]}, from_zero=True)
     assert {"bottom": 0} not in limits
 
 
@@ -206,6 +206,6 @@ def test_a_line_of_one_point_is_a_dot(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "plot", lambda axes, *a, **k: markers.append(k["marker"]) or plot(axes, *a, **k)
     )
-    draw_lines(tmp_path, "c", "title", "y", {"a": ([1], [2.0]), "b": ([1, 2], [2.0, 3.0])})
-    draw_comparison(tmp_path, "d", "title", "accuracy", {"a": [([1], [0.5])]})
+    draw_lines(tmp_path, "c", "title", "y", {"a": [([1], [2.0])], "b": [([1, 2], [2.0, 3.0])]})
+    draw_lines(tmp_path, "d", "title", "accuracy", {"a": [([1], [0.5])]})
     assert markers == ["o", "", "o"]

@@ -1,13 +1,11 @@
 """Files that several processes write at once, or that a killed process left; locks that name their
 holder."""
 
-import json
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -36,43 +34,34 @@ def holding(path, *words):
     return process, int(process.stdout.readline())
 
 
-def test_a_lock_in_use_names_its_process_and_how_to_end_it(tmp_path):
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(files, "_LAST_MOMENTS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_lock_in_use_names_its_process_and_ends_with_it(tmp_path):
     process, pid = holding(tmp_path / ".lock")
     assert is_locked(tmp_path / ".lock")
-    with pytest.raises(InUse, match=rf"in use by process {pid} since .*end it by `kill {pid}`"):
+    with pytest.raises(InUse, match=rf"in use by process {pid} on {socket.gethostname()} since"):
         lock(tmp_path / ".lock")
     process.kill()
     process.wait()
     assert not is_locked(tmp_path / ".lock")
     lock(tmp_path / ".lock").close()
+    assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+    assert f"process {pid} on" not in (tmp_path / ".lock").read_text()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_lock_that_a_forked_child_holds_waits_for_the_child(tmp_path, monkeypatch):
     process, child = holding(tmp_path / ".lock", "fork")
     process.wait()
-    monkeypatch.setattr(files, "_LAST_MOMENTS", 0.2)
-    with pytest.raises(InUse, match="whose first process has ended"):
+    with pytest.raises(InUse, match="or by a process that it started"):
         lock(tmp_path / ".lock")
     monkeypatch.setattr(files, "_LAST_MOMENTS", 60)
     os.kill(child, 9)
     lock(tmp_path / ".lock").close()
-
-
-def test_a_lock_of_another_machine_names_the_machine(tmp_path):
-    process, pid = holding(tmp_path / ".lock")
-    facts = {"pid": pid, "host": "far", "began": 1.0, "since": time.ctime()}
-    (tmp_path / ".lock").write_text(json.dumps(facts))
-    with pytest.raises(InUse, match=rf"process {pid} on far since"):
-        lock(tmp_path / ".lock")
-    process.kill()
-    process.wait()
-
-
-def test_a_later_process_with_the_same_number_is_not_taken_for_the_holder(tmp_path):
-    here = {"pid": os.getpid(), "host": socket.gethostname(), "began": 1.0, "since": ""}
-    assert not files._runs(here)
-    lock(tmp_path / ".lock").close()
-    assert files._runs(json.loads((tmp_path / ".lock").read_text()))
 
 
 def _write(path, content, times, begin, errors):

@@ -4,7 +4,6 @@ import os
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from flower_ext.metrics import summarize
@@ -307,16 +306,13 @@ def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
     try:
         run = finished(tmp_path / "run")
         run.log_missing(2, "train", [3], ["round 2, node 7: the client failed"])
-        run.save_user_records(np.ones((2, 3), np.int64))
         run.forget_rounds(after=3)
         write_report(run)
     finally:
         os.umask(old)
     files = {p for p in run.path.rglob("*") if p.is_file()}
     assert {"run.json", "metrics.jsonl", "missing.jsonl", "ledger.jsonl"} < {p.name for p in files}
-    assert {"guarantee.json", "clients.csv", "users.csv", "report.md", "report.html"} < {
-        p.name for p in files
-    }
+    assert {"guarantee.json", "clients.csv", "report.md", "report.html"} < {p.name for p in files}
     assert any(p.suffix == ".svg" for p in files)
     for path in files:
         assert path.stat().st_mode & 0o077 == 0, path

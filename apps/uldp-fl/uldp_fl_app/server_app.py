@@ -6,14 +6,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.data import histogram
 from flower_ext.federation import FederatedStrategy, Method, configured
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from uldp_fl_app.plans import PRIVATE, dp_sgd, plan_of, server_learning_rate
 from uldp_fl_app.private_weighting import private_sum_of
 from uldp_fl_app.settings import Settings
-from uldp_fl_app.task import SURVIVAL, group_size_of, num_users_of, silos_of, task_of
+from uldp_fl_app.task import SURVIVAL, group_size_of, num_users_of, task_of
 
 OPENLY = {
     "uldp-avg": partial(UldpAvg, weighting="equal"),
@@ -33,10 +32,6 @@ WHY_PLAIN = {
     "default": "secure sums are of clipped and noised updates",
 }
 """Reasons of the methods whose uploads no secure sum adds up."""
-RECORDS_FIGURE = (
-    "exact numbers of records a user and silo, in users.csv and its figure in the run directory "
-    "(records-figure=false turns this off)"
-)
 
 app = ServerApp()
 
@@ -63,11 +58,7 @@ def main(grid: Grid, context: Context) -> None:
 def strategy_of(settings: Settings, run: RunDirectory) -> FederatedStrategy:
     """Return the strategy of a run."""
     method = settings.method
-    options = {**configured.options(settings, run, plan_of(settings)), "exposed": []}
-    # Under private weighting the server knows no numbers of records.
-    if settings.records_figure and method not in PRIVATE:
-        run.save_user_records(histogram(silos_of(settings), num_users_of(settings)))
-        options["exposed"] = [RECORDS_FIGURE]
+    options = configured.options(settings, run, plan_of(settings))
     if method in PRIVATE:
         options["sum"] = private_sum_of(settings)
     if method == "uldp-group":

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from flower_ext.runs.settings import (
     Count,
     CountOrZero,
     Fraction,
     FractionBelowOne,
-    Integers,
     NotNegative,
     Positive,
+    Rule,
     setting,
 )
 from flower_ext.runs.shared_settings import ReleaseSettings, TrainingSettings
+
+
+def integers(text: str) -> tuple[int, ...] | None:
+    """Return the integers of a setting of kind `Integers`; None if the text is empty."""
+    return tuple(map(int, text.split(","))) if text else None
+
+
+def _are_integers(text: str) -> bool:
+    return not text or all(part.strip().isdecimal() for part in text.split(","))
+
+
+Integers = Annotated[str, Rule("integers with commas between them", _are_integers)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +115,4 @@ class Settings(ReleaseSettings, TrainingSettings):
     learning_rate: Positive = setting("of every user, or of the silo")
     server_learning_rate: NotNegative = setting(
         "0: silos · sqrt(users · epochs) for uldp-avg and -sgd, else 1"
-    )
-    records_figure: bool = setting(
-        "exact numbers of records a user and silo; not covered either (private methods: never)"
     )

@@ -232,17 +232,20 @@ def _noised_sum(
     noise: NoiseSource,
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    if isinstance(protection, ClipUnitsToCells) and isinstance(update, CellSum):
-        if update.bound <= protection.clipping_norm and update.cell == protection.cell:
+    is_bounded = (
+        isinstance(update, BoundedSum | CellSum | HiddenSum)
+        and isinstance(protection, ClipUnits | ClipUnitsToCells)
+        and update.bound <= protection.clipping_norm
+    )
+    if is_bounded and isinstance(protection, ClipUnitsToCells) and isinstance(update, CellSum):
+        if update.cell == protection.cell:
             return protection.noised(update.value, noise)
-    if isinstance(protection, ClipUnits) and isinstance(update, HiddenSum):
-        if update.bound <= protection.clipping_norm:
-            zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
-            return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
-    if isinstance(protection, ClipUnits) and isinstance(update, BoundedSum):
-        if update.bound <= protection.clipping_norm:
-            noised = protection.noised(update.value, noise)
-            return {name: value.to(received[name].dtype) for name, value in noised.items()}
+    elif is_bounded and isinstance(protection, ClipUnits) and isinstance(update, HiddenSum):
+        zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
+        return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
+    elif is_bounded and isinstance(protection, ClipUnits) and isinstance(update, BoundedSum):
+        noised = protection.noised(update.value, noise)
+        return {name: value.to(received[name].dtype) for name, value in noised.items()}
     raise tellable(
         InvalidValue(
             f"each unit's part of the update has {_bound_of(update)}: the plan expects "

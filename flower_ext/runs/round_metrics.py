@@ -1,10 +1,13 @@
-"""Scores of models among clients' metrics, and the direction in which each is better."""
+"""What the metrics of rounds and clients say: scores, who reported them, and a round in words."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from flower_ext.privacy import epsilon_text
+from flower_ext.privacy.guarantee import is_large
 
 _CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
 """Name and endings of a secure evaluation's numbers in ``metrics.jsonl``."""
@@ -14,14 +17,8 @@ _CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
 class NoisedScores:
     """Mean scores over all clients that a secure evaluation released, with noise.
 
-    Parameters
-    ----------
-    round : int
-        The round after which clients were evaluated.
-    clients : float
-        Number of clients with scores, with noise.
-    means, errors : Mapping[str, float]
-        By name of the score: its mean, and the mean's standard error due to noise.
+    ``round`` is the round after which clients were evaluated, and ``clients`` the number of clients
+    with scores, with noise. ``errors`` holds the standard errors of ``means`` due to noise.
     """
 
     round: int
@@ -65,3 +62,29 @@ def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
 def lower_is_better(metric: str) -> bool:
     """Return True for a metric that is a loss."""
     return metric.endswith("loss")
+
+
+def describe_round(row: Mapping[str, float]) -> list[str]:
+    """Return phrases on what a round achieved and cost, from its metrics."""
+    phrases = []
+    if "accuracy_mean" in row:
+        beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"
+        if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
+            beside = f"± {error:.2g} by noise"
+        phrases.append(f"accuracy {row['accuracy_mean']:.3f} ({beside})")
+    for basis in ("provable", "published"):
+        if (epsilon := row.get(f"epsilon_{basis}")) is not None:
+            phrases.append(f"ε {epsilon_text(epsilon)} {basis}")
+    if (delta := row.get("delta", 0)) and is_large(delta, row.get("privacy_units")):
+        phrases.append(f"δ {delta:.3g} is large")
+    if not row.get("messages"):
+        phrases.append("no client was asked to train")
+    if "answered" in row:
+        phrases.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
+    if row.get("topped_up_stddev"):
+        phrases.append("the server topped up the noise")
+    if row.get("discarded"):
+        phrases.append("round discarded")
+    if refused := row.get("refused", 0):
+        phrases.append(f"{refused:.0f} refused")
+    return phrases
