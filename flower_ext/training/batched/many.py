@@ -17,7 +17,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.batchable import trains_alike, why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedForm
-from flower_ext.training.batched.grouping import InBatches, InInvariantBatches, alike
+from flower_ext.training.batched.grouping import InBatches, alike
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.model_templates import template_of
@@ -174,9 +174,7 @@ def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
         for form in _offered(task, jobs[0]):
             if form.gains_alone(jobs[0]) if alone else form.batch_invariant or not steady:
                 yield form
-        if steady and why_apart(task, jobs, steady=True) is None:
-            yield InInvariantBatches(task)
-        elif not alone and not steady:
+        if not alone and not steady:
             yield InBatches(task)
     yield Alone(task)
 
