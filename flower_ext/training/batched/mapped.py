@@ -146,7 +146,8 @@ class MappedModel:
 
         def form(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-            y: Tensor = _Product.apply(begin, rows, weight, bias, *both)  # type: ignore[no-untyped-call]
+            # Contiguous, because the product of matrices apart in memory is slow.
+            y: Tensor = _Product.apply(begin, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
             return y.view(*x.shape[:-1], y.shape[-1])
 
         both = weight, bias
