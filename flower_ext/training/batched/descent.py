@@ -6,7 +6,6 @@ and batch order. Momentum, SAM and terms cost a few operations for all jobs toge
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -253,57 +252,32 @@ class Batches:
         self.jobs, self.device = jobs, device
 
     def __iter__(self) -> Iterator[MiniBatches]:
-        lengths = {(len(job.examples), job.training.batch_size) for job in self.jobs}
-        return self._epochs(*lengths.pop()) if len(lengths) == 1 else self._gathered()
+        orders = []
+        start = 0
+        for job in self.jobs:
+            rows_of_steps = batch_rows(len(job.examples), job.training, job.generator)
+            orders.append([rows + start for rows in rows_of_steps])
+            start += len(job.examples)
+        features, targets = self._joined("features"), self._joined("targets")
+        for step in range(self.jobs[0].num_steps):
+            rows = [order[step] for order in orders if step < len(order)]
+            counts = [*map(len, rows)]
+            longest = max(counts)
+            # Padding repeats an example of its own mini-batch.
+            padded = [r if len(r) == longest else _padded(r, longest) for r in rows]
+            index, shape = torch.cat(padded).to(self.device), (len(rows), longest)
+            x, y = (part.index_select(0, index) for part in (features, targets))
+            yield MiniBatches(x.unflatten(0, shape), y.unflatten(0, shape), counts)
 
-    def _epochs(self, count: int, size: int) -> Iterator[MiniBatches]:
-        """Yield batches of clients of one size: copy the examples of an epoch in order, and cut."""
-        steps = torch.tensor([job.num_steps for job in self.jobs])
-        per_epoch = math.ceil(count / size)
-        for step in range(int(steps[0])):
-            active, start = int((steps > step).sum()), step % per_epoch * size
-            if start == 0:
-                orders = [
-                    torch.randperm(count, generator=job.generator) for job in self.jobs[:active]
-                ]
-                features = self._ordered("features", orders)
-                targets = self._ordered("targets", orders)
-            x, y = (part[:active, start : start + size] for part in (features, targets))
-            yield MiniBatches(x, y, [x.shape[1]] * active)
+    def _joined(self, part: str) -> Tensor:
+        """Return the features, or the targets, of all jobs, one job after the other."""
+        return torch.cat(
+            [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+        )
 
-    def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
-        parts = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
-        copied: Tensor = parts[0].new_empty((len(parts), len(orders[0]), *parts[0].shape[1:]))
-        for data, order, place in zip(parts, orders, copied, strict=True):
-            torch.index_select(data.detach(), 0, order.to(self.device), out=place)
-        return copied
 
-    def _gathered(self) -> Iterator[MiniBatches]:
-        """Yield batches of clients of any size: gather and pad every mini-batch."""
-        jobs = self.jobs
-        longest = max(len(job.examples) for job in jobs)
-        width = min(longest, max(job.training.batch_size for job in jobs))
-        features, targets = (self._padded(part, longest) for part in ("features", "targets"))
-        rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
-        counts_of_step: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
-        for index, job in enumerate(jobs):
-            drawn = batch_rows(len(job.examples), job.training, job.generator)
-            for step, chosen in enumerate(drawn):
-                rows[step, index] = chosen[0]  # padding repeats an example of its own batch
-                rows[step, index, : len(chosen)] = chosen
-                counts_of_step[step].append(len(chosen))
-        number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
-        for chosen, counts in zip(rows.to(self.device), counts_of_step, strict=True):
-            active, most = len(counts), max(counts)
-            where = number[:active], chosen[:active, :most]
-            yield MiniBatches(features[where], targets[where], counts)
-
-    def _padded(self, part: str, longest: int) -> Tensor:
-        like: Tensor = getattr(self.jobs[0].examples, part)
-        padded = like.new_zeros((len(self.jobs), longest, *like.shape[1:]), device=self.device)
-        for job, place in zip(self.jobs, padded, strict=True):
-            place[: len(job.examples)] = getattr(job.examples, part).detach()
-        return padded
+def _padded(rows: Tensor, length: int) -> Tensor:
+    return torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:

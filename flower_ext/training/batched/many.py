@@ -27,30 +27,6 @@ from flower_ext.training.task import Task
 _TYPICAL_ROWS = 32
 
 
-def train_many(
-    task: Task,
-    jobs: Sequence[Job],
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[Params]:
-    """Train each job as `train` does; return the models in the order of the jobs.
-
-    Jobs that cannot be trained together, or would not gain by it, are trained one by one.
-
-    Parameters
-    ----------
-    memory_limit : int
-        Bytes for parameters, gradients, examples and activations of one batch (estimated).
-
-    Raises
-    ------
-    ValueError, NotConverged
-        As `train`.
-    """
-    return list(train_each(task, jobs, trained=trained, memory_limit=memory_limit))
-
-
 def train_each(
     task: Task,
     jobs: Sequence[Job],
@@ -59,10 +35,22 @@ def train_each(
     memory_limit: int = MEMORY_LIMIT,
     steady: bool = False,
 ) -> Iterator[Params]:
-    """Train as `train_many`, but yield each model as soon as it and those before it are ready.
+    """Train each job as `train` does; yield each model as soon as it and those before are ready.
 
-    Consume each model immediately: it is still in the processor's caches, and memory stays bounded.
-    ``steady`` is the option of `train_groups`.
+    Jobs that cannot be trained together, or would not gain by it, are trained one by one. Consume
+    each model immediately: it is still in the processor's caches, and memory stays bounded.
+
+    Parameters
+    ----------
+    memory_limit : int
+        Bytes for parameters, gradients, examples and activations of one batch (estimated).
+    steady : bool
+        The option of `train_groups`.
+
+    Raises
+    ------
+    ValueError, NotConverged
+        As `train`.
     """
     if len(jobs) == 1 and not steady and _goes_alone(task, jobs[0]):
         yield train_job(task, jobs[0], trained=trained)
@@ -85,7 +73,7 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     steady: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """Train as `train_many`, batch by batch: yield the indices of jobs, and their stacked models.
+    """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
 
     Each parameter has a first dimension of these jobs, and the caller may change it. Parameters and
     buffers that no job of a batch trains may be absent. A caller that needs only sums over models

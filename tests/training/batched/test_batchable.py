@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, Proximal, train_many
+from flower_ext.training import Job, Proximal
 from flower_ext.training.batched import batchable
 from flower_ext.training.batched.batchable import why_apart
 from tests.support.jobs import (
@@ -22,6 +22,7 @@ from tests.support.jobs import (
     perceptron,
     problem,
     same,
+    train_many,
 )
 
 

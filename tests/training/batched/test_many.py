@@ -21,7 +21,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.batched import many as module
 from flower_ext.training.batched.grouping import together
-from flower_ext.training.batched.many import train_groups, train_many, trains_apart
+from flower_ext.training.batched.many import train_groups, trains_apart
 from flower_ext.training.batched.mapped import MappedModel
 from tests.support.grids import grid
 from tests.support.jobs import (
@@ -38,6 +38,7 @@ from tests.support.jobs import (
     perceptron,
     problem,
     same,
+    train_many,
 )
 
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training import models, train_many
+from flower_ext.training import models
 from flower_ext.training.batched.mapped import MappedModel, Target, stacked
-from tests.support.jobs import ALIKE, WAYS, jobs_of, one_by_one, problem, same
+from tests.support.jobs import ALIKE, WAYS, jobs_of, one_by_one, problem, same, train_many
 
 
 class Residual(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, train_each, train_many
+from flower_ext.training import Job, LocalTraining, train_each
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.dropout import Draws, Dropout
-from tests.support.jobs import UNEVEN, one_by_one, problem, same
+from tests.support.jobs import UNEVEN, one_by_one, problem, same, train_many
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 WAYS = {
