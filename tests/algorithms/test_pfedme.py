@@ -10,8 +10,8 @@ from flower_ext.algorithms import pfedme
 from flower_ext.algorithms.pfedme import Envelope, minimise_envelopes
 from flower_ext.data import Examples
 from flower_ext.training import Linear, LocalTraining, Task
-from flower_ext.training.local import batchesfrom flower_ext.training.batched.mapped import MappedModel
-
+from flower_ext.training.batched.mapped import MappedModel
+from flower_ext.training.local import batches
 
 
 class Centred(nn.Module):
