@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, unstacked
-from flower_ext.training.batched.form import MEMORY_LIMIT, OfferedForm
+from flower_ext.training.batched.form import MEMORY_LIMIT, Form
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.local import SGD, Job, LocalTraining, train_job
 from flower_ext.training.model_calls import refusing_layer
@@ -105,7 +105,7 @@ def _why_unlike(trial: _Trial) -> str | None:
     return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())
 
 
-def trains_alike(task: Task, job: Job, form: OfferedForm) -> bool:
+def trains_alike(task: Task, job: Job, form: Form) -> bool:
     """Return True if a plug-in's form trains models like that of ``job`` as `train` does.
 
     A trial decides, because the code of a model may do more than its layers show. A model that
@@ -116,7 +116,7 @@ def trains_alike(task: Task, job: Job, form: OfferedForm) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _trains_alike(trial: _Trial, form: OfferedForm) -> bool:
+def _trains_alike(trial: _Trial, form: Form) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("the form does not take the random jobs of a trial")

@@ -1,6 +1,6 @@
-"""Interfaces of forms: ways to train many jobs.
+"""Interface of forms: ways to train many jobs, which plug-ins offer.
 
-A plug-in offers a form of its own as the entry point of a `FormFactory`, in the group `GROUP`.
+A plug-in offers a form as the entry point of a `FormFactory`, in the group `GROUP`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ GROUP = "flower_ext.forms"
 
 
 class Form(Protocol):
-    """A way to train jobs whose examples have one shape and type."""
+    """A way to train jobs whose examples have one shape and type.
+
+    It must train every job that it takes as `local.train` does, up to the order of sums. A trial
+    with random jobs compares both for every model whose code the package does not know.
+    """
+
+    batch_invariant: bool
+    """True if no bit of a model depends on the jobs that train beside it. A guarantee for each user
+    rests on this promise, which no trial checks."""
+
+    def __hash__(self) -> int:
+        """Return a hash, by which the process remembers whether a trial found it sound."""
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterable[list[int]]:
         """Yield the indices of the jobs that this form trains, as groups to train together."""
@@ -33,25 +44,10 @@ class Form(Protocol):
             ``trained`` selects nothing.
         """
 
-
-class OfferedForm(Form, Protocol):
-    """A form of a plug-in.
-
-    It must train every job that it takes as `local.train` does, up to the order of sums. A trial
-    with random jobs compares both for every model whose code the package does not know.
-    """
-
-    batch_invariant: bool
-    """True if no bit of a model depends on the jobs that train beside it. A guarantee for each user
-    rests on this promise, which no trial checks."""
-
-    def __hash__(self) -> int:
-        """Return a hash, by which the process remembers whether a trial found it sound."""
-
     def gains_alone(self, job: Job) -> bool:
         """Return True if a single job trains no more slowly than by PyTorch."""
 
 
-FormFactory = Callable[[Task, Job], OfferedForm | None]
+FormFactory = Callable[[Task, Job], Form | None]
 """Returns the form for jobs like the given one. The same form serves all jobs of a kind, so that it
 is tried only once. None if the plug-in cannot train them, or not faster."""

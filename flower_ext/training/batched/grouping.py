@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.descent import Stack
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.local import Job
-from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 _CACHE = 12 * 2**20
@@ -25,52 +23,46 @@ _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 
 
-class InBatches:
-    """Trainings on stacked parameters (a `Form`), for jobs to which `why_apart` does not object."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups, the longest job first in each; jobs that gain nothing are left out.
-
-        A batch narrows as its jobs end, so jobs that would outlast all others are left out. Among
-        jobs of equal length those with similar numbers of examples are neighbours, to pad less.
-        """
-        if len(jobs) < 2:
-            return
-        order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
-        steps = [jobs[i].num_steps for i in order]
-        fewest = MappedModel.fewest
-        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
-        left = order[next(worth, len(jobs)) :]
-        while left:
-            size = together(self.task, jobs[left[0]], memory_limit)
-            group, left = left[:size], left[size:]
-            if len(group) > 1:
-                yield group
-
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Train a group, as `Form.minimise` does."""
-        like = jobs[0].params
-        weights = Stack(self.task, jobs, trained).minimise()
-        return {n: w.to(like[n].device, like[n].dtype) for n, w in weights.items()}
-
-
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
     """Return groups of jobs that are best trained together, as indices, the longest job first.
 
-    All jobs of a group have examples of one shape and type. Jobs that `InBatches` leaves out form
+    All jobs of a group have examples of one shape and type. Jobs that gain nothing in a batch form
     groups of one.
     """
-    batches: list[list[int]] = []
+    every: list[list[int]] = []
     for members in alike(jobs):
-        similar = [jobs[index] for index in members]
-        if len(similar) > 1 and why_apart(task, similar) is None:
-            groups_of_similar = InBatches(task).groups(similar, memory_limit)
-            batches += [[members[index] for index in group] for group in groups_of_similar]
-    batched = {index for batch in batches for index in batch}
-    return batches + [[index] for index in range(len(jobs)) if index not in batched]
+        every += _groups_of_alike(task, jobs, longest_first(jobs, members), memory_limit)
+    return every
+
+
+def _groups_of_alike(
+    task: Task, jobs: Sequence[Job], order: list[int], memory_limit: int
+) -> Iterator[list[int]]:
+    """Yield groups of jobs that are alike, given by their indices, the longest job first.
+
+    A batch narrows as its jobs end, so jobs that would outlast all others are left out.
+    """
+    start = len(order)
+    if len(order) > 1 and why_apart(task, [jobs[index] for index in order]) is None:
+        steps = [jobs[index].num_steps for index in order]
+        worth = (
+            i for i in range(len(order)) if sum(steps[i:]) >= MappedModel.fewest * max(steps[i], 1)
+        )
+        start = next(worth, start)
+    yield from ([index] for index in order[:start])
+    left = order[start:]
+    while left:
+        size = together(task, jobs[left[0]], memory_limit)
+        yield left[:size]
+        left = left[size:]
+
+
+def longest_first(jobs: Sequence[Job], members: Sequence[int]) -> list[int]:
+    """Return indices of jobs in the order of their steps.
+
+    Among jobs of equal length those with similar numbers of examples are neighbours, to pad less.
+    """
+    return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
 
 
 def alike(jobs: Sequence[Job]) -> list[list[int]]:

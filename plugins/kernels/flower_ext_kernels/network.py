@@ -53,7 +53,7 @@ _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A chain of layers: one array of numbers and a table of layers (an `OfferedForm`)."""
+    """A chain of layers: one array of numbers and a table of layers (an `Form`)."""
 
     batch_invariant = True
     """True because each model trains by itself, in an order of sums of its own."""

@@ -19,7 +19,6 @@ from flower_ext.training import (
     evaluate_each,
     train,
 )
-from flower_ext.training.batched import many as module
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.many import train_groups, trains_apart
 from flower_ext.training.batched.mapped import MappedModel
@@ -85,8 +84,7 @@ def test_a_frozen_part_is_each_clients_own_and_stays(batched, part):
 
 @pytest.mark.parametrize("model", [Convolutional, Words])
 @pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
-def test_convolutions_and_embeddings_train_in_batches_too(batched, monkeypatch, model, sizes):
-    monkeypatch.setattr(module, "why_apart", lambda task, jobs, **more: None)
+def test_convolutions_and_embeddings_train_in_batches_too(batched, model, sizes):
     ways = WAYS["sam"]
     same(
         train_many(problem(model), jobs_of(model, ways, sizes)),
