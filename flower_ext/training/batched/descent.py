@@ -120,7 +120,7 @@ class Stack:
             moving = first(velocity, active)
             for v in moving.values():
                 v.mul_(along(momentum[:active], v))
-            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in moving.items()})
+            self._send(point, batch, {n: Target(v) for n, v in moving.items()})
             add_terms(moving, terms, point)
             for name, w in now.items():
                 w.addcmul_(moving[name], along(rate[:active], w), value=-1.0)
@@ -130,7 +130,7 @@ class Stack:
         """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
         for batch in self.batches:
             now = first(self.weights, len(batch.x))
-            targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
+            targets = {name: Target(w, factor=-1.0) for name, w in now.items()}
             self._send(now, batch, targets, rate[: len(batch.x)])
         return self.weights
 
@@ -145,7 +145,7 @@ class Stack:
 
         Jobs that ``climbs`` leaves out draw no random numbers, as they would not draw alone.
         """
-        gradients = {name: torch.empty_like(w) for name, w in point.items()}
+        gradients = {name: torch.zeros_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in gradients.items()}
         # A copy of the features, because a model may write into them.
         batch = batch._replace(x=batch.x.clone())

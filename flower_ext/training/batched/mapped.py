@@ -28,24 +28,18 @@ Loss = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of a parameter's gradient: ``tensor ← keep · tensor + factor · gradient``."""
+    """Tensor to which ``factor`` times a parameter's gradient is added."""
 
     tensor: Tensor
-    keep: float = 0.0
     factor: float = 1.0
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient."""
-        if self.keep == 0:
-            torch.mul(gradient, self.factor, out=self.tensor)
-            return
-        if self.keep != 1:
-            self.tensor.mul_(self.keep)
         self.tensor.add_(gradient, alpha=self.factor)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add the gradient a @ b, without a tensor for the product itself."""
-        self.tensor.baddbmm_(a, b, beta=self.keep, alpha=self.factor)
+        self.tensor.baddbmm_(a, b, alpha=self.factor)
 
 
 @dataclass
@@ -110,7 +104,7 @@ class MappedModel:
         targets: Mapping[str, Target],
         draws: Draws | None = None,
     ) -> None:
-        """Compute the gradient of ``loss`` and write it to ``targets``.
+        """Compute the gradient of ``loss`` and add it to ``targets``.
 
         Parameters
         ----------
@@ -136,8 +130,8 @@ class MappedModel:
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in now.sent:
                 raise RuntimeError(f"{name!r} is used outside its layer")
-            if name not in now.sent:
-                targets[name].add(torch.zeros_like(leaves[name]) if slope is None else slope)
+            if slope is not None:
+                targets[name].add(slope)
 
     def _product(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         """Return x Wᵀ + b."""

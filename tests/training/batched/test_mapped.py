@@ -87,7 +87,7 @@ def alone(model, params, x, y):
 @pytest.mark.parametrize("which", MODELS)
 def test_gradients_are_each_models_own(which):
     model, every, many, x, y = setting(which)
-    targets = {n: Target(torch.full_like(p, float("nan"))) for n, p in many.items()}
+    targets = {n: Target(torch.zeros_like(p)) for n, p in many.items()}
     slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
     MappedModel(model).gradient(many, x, summed(y), targets)
     for row, expected_slopes in enumerate(slopes):
@@ -96,21 +96,19 @@ def test_gradients_are_each_models_own(which):
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_a_target_keeps_some_of_what_it_held(which):
+def test_a_target_keeps_what_it_held(which):
     model, every, many, x, y = setting(which)
-    targets = {n: Target(torch.ones_like(p), keep=0.5, factor=-2.0) for n, p in many.items()}
+    targets = {n: Target(torch.ones_like(p), factor=-2.0) for n, p in many.items()}
     slopes = alone(model, every[1], x[1], y[1])
     MappedModel(model).gradient(many, x, summed(y), targets)
     for name, expected in slopes.items():
-        torch.testing.assert_close(
-            targets[name].tensor[1], 0.5 - 2 * expected, rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(targets[name].tensor[1], 1 - 2 * expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_the_weights_themselves_may_be_the_targets(which):
     model, every, many, x, y = setting(which)
-    targets = {name: Target(p, keep=1.0, factor=-0.1) for name, p in many.items()}
+    targets = {name: Target(p, factor=-0.1) for name, p in many.items()}
     slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
     MappedModel(model).gradient(many, x, summed(y), targets)
     for row, params in enumerate(every):
