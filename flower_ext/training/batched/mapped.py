@@ -243,8 +243,8 @@ def _convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
     def form(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         groups, kernel = len(weight) * layer.groups, weight.flatten(0, 1)
         added = None if bias is None else bias.flatten()
-        placed = layer.stride, layer.padding, layer.dilation
-        y = functional.conv2d(_by_channel(x), kernel, added, *placed, groups)
+        stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+        y = functional.conv2d(_by_channel(x), kernel, added, stride, padding, dilation, groups)
         return _by_model(y, len(weight))
 
     return _for_all_models(form, x, layer.weight, layer.bias)
@@ -271,4 +271,4 @@ def _by_channel(x: Tensor) -> Tensor:
 
 def _by_model(x: Tensor, count: int) -> Tensor:
     """Undo `_by_channel`."""
-    return x.unflatten(1, (count, -1)).transpose(0, 1)
+    return x.view(len(x), count, -1, *x.shape[2:]).transpose(0, 1)
