@@ -26,7 +26,7 @@ from benchmarks.speed.workload import (
 )
 from flower_ext.data import ClientData, Examples
 from flower_ext.runs.page import table
-from flower_ext.training import Job, LocalTraining, Params, Task, train, train_many
+from flower_ext.training import Job, LocalTraining, Params, Task, train, train_each
 
 TURNS, CLIENTS = 30, 20
 TRAINING = LocalTraining(epochs=1, batch_size=BATCH, learning_rate=LEARNING_RATE)
@@ -64,7 +64,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    columns = ("model, parameters", "bare loop, µs", "train, µs", "train_many, µs", "ratios")
+    columns = ("model, parameters", "bare loop, µs", "train, µs", "train_each, µs", "ratios")
     print(table(columns, [row(name, build) for name, build in CASES.items()]))
 
 
@@ -85,7 +85,7 @@ def row(name: str, build: Callable[[], nn.Module]) -> tuple[str, ...]:
 
     def as_one_of_many(client: int) -> Params:
         own, random = Examples(*examples(client)), torch.Generator().manual_seed(client)
-        (trained,) = train_many(
+        (trained,) = train_each(
             task, [Job(params=start, examples=own, training=TRAINING, generator=random)]
         )
         return trained

@@ -4,7 +4,6 @@ from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
     train_each,
     train_groups,
-    train_many,
     train_surely,
     trains_apart,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "train_dp_sgd",
     "train_each",
     "train_groups",
-    "train_many",
     "train_surely",
     "trains_apart",
 ]

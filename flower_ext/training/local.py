@@ -35,8 +35,6 @@ from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 
 SGD = "SGD"
-_FETCHED = 2**20
-"""Bytes of examples that are fetched at once, unless a mini-batch has more."""
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     name: optimizer
     for name, optimizer in vars(torch.optim).items()
@@ -165,14 +163,24 @@ class Job:
         return self.training.num_steps(len(self.examples))
 
 
-def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU."""
-    size = training.batch_size
-    per_epoch = math.ceil(count / size)
-    for step in range(training.num_steps(count)):
-        if step % per_epoch == 0:
-            order = torch.randperm(count, generator=generator)
-        yield order[step % per_epoch * size :][:size]
+def batch_rows(
+    count: int, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
+) -> Iterator[Tensor]:
+    """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
+
+    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it shares its rows and those
+    of the one before evenly, so the number of steps stays.
+    """
+    left = training.num_steps(count)
+    while left > 0:
+        order = torch.randperm(count, generator=generator)
+        parts = [*torch.split(order, training.batch_size)]
+        if len(parts) > 1 and len(parts[-1]) < fewest:
+            both = torch.cat(parts[-2:])
+            half = len(both) // 2
+            parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
+        yield from parts[:left]
+        left -= len(parts)
 
 
 def batches(
@@ -180,28 +188,15 @@ def batches(
 ) -> Iterator[tuple[Tree, Tree]]:
     """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
 
-    Small examples are fetched for several steps at once.
-
-    Parameters
-    ----------
-    fewest : int
-        Least number of rows of a mini-batch (see `calls.fewest_rows`). If the last mini-batch has
-        fewer, it shares its rows and those of the one before evenly, so the number of steps stays.
+    ``fewest`` is the least number of rows of a mini-batch (see `fewest_rows`).
     """
-    count, size = len(examples), training.batch_size
-    left, per_epoch = training.num_steps(count), math.ceil(count / size)
     features, targets = examples.features, examples.targets
     device = trees.first(targets).device
-    row = trees.row_bytes(features) + trees.row_bytes(targets)
-    together = max(1, _FETCHED // max(1, size * row)) * size
-    for step in range(0, left, max(1, per_epoch)):
-        order = torch.randperm(count, generator=generator)[: (left - step) * size].to(device)
-        pieces = torch.split(order, together) if fewest == 1 else _evened(order, size, fewest)
-        for rows in pieces:
-            xs, ys = trees.selected(features, rows), trees.selected(targets, rows)
-            for x, y in zip(trees.split(xs, size), trees.split(ys, size), strict=True):
-                # Detached, so that in-place operations of the model stay out of the next gradient.
-                yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
+    for rows in batch_rows(len(examples), training, generator, fewest=fewest):
+        chosen = rows.to(device)
+        x, y = trees.selected(features, chosen), trees.selected(targets, chosen)
+        # Detached, so that in-place operations of the model stay out of the next gradient.
+        yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
 
 
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
@@ -209,16 +204,6 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     data, training = job.examples.to(task.torch_device()), job.training
     fewest = fewest_rows(task, data.features, training.batch_size)
     return batches(data, training, job.generator, fewest=fewest)
-
-
-def _evened(order: Tensor, size: int, fewest: int) -> Sequence[Tensor]:
-    """Cut an epoch into mini-batches; the last two are even if the last would have too few rows."""
-    parts = [*torch.split(order, size)]
-    if len(parts) > 1 and len(parts[-1]) < fewest:
-        both = torch.cat(parts[-2:])
-        half = len(both) // 2
-        parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
-    return parts
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:

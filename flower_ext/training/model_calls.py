@@ -112,31 +112,6 @@ def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
             ) from error
 
 
-def writable_features(task: Task, x: Tree, batched: int = 1) -> Tree:
-    """Return features that the model may write into: a copy of ``x`` if the model does so.
-
-    The first ``batched`` dimensions do not belong to an example.
-    """
-    if not isinstance(x, Tensor):
-        return trees.mapped(Tensor.clone, x)
-    return x.clone() if _writes(task.model, x.shape[batched:], x.dtype) else x
-
-
-@lru_cache(maxsize=64)
-def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Return True if a model of this kind begins with an operation in place."""
-    x = torch.zeros((2, *shape), dtype=dtype)
-
-    def run() -> None:
-        model = build()
-        (model.to(dtype) if dtype.is_floating_point else model)(x)
-
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # A model may refuse zeros; copying is always safe.
-        refuses = isinstance(attempted(run), Exception)
-    return refuses or x._version > 0
-
-
 def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
     """Return the least number of rows of a mini-batch: 2 if a single row is left and refused.
 

@@ -1,6 +1,6 @@
 """Models of the experiments: each has an ``extractor`` and a ``head``, its last linear layer.
 
-None has BatchNorm, whose statistics could not be shared; ResNet-18 uses GroupNorm instead.
+None has BatchNorm, whose statistics could not be shared.
 """
 
 from __future__ import annotations
@@ -60,54 +60,6 @@ def _convolutional(
 def _dense(*widths: int) -> list[nn.Module]:
     pairs = ((nn.Linear(inputs, outputs), nn.ReLU()) for inputs, outputs in pairwise(widths))
     return [layer for pair in pairs for layer in pair]
-
-
-class _Residual(nn.Module):
-    """Two 3×3 convolutions with GroupNorm around a shortcut."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.convolve1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(32, outputs)
-        self.convolve2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(32, outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = functional.relu(self.norm1(self.convolve1(x)))
-        return functional.relu(self.norm2(self.convolve2(y)) + self.shortcut(x))
-
-
-class _AsColour(nn.Module):
-    """Grey images become three equal channels; colour images stay as they are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
-
-
-def resnet18(num_classes: int = 10) -> HeadedModel:
-    """Return ResNet-18 with GroupNorm: exactly 11,181,642 parameters with ten classes.
-
-    DP²-FedSAM reports this number for its FEMNIST model. It is ResNet-18 with three input channels
-    and ten outputs, so grey images are repeated over the channels.
-    """
-    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
-    widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
-    extractor = nn.Sequential(
-        _AsColour(),
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.GroupNorm(32, 64),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-        *(_Residual(*width) for width in widths),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
-    return HeadedModel(extractor, nn.Linear(512, num_classes))
 
 
 class BinaryLogistic(HeadedModel):
@@ -192,7 +144,6 @@ _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "cifar10-cnn": cifar10_cnn,
     "cifar10-lenet": cifar10_lenet,
     "cifar10-cnn-32-64": cifar10_cnn_32_64,
-    "resnet18": resnet18,
     "synthetic-logistic": synthetic_logistic,
     "binary-logistic": binary_logistic,
     "creditcard-mlp": creditcard_mlp,

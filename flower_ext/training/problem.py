@@ -11,10 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import own_dropout
-from flower_ext.training.model_calls import SettableModel, writable_features
+from flower_ext.training.model_calls import SettableModel
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.model_templates import template_of
 from flower_ext.training.objective import Term
@@ -100,7 +101,8 @@ def local_problem(
         if chosen is not placed:
             replaced.set_params({**rest, **chosen})
             placed = chosen
-        value = task.loss(replaced(_laid(writable_features(task, x), layout)), y)
+        # A copy of the features, because the model may write into them.
+        value = task.loss(replaced(_laid(trees.mapped(Tensor.clone, x), layout)), y)
         for term in terms:
             value = value + term(chosen)
         return value

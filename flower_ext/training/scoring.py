@@ -17,7 +17,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import call_with, writable_features
+from flower_ext.training.model_calls import call_with
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 from flower_ext.training.trials.batch_invariance import evaluates_independently
@@ -72,7 +72,11 @@ def predict(
     weights = to_device(params, device)
     parts = trees.split(features, batch_size)
     return _joined(
-        [call_with(model, weights, writable_features(task, trees.to(x, device))) for x in parts],
+        [
+            # A copy, because the model may write into its features.
+            call_with(model, weights, trees.mapped(Tensor.clone, trees.to(x, device)))
+            for x in parts
+        ],
         [trees.length(x) for x in parts],
     )
 

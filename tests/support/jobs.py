@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training import Job, LocalTraining, Task, train
+from flower_ext.training import Job, LocalTraining, Params, Task, train, train_each
 
 
 class Dense(nn.Module):
@@ -130,3 +130,8 @@ WAYS = {
 
 def perceptron(*between):
     return nn.Sequential(nn.Linear(4, 5), *between, nn.Linear(5, 3))
+
+
+def train_many(task, jobs, **settings) -> list[Params]:
+    """Return all models of `train_each`."""
+    return [*train_each(task, jobs, **settings)]

@@ -17,11 +17,11 @@ from flower_ext.training import (
     evaluate,
     minimise,
     train,
-    train_many,
 )
 from flower_ext.training.local import batches, perturbation
-from flower_ext.training.model_calls import fewest_rows, writable_features
+from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.objective import Linear
+from tests.support.jobs import train_many
 
 
 def examples(n: int = 30, features: int = 4, classes: int = 3, seed: int = 0) -> Examples:
@@ -416,11 +416,6 @@ def test_evaluation_and_training_leave_the_examples_as_they_are(model):
     train(given, params, double, training, generator=torch.Generator())
     assert torch.equal(data.features, examples().features)
     assert torch.equal(double.features, examples().features.double())
-
-
-def test_a_model_that_leaves_its_features_alone_is_given_them_uncopied():
-    x = examples().features
-    assert writable_features(task(), x) is x
 
 
 def test_selecting_nothing_to_train_is_an_error():

@@ -23,12 +23,12 @@ from flower_ext.training import (
     model_factory,
     train,
     train_dp_sgd,
-    train_many,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import batches
 from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
+from tests.support.jobs import train_many
 from tests.support.reference.clipped_gradient import by_loop
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, Task, train, train_many
-from flower_ext.training import local as local_module
+from flower_ext.training import Job, LocalTraining, Task, train
 from flower_ext.training.local import batch_rows, batches
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.model_templates import template_of
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.seeding import seeded
+from tests.support.jobs import train_many
 
 CPU = torch.device("cpu")
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
@@ -415,15 +415,11 @@ def test_what_a_model_does_to_its_features_in_place_is_no_part_of_the_next_step(
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fetched", [0, 300, 2000, 2**20])
 @pytest.mark.parametrize(
     "way",
     [SGD, LocalTraining(steps=7, batch_size=3), LocalTraining(epochs=3, batch_size=50)],
 )
-def test_mini_batches_are_those_drawn_row_by_row_however_many_are_fetched(
-    way, fetched, monkeypatch
-):
-    monkeypatch.setattr(local_module, "_FETCHED", fetched)
+def test_mini_batches_are_those_drawn_row_by_row(way):
     data = examples(1, 11)
     data = Examples({"a": data.features, "b": (data.features[:, 0],)}, data.targets)
     rows = [*batch_rows(len(data), way, torch.Generator().manual_seed(5))]

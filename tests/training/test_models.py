@@ -14,7 +14,6 @@ SHAPES = {
     "cifar10-cnn": (3, 32, 32),
     "cifar10-lenet": (3, 32, 32),
     "cifar10-cnn-32-64": (3, 32, 32),
-    "resnet18": (1, 28, 28),
     "letters-mlp": (1, 28, 28),
     "creditcard-mlp": (30,),
 }
@@ -33,7 +32,6 @@ SHAPES = {
         ("cifar10-cnn", 667_402),
         ("cifar10-lenet", 62_006),
         ("cifar10-cnn-32-64", 694_806),
-        ("resnet18", 11_181_642),
         ("synthetic-logistic", 210),
         ("binary-logistic", 20),
         ("creditcard-mlp", 4_130),

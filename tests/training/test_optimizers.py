@@ -11,8 +11,9 @@ from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
-from flower_ext.training import Job, LocalTraining, Task, train, train_many
+from flower_ext.training import Job, LocalTraining, Task, train
 from flower_ext.training.local import batches
+from tests.support.jobs import train_many
 
 OTHERS = {
     "AdamW": {"weight_decay": 0.1},

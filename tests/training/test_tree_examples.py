@@ -18,14 +18,13 @@ from flower_ext.training import (
     accuracy,
     evaluate,
     train_groups,
-    train_many,
     train_surely,
 )
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.grouping import alike
 from flower_ext.training.batched.many import trains_apart
 from flower_ext.training.scoring import evaluate_each
-from tests.support.jobs import SGD, WAYS, one_by_one, problem, same
+from tests.support.jobs import SGD, WAYS, one_by_one, problem, same, train_many
 from tests.support.trees import (
     FORMS,
     OWN_LOSS,

@@ -38,7 +38,7 @@ class InProcessGrid(Grid):
     run_config : Mapping, optional
         The clients' ``context.run_config``.
     memory_limit : int
-        Bytes that local trainings may take at a time (see `training.train_many`). Replies that wait
+        Bytes that local trainings may take at a time (see `training.train_each`). Replies that wait
         to be used may take a quarter of it.
     workers : int
         Number of processes that share the clients; see `workers`.

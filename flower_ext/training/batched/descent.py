@@ -6,10 +6,8 @@ and batch order. Momentum, SAM and terms cost a few operations for all jobs toge
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from logging import getLogger
 from typing import NamedTuple
 
 import torch
@@ -18,19 +16,14 @@ from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.form import Loss, ManyModels, Target
-from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.batched.stacked import NotStackable, StackedModel
+from flower_ext.training.batched.mapped import Loss, MappedModel, Target, stacked
 from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows
-from flower_ext.training.model_calls import writable_features
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import affine
 from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
 from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
-
-log = getLogger("flwr")
 
 IGNORED = -100
 """Target value that cross_entropy leaves out of its mean."""
@@ -52,24 +45,14 @@ def kind_of(task: Task, job: Job) -> Kind:
     return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
 
 
-def models_for(task: Task, job: Job) -> ManyModels:
+def models_for(task: Task, job: Job) -> MappedModel:
     """Return the form that computes several models of a job's kind at once."""
     return _models(kind_of(task, job))
 
 
 @lru_cache(maxsize=64)
-def _models(kind: Kind) -> ManyModels:
-    """Return the form that computes K models of this kind at once."""
-
-    def model() -> nn.Module:
-        return in_training(kind.build().to(kind.device))
-
-    try:
-        return StackedModel(model(), torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device))
-    except NotStackable as reason:
-        fresh = model()  # tracing may have changed the first one
-        log.info("local trainings of %s go through vmap: %s", type(fresh).__name__, reason)
-        return MappedModel(fresh)
+def _models(kind: Kind) -> MappedModel:
+    return MappedModel(in_training(kind.build().to(kind.device)))
 
 
 class MiniBatches(NamedTuple):
@@ -88,22 +71,9 @@ class Stack:
     """A batch of jobs, sorted from the longest to the shortest.
 
     ``weights`` are the trained parameters by name, each with a first dimension of jobs.
-
-    Parameters
-    ----------
-    rows : int, optional
-        Length to which every mini-batch is padded; all jobs then have as many mini-batches in an
-        epoch. By default each mini-batch is as long as the longest one of the same step, so that
-        its shape depends on all jobs.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        jobs: Sequence[Job],
-        trained: Callable[[str], bool],
-        rows: int | None = None,
-    ) -> None:
+    def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
         if any(len(job.examples) == 0 for job in jobs):
             raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
@@ -113,17 +83,16 @@ class Stack:
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")
         params = {
-            name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
+            name: stacked([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params
         }
         self.weights = {name: params.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
         self.rest = params
-        self.batches = Batches(jobs, self.device, draws=self.models.draws, rows=rows)
+        self.batches = Batches(jobs, self.device)
         self.generators = [
             draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
-        self._shape: tuple[Sequence[int], bool] | None = None
         # Can the loss be computed for all examples at once, each with the same weight?
         self.classifies = task.loss is cross_entropy and not any(
             IGNORED in job.examples.targets for job in jobs
@@ -151,7 +120,7 @@ class Stack:
             moving = first(velocity, active)
             for v in moving.values():
                 v.mul_(along(momentum[:active], v))
-            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in moving.items()})
+            self._send(point, batch, {n: Target(v) for n, v in moving.items()})
             add_terms(moving, terms, point)
             for name, w in now.items():
                 w.addcmul_(moving[name], along(rate[:active], w), value=-1.0)
@@ -161,7 +130,7 @@ class Stack:
         """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
         for batch in self.batches:
             now = first(self.weights, len(batch.x))
-            targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
+            targets = {name: Target(w, factor=-1.0) for name, w in now.items()}
             self._send(now, batch, targets, rate[: len(batch.x)])
         return self.weights
 
@@ -176,8 +145,10 @@ class Stack:
 
         Jobs that ``climbs`` leaves out draw no random numbers, as they would not draw alone.
         """
-        gradients = {name: torch.empty_like(w) for name, w in point.items()}
+        gradients = {name: torch.zeros_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in gradients.items()}
+        # A copy of the features, because a model may write into them.
+        batch = batch._replace(x=batch.x.clone())
         self._send(point, batch, targets, climbs=None if climbs is None else climbs.tolist())
         add_terms(gradients, terms, point)
         return gradients
@@ -192,20 +163,19 @@ class Stack:
     ) -> None:
         """Send each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
-        x = writable_features(self.task, batch.x, batched=2)
         generators = self.generators[: len(batch.x)]
         if climbs is not None:
             generators = [g if climb else None for g, climb in zip(generators, climbs, strict=True)]
         loss, draws = self._loss(batch, factors), Draws(generators, batch.counts)
-        self.models.gradient(everything, x, loss, targets, draws)
+        self.models.gradient(everything, batch.x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
         """Return the sum over jobs of factor · loss on the first ``counts`` examples."""
         _, y, counts = batch
-        if self._shape != (counts, factors is None):  # few batches differ in shape from the last
-            self._shape = (counts, factors is None)
-            self._real, self._share = self._shares(y.shape[1], counts, factors)
-        real, share, loss = self._real, self._share, self.task.loss
+        number = self.numbers(counts).unsqueeze(1)
+        real = torch.arange(y.shape[1], device=self.device) < number
+        share = real / number if factors is None else real / number * factors.unsqueeze(1)
+        loss = self.task.loss
 
         def summed(outputs: Tensor) -> Tensor:
             if self.classifies and outputs.dim() == 3:
@@ -226,15 +196,6 @@ class Stack:
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
-
-    def _shares(
-        self, rows: int, counts: Sequence[int], factors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return a mask of the real examples of each mini-batch, and the weight of each example."""
-        number = self.numbers(counts).unsqueeze(1)
-        real = torch.arange(rows, device=self.device) < number
-        share = real / number
-        return real, share if factors is None else share * factors.unsqueeze(1)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return a factor and an offset for each parameter name.
@@ -287,84 +248,36 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
 class Batches:
     """Mini-batches of all jobs, step by step, in each job's own order."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        device: torch.device,
-        *,
-        draws: bool = False,
-        rows: int | None = None,
-    ) -> None:
-        self.jobs, self.device, self.draws, self.rows = jobs, device, draws, rows
-        lengths = {(len(job.examples), job.training.batch_size) for job in jobs}
-        self.alike = rows is not None or len(lengths) == 1
+    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+        self.jobs, self.device = jobs, device
 
     def __iter__(self) -> Iterator[MiniBatches]:
-        return self._epochs() if self.alike else self._gathered()
+        orders = []
+        start = 0
+        for job in self.jobs:
+            rows_of_steps = batch_rows(len(job.examples), job.training, job.generator)
+            orders.append([rows + start for rows in rows_of_steps])
+            start += len(job.examples)
+        features, targets = self._joined("features"), self._joined("targets")
+        for step in range(self.jobs[0].num_steps):
+            rows = [order[step] for order in orders if step < len(order)]
+            counts = [*map(len, rows)]
+            longest = max(counts)
+            # Padding repeats an example of its own mini-batch.
+            padded = [r if len(r) == longest else _padded(r, longest) for r in rows]
+            index, shape = torch.cat(padded).to(self.device), (len(rows), longest)
+            x, y = (part.index_select(0, index) for part in (features, targets))
+            yield MiniBatches(x.unflatten(0, shape), y.unflatten(0, shape), counts)
 
-    def _epochs(self) -> Iterator[MiniBatches]:
-        """Yield batches of clients whose epochs have as many mini-batches.
+    def _joined(self, part: str) -> Tensor:
+        """Return the features, or the targets, of all jobs, one job after the other."""
+        return torch.cat(
+            [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+        )
 
-        An epoch's examples are copied in order, with padding behind them, and cut.
-        """
-        longest, steps = self.jobs[0], torch.tensor([job.num_steps for job in self.jobs])
-        per_epoch = math.ceil(len(longest.examples) / longest.training.batch_size)
-        size = self.rows or longest.training.batch_size
-        last = [len(job.examples) - (per_epoch - 1) * size for job in self.jobs]
-        for step in range(int(steps[0])):
-            active, start = int((steps > step).sum()), step % per_epoch * size
-            if start == 0:
-                orders = [self._order(job, per_epoch * size) for job in self.jobs[:active]]
-                # A batch of all examples may keep its order, unless dropout masks go by position.
-                if step == 0 or per_epoch > 1 or self.draws:
-                    features = self._ordered("features", orders)
-                    targets = self._ordered("targets", orders)
-            x, y = (part[:active, start : start + size] for part in (features, targets))
-            ends = step % per_epoch == per_epoch - 1
-            yield MiniBatches(x, y, last[:active] if ends else [size] * active)
 
-    def _order(self, job: Job, length: int) -> Tensor:
-        """Draw the order of one epoch; pad it to ``length`` if mini-batches are padded."""
-        count = len(job.examples)
-        order = torch.randperm(count, generator=job.generator)
-        if self.rows is None or count == length:
-            return order
-        # Padding repeats an example of its own mini-batch, the last one.
-        return torch.cat([order, order[length - self.rows].expand(length - count)])
-
-    def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
-        parts = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
-        copied: Tensor = parts[0].new_empty((len(parts), len(orders[0]), *parts[0].shape[1:]))
-        for data, order, place in zip(parts, orders, copied, strict=True):
-            torch.index_select(data.detach(), 0, order.to(self.device), out=place)
-        return copied
-
-    def _gathered(self) -> Iterator[MiniBatches]:
-        """Yield batches of clients of any size: gather and pad every mini-batch."""
-        jobs = self.jobs
-        longest = max(len(job.examples) for job in jobs)
-        width = min(longest, max(job.training.batch_size for job in jobs))
-        features, targets = (self._padded(part, longest) for part in ("features", "targets"))
-        rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
-        counts_of_step: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
-        for index, job in enumerate(jobs):
-            drawn = batch_rows(len(job.examples), job.training, job.generator)
-            for step, chosen in enumerate(drawn):
-                rows[step, index] = chosen[0]  # padding repeats an example of its own batch
-                rows[step, index, : len(chosen)] = chosen
-                counts_of_step[step].append(len(chosen))
-        number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
-        for chosen, counts in zip(rows.to(self.device), counts_of_step, strict=True):
-            active, most = len(counts), max(counts)
-            where = number[:active], chosen[:active, :most]
-            yield MiniBatches(features[where], targets[where], counts)
-
-    def _padded(self, part: str, longest: int) -> Tensor:
-        like: Tensor = getattr(self.jobs[0].examples, part)
-        padded = like.new_zeros((len(self.jobs), longest, *like.shape[1:]), device=self.device)
-        for job, place in zip(self.jobs, padded, strict=True):
-            place[: len(job.examples)] = getattr(job.examples, part).detach()
-        return padded
+def _padded(rows: Tensor, length: int) -> Tensor:
+    return torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:

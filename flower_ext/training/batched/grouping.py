@@ -11,125 +11,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.batched.batchable import (
-    depends_on_batch,
-    padded_rows,
-    why_apart,
-    with_copies,
-)
-from flower_ext.training.batched.descent import IGNORED, Stack, models_for
+from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.form import MEMORY_LIMIT
+from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.local import Job
-from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
 _LEAST_TOGETHER = 8
-_LEAST_INVARIANT = 32
-"""Fewest models in a processor's caches for which an invariant batch is worth it (measured). With
-fewer, one by one is as fast or faster, however many jobs there are."""
 _TOGETHER_ELSEWHERE = 4096
-
-
-class InBatches:
-    """Trainings on stacked parameters (a `Form`), for jobs to which `why_apart` does not object."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups, the longest job first in each; jobs that gain nothing are left out.
-
-        A batch narrows as its jobs end, so jobs that would outlast all others are left out. Among
-        jobs of equal length those with similar numbers of examples are neighbours, to pad less.
-        """
-        if len(jobs) < 2:
-            return
-        order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
-        steps = [jobs[i].num_steps for i in order]
-        fewest = models_for(self.task, jobs[0]).fewest
-        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
-        left = order[next(worth, len(jobs)) :]
-        while left:
-            size = together(self.task, jobs[left[0]], memory_limit)
-            group, left = left[:size], left[size:]
-            if len(group) > 1:
-                yield group
-
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Train a group, as `Form.minimise` does."""
-        return _minimised(self.task, jobs, trained)
-
-
-class InInvariantBatches:
-    """Trainings on stacked parameters (a `Form`) that change no bit with the jobs beside them.
-
-    Every mini-batch of a group is padded to the same number of rows, and all jobs of a group take
-    as many steps and epochs. All of this follows from each job by itself (see `kind_of_batch`), so
-    it does not show which other jobs there are. Nor does the choice between a batch and one by one.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups of jobs of one kind; kinds that gain nothing in a batch are left out."""
-        members = defaultdict(list)
-        for index, job in enumerate(jobs):
-            members[kind_of_batch(job)].append(index)
-        for kind in members.values():
-            job = jobs[kind[0]]
-            if in_cache(self.task, job) < _LEAST_INVARIANT or depends_on_batch(self.task, job):
-                continue
-            size = together(self.task, job, memory_limit)
-            yield from (kind[start : start + size] for start in range(0, len(kind), size))
-
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Train a group, as `Form.minimise` does."""
-        return _minimised(self.task, with_copies(jobs), trained, padded_rows(jobs[0]), len(jobs))
-
-
-def _minimised(
-    task: Task,
-    jobs: Sequence[Job],
-    trained: Callable[[str], bool],
-    rows: int | None = None,
-    count: int | None = None,
-) -> Params:
-    """Train a stack, and return the parameters of its first ``count`` jobs, or of all."""
-    like = jobs[0].params
-    weights = Stack(task, jobs, trained, rows).minimise()
-    return {n: w[:count].to(like[n].device, like[n].dtype) for n, w in weights.items()}
-
-
-def kind_of_batch(job: Job) -> tuple[float, ...]:
-    """Return everything by which a job changes how an invariant batch computes.
-
-    Where the loss ignores targets, it is computed by itself for each length of mini-batches.
-    """
-    training = job.training
-    ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
-    ignores = IGNORED in job.examples.targets
-    lengths = (len(job.examples), training.batch_size) if ignores else (0, 0)
-    per_epoch = math.ceil(len(job.examples) / training.batch_size)
-    return job.num_steps, per_epoch, padded_rows(job), *lengths, *ways
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
     """Return groups of jobs that are best trained together, as indices, the longest job first.
 
-    All jobs of a group have examples of one shape and type. Jobs that `InBatches` leaves out form
+    All jobs of a group have examples of one shape and type. Jobs that gain nothing in a batch form
     groups of one.
     """
-    batches: list[list[int]] = []
+    every: list[list[int]] = []
     for members in alike(jobs):
-        similar = [jobs[index] for index in members]
-        if len(similar) > 1 and why_apart(task, similar) is None:
-            groups_of_similar = InBatches(task).groups(similar, memory_limit)
-            batches += [[members[index] for index in group] for group in groups_of_similar]
-    batched = {index for batch in batches for index in batch}
-    return batches + [[index] for index in range(len(jobs)) if index not in batched]
+        every += _groups_of_alike(task, jobs, longest_first(jobs, members), memory_limit)
+    return every
+
+
+def _groups_of_alike(
+    task: Task, jobs: Sequence[Job], order: list[int], memory_limit: int
+) -> Iterator[list[int]]:
+    """Yield groups of jobs that are alike, given by their indices, the longest job first.
+
+    A batch narrows as its jobs end, so jobs that would outlast all others are left out.
+    """
+    start = len(order)
+    if len(order) > 1 and why_apart(task, [jobs[index] for index in order]) is None:
+        steps = [jobs[index].num_steps for index in order]
+        worth = (
+            i for i in range(len(order)) if sum(steps[i:]) >= MappedModel.fewest * max(steps[i], 1)
+        )
+        start = next(worth, start)
+    yield from ([index] for index in order[:start])
+    left = order[start:]
+    while left:
+        size = together(task, jobs[left[0]], memory_limit)
+        yield left[:size]
+        left = left[size:]
+
+
+def longest_first(jobs: Sequence[Job], members: Sequence[int]) -> list[int]:
+    """Return indices of jobs in the order of their steps.
+
+    Among jobs of equal length those with similar numbers of examples are neighbours, to pad less.
+    """
+    return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
 
 
 def alike(jobs: Sequence[Job]) -> list[list[int]]:
@@ -142,29 +75,16 @@ def alike(jobs: Sequence[Job]) -> list[list[int]]:
 
 def together(task: Task, job: Job, memory_limit: int) -> int:
     """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
-    numbers, activations, features = *_sizes(task, job), job.examples.features
+    features, rows = job.examples.features, min(len(job.examples), job.training.batch_size)
+    numbers = sum(p.numel() for p in job.params.values())
+    activations = rows * _activations(task.model, features.shape[1:], features.dtype)
     most = _TOGETHER_ELSEWHERE
     if task.torch_device().type == "cpu":
-        most = max(_LEAST_TOGETHER, in_cache(task, job))
+        most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
     # Counted are weights, their gradient, velocity, terms and SAM's second point; also what layers
     # keep for the backward pass, and the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
-
-
-def in_cache(task: Task, job: Job) -> int:
-    """Return how many models like that of a job fit into a processor's caches, with a mini-batch.
-
-    Of the job's data only the padded number of rows counts.
-    """
-    return _CACHE // (4 * sum(_sizes(task, job)))
-
-
-def _sizes(task: Task, job: Job) -> tuple[int, int]:
-    """Return the numbers in the parameters, and in all activations of a padded mini-batch."""
-    features = job.examples.features
-    each = _activations(task.model, features.shape[1:], features.dtype)
-    return sum(p.numel() for p in job.params.values()), padded_rows(job) * each
 
 
 @lru_cache(maxsize=64)

@@ -14,10 +14,10 @@ import torch
 from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.batchable import trains_alike, why_apart, why_unusual
-from flower_ext.training.batched.descent import unstacked
-from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, OfferedForm
-from flower_ext.training.batched.grouping import InBatches, InInvariantBatches, alike
+from flower_ext.training.batched.batchable import trains_alike, why_unusual
+from flower_ext.training.batched.descent import Stack, unstacked
+from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
+from flower_ext.training.batched.grouping import alike, groups, longest_first
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.model_templates import template_of
@@ -25,30 +25,6 @@ from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 _TYPICAL_ROWS = 32
-
-
-def train_many(
-    task: Task,
-    jobs: Sequence[Job],
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[Params]:
-    """Train each job as `train` does; return the models in the order of the jobs.
-
-    Jobs that cannot be trained together, or would not gain by it, are trained one by one.
-
-    Parameters
-    ----------
-    memory_limit : int
-        Bytes for parameters, gradients, examples and activations of one batch (estimated).
-
-    Raises
-    ------
-    ValueError, NotConverged
-        As `train`.
-    """
-    return list(train_each(task, jobs, trained=trained, memory_limit=memory_limit))
 
 
 def train_each(
@@ -59,18 +35,28 @@ def train_each(
     memory_limit: int = MEMORY_LIMIT,
     steady: bool = False,
 ) -> Iterator[Params]:
-    """Train as `train_many`, but yield each model as soon as it and those before it are ready.
+    """Train each job as `train` does; yield each model as soon as it and those before are ready.
 
-    Consume each model immediately: it is still in the processor's caches, and memory stays bounded.
-    ``steady`` is the option of `train_groups`.
+    Jobs that cannot be trained together, or would not gain by it, are trained one by one. Consume
+    each model immediately: it is still in the processor's caches, and memory stays bounded.
+
+    Parameters
+    ----------
+    memory_limit : int
+        Bytes for parameters, gradients, examples and activations of one batch (estimated).
+    steady : bool
+        The option of `train_groups`.
+
+    Raises
+    ------
+    ValueError, NotConverged
+        As `train`.
     """
-    if len(jobs) == 1 and not steady and _goes_alone(task, jobs[0]):
-        yield train_job(task, jobs[0], trained=trained)
-        return
     models: dict[int, Params] = {}
     due = 0
-    groups = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
-    for group, rows in groups:
+    for group, rows in train_groups(
+        task, jobs, trained=trained, memory_limit=memory_limit, steady=steady
+    ):
         models |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
         while due in models:
             yield models.pop(due)
@@ -85,7 +71,7 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     steady: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """Train as `train_many`, batch by batch: yield the indices of jobs, and their stacked models.
+    """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
 
     Each parameter has a first dimension of these jobs, and the caller may change it. Parameters and
     buffers that no job of a batch trains may be absent. A caller that needs only sums over models
@@ -95,16 +81,30 @@ def train_groups(
     ----------
     steady : bool
         Keep every model from depending on other jobs, even by its rounding, which unstable training
-        amplifies. A guarantee that bounds jobs one by one needs this. Models that may depend on
-        those beside them train one by one (see `batchable`), and so do large ones, which gain
-        little in such a batch.
+        amplifies. A guarantee that bounds jobs one by one needs this. Models that no plug-in
+        trains in this way train one by one.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
     for members in alike(jobs):
-        similar = [jobs[index] for index in members]
-        for group, rows in _train_alike(task, similar, trained, memory_limit, steady):
-            yield [members[index] for index in group], rows
+        left = members
+        for form in _offered(task, [jobs[index] for index in members], steady=steady):
+            taken: set[int] = set()
+            for part in form.groups([jobs[index] for index in left], memory_limit):
+                group = [left[index] for index in part]
+                taken.update(group)
+                yield group, form.minimise([jobs[index] for index in group], trained)
+            left = [index for index in left if index not in taken]
+        rest = [jobs[index] for index in left]
+        if steady:
+            parts = [[index] for index in longest_first(rest, range(len(rest)))]
+        else:
+            parts = groups(task, rest, memory_limit)
+        for part in parts:
+            yield (
+                [left[index] for index in part],
+                _minimised(task, [rest[i] for i in part], trained),
+            )
 
 
 def train_surely(
@@ -131,12 +131,12 @@ def train_surely(
         untrained = [*members]
         made = [jobs[index]() for index in members]
         try:
-            groups = train_groups(
+            batches = train_groups(
                 task, made, trained=trained, memory_limit=memory_limit, steady=True
             )
             while untrained:
                 with isolated():
-                    group, rows = next(groups)
+                    group, rows = next(batches)
                 finished = [members[index] for index in group]
                 untrained = [index for index in untrained if index not in set(finished)]
                 yield finished, rows
@@ -148,73 +148,31 @@ def train_surely(
                 parts += [untrained[half:], untrained[:half]]
 
 
-def _train_alike(
-    task: Task,
-    jobs: Sequence[Job],
-    trained: Callable[[str], bool],
-    memory_limit: int,
-    steady: bool,
-) -> Iterator[tuple[list[int], Params]]:
-    left = [*range(len(jobs))]
-    for form in _forms(task, jobs, steady):
-        taken: set[int] = set()
-        for part in form.groups([jobs[index] for index in left], memory_limit):
-            group = [left[index] for index in part]
-            taken.update(group)
-            yield group, form.minimise([jobs[index] for index in group], trained)
-        left = [index for index in left if index not in taken]
-        if not left:
-            return
-
-
-def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
-    """Yield forms for jobs that are alike, the fastest first; the last one takes all the rest."""
-    alone = len(jobs) == 1 and not steady
-    if (why_unusual(jobs) if alone else why_apart(task, jobs)) is None:
-        for form in _offered(task, jobs[0]):
-            if form.gains_alone(jobs[0]) if alone else form.batch_invariant or not steady:
-                yield form
-        if steady and why_apart(task, jobs, steady=True) is None:
-            yield InInvariantBatches(task)
-        elif not alone and not steady:
-            yield InBatches(task)
-    yield Alone(task)
-
-
-def _offered(task: Task, job: Job) -> Iterator[OfferedForm]:
-    """Yield the forms of plug-ins for models like that of ``job``."""
+def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]:
+    """Yield the forms of plug-ins for jobs that are alike."""
+    if why_unusual(jobs) is not None:
+        return
     for form_for in plugins.offered(GROUP):
-        if (form := form_for(task, job)) is None:
+        form = form_for(task, jobs[0])
+        if form is None or (steady and not form.batch_invariant):
+            continue
+        if len(jobs) == 1 and not steady and not form.gains_alone(jobs[0]):
             continue
         # Known layers show all that they do, so the cost of a trial can be saved.
         template = template_of(task.factory, task.torch_device())
-        if (template is not None and template.known) or trains_alike(task, job, form):
+        if (template is not None and template.known) or trains_alike(task, jobs[0], form):
             yield form
 
 
-def _goes_alone(task: Task, job: Job, *, steady: bool = False) -> bool:
-    """Return True if only `Alone` takes a single job."""
-    forms = _forms(task, [job], steady)
-    return isinstance(next(f for f in forms if any(f.groups([job], MEMORY_LIMIT))), Alone)
-
-
-class Alone:
-    """Trainings one by one (a `Form`)."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """Return all jobs, the longest first."""
-        order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
-        return [[index] for index in order]
-
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Train one job, as `Form.minimise` does."""
-        (job,) = jobs
-        model = train_job(self.task, job, trained=trained)
-        # Copies, because untrained parameters may be the job's own.
-        return {name: p.clone().unsqueeze(0) for name, p in model.items()}
+def _minimised(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+    """Train one job by itself, or several as a stack; return their parameters in rows."""
+    like = jobs[0].params
+    if len(jobs) > 1:
+        weights = Stack(task, jobs, trained).minimise()
+        return {n: w.to(like[n].device, like[n].dtype) for n, w in weights.items()}
+    model = train_job(task, jobs[0], trained=trained)
+    # Copies, because untrained parameters may be the job's own.
+    return {name: p.clone().unsqueeze(0) for name, p in model.items()}
 
 
 def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:
@@ -233,4 +191,5 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
         training=training,
         generator=torch.Generator(),
     )
-    return _goes_alone(task, job, steady=True)
+    forms = _offered(task, [job], steady=True)
+    return not any(True for form in forms for _ in form.groups([job], MEMORY_LIMIT))

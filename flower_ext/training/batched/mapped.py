@@ -1,41 +1,100 @@
-"""K models of one architecture by `torch.vmap`, which supports nearly every layer."""
+"""One architecture with many sets of parameters: K models on K mini-batches in one pass.
+
+`torch.vmap` computes the models. Dense and image layers have forms of their own here, because
+vmap's are slow. The weights of dense layers never get a gradient tensor of their own: the backward
+pass adds the product directly to its target (a velocity, a gradient, or the weights themselves).
+That saves writing and reading the largest tensors of the computation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flower_ext.training.batched.form import Loss, Target, stacked
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.dropout import Draws
 
+Loss = Callable[[Tensor], Tensor]
+"""A function from the outputs of K models, of shape (K, batch, …), to a number."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Tensor to which ``factor`` times a parameter's gradient is added."""
+
+    tensor: Tensor
+    factor: float = 1.0
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient."""
+        self.tensor.add_(gradient, alpha=self.factor)
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add the gradient a @ b, without a tensor for the product itself."""
+        self.tensor.baddbmm_(a, b, alpha=self.factor)
+
+
+@dataclass
+class _Pass:
+    """Gradient targets and random numbers of one pass, and the parameters sent to their targets."""
+
+    targets: Mapping[str, Target]
+    draws: Draws | None
+    begin: Tensor
+    sent: set[str] = field(default_factory=set)
+
+    def target(self, name: str) -> Target | None:
+        """Return the target to which a layer sends the gradient of a parameter, if it has one."""
+        if name in self.sent:
+            raise RuntimeError(f"{name!r} is used twice")
+        if name in self.targets:
+            self.sent.add(name)
+        return self.targets.get(name)
+
 
 class MappedModel:
-    """K models of any architecture that `torch.vmap` supports, at its overhead."""
+    """K models of any architecture that `torch.vmap` supports.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any instance, whose layers this class changes; its own parameters are not used.
+    """
 
     fewest = 5
-    batch_invariant = False
-    """False because the rounding of vmap's operations is unknown."""
+    """Smallest number of models for which a batch is faster than one by one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
+        """Names of the trained parameters."""
         self._model = unfuse(model)
-        dropouts = [m for m in model.modules() if type(m) is nn.Dropout and m.p > 0]
-        for layer in dropouts:
-            layer.forward = partial(self._dropped, layer)  # type: ignore[method-assign]
-        self.draws = bool(dropouts)
-        self._now: Draws | None = None
-
-    @staticmethod
-    def stack(many: Sequence[Tensor]) -> Tensor:
-        """Stack one parameter of many models."""
-        return stacked(many)
+        self._pass: _Pass
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        tied = len(set(names)) > len([*model.parameters()])
+        self.draws = False
+        """True if a model draws random numbers."""
+        for name, layer in model.named_modules():
+            if "forward" in vars(layer):
+                continue
+            if type(layer) is nn.Dropout and layer.p > 0:
+                self.draws = True
+                _replace_forward(layer, self._dropped)
+            elif type(layer) is nn.Linear and not tied:
+                _replace_forward(layer, partial(self._product, name))
+            elif type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
+                _replace_forward(layer, _convolved)
+            elif type(layer) is nn.GroupNorm:
+                _replace_forward(layer, _normed)
+            elif type(layer) in _POOLING:
+                _replace_forward(layer, partial(_pooled, layer.forward))
 
     def gradient(
         self,
@@ -45,41 +104,171 @@ class MappedModel:
         targets: Mapping[str, Target],
         draws: Draws | None = None,
     ) -> None:
-        """Send the gradient to ``targets``, as `ManyModels.gradient` does."""
+        """Compute the gradient of ``loss`` and add it to ``targets``.
+
+        Parameters
+        ----------
+        params : Mapping[str, Tensor]
+            Parameters of K models by name, each with a first dimension of K.
+        x : Tensor
+            Mini-batches (K, batch, …).
+        loss : Callable[[Tensor], Tensor]
+        targets : Mapping[str, Target]
+            Destinations of the gradient by parameter name. A parameter without a destination is
+            frozen: no gradient is computed for it.
+        draws : Draws, optional
+            Random numbers, for models whose `draws` is true.
+        """
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
-        self._now = draws
+        now = self._pass = _Pass(targets, draws, torch.zeros((), device=x.device).requires_grad_())
         with sdpa_kernel(SDPBackend.MATH):  # vmap would run other kernels model by model
             outputs = vmap(lambda model, rows: functional_call(self._model, model, (rows,)))(
                 {**params, **leaves}, x
             )
-            slopes = torch.autograd.grad(
-                loss(outputs), list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
+            inputs = [now.begin, *leaves.values()]
+            _, *slopes = torch.autograd.grad(loss(outputs), inputs, allow_unused=True)
         for name, slope in zip(leaves, slopes, strict=True):
-            targets[name].add(slope)
+            if slope is not None and name in now.sent:
+                raise RuntimeError(f"{name!r} is used outside its layer")
+            if slope is not None:
+                targets[name].add(slope)
+
+    def _product(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b."""
+        weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
+        begin = self._pass.begin
+
+        def form(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+            # Contiguous, because the product of matrices apart in memory is slow.
+            y: Tensor = _Product.apply(begin, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
+            return y.view(*x.shape[:-1], y.shape[-1])
+
+        both = weight, bias
+        return _for_all_models(form, x, layer.weight, layer.bias)
 
     def _dropped(self, layer: nn.Dropout, x: Tensor) -> Tensor:
-        if not layer.training:
-            return x
-        noise: Tensor = _Noise.apply(x, layer.p, self._now)  # type: ignore[no-untyped-call]
-        return x.mul_(noise) if layer.inplace else x * noise
+        def form(x: Tensor) -> Tensor:
+            assert self._pass.draws is not None
+            return x * self._pass.draws.noise(x.shape, layer.p, x.dtype)
+
+        return _for_all_models(form, x) if layer.training else x
 
 
-class _Noise(torch.autograd.Function):
-    """Dropout factors of all models; defined under vmap only."""
+def stacked(many: Sequence[Tensor]) -> Tensor:
+    """Stack tensors as `torch.stack` does, but faster if all are one object (a common start)."""
+    one = many[0]
+    if any(other is not one for other in many):
+        return torch.stack(list(many))
+    return one.unsqueeze(0).repeat(len(many), *(1 for _ in one.shape))
+
+
+def _replace_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> None:
+    layer.forward = partial(forward, layer)
+
+
+def _for_all_models(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Return ``form`` of the tensors of all models, whose first dimension numbers the models."""
+    y: Tensor = _Form.apply(form, *tensors)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Form(torch.autograd.Function):
+    """A function of all models at once; defined under vmap only."""
 
     @staticmethod
-    def forward(x: Tensor, p: float, draws: Draws) -> Tensor:
-        raise NotImplementedError("dropout of values that are the same for every model")
+    def forward(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        raise NotImplementedError("a layer of values that are the same for every model")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing, because random numbers have no gradient."""
+        """Keep nothing: autograd follows the operations of the form."""
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: float, draws: Draws
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        form: Callable[..., Tensor],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, int]:
-        """Return the factors of all models."""
-        assert in_dims[0] is not None
-        return draws.noise(x.movedim(in_dims[0], 0).shape, p, x.dtype), 0
+        """Return the form's values for all models."""
+        of_models = [
+            tensor
+            if tensor is None
+            else tensor.expand(info.batch_size, *tensor.shape)
+            if dim is None
+            else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        return form(*of_models), 0
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
+
+    ``begin`` only requires a gradient, so that autograd runs a backward pass at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        begin: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_target: Target | None,
+        bias_target: Target | None,
+    ) -> Tensor:
+        ctx.x, ctx.weight, ctx.targets = x, weight, (weight_target, bias_target)
+        if bias is None:
+            return torch.bmm(x, weight.mT)
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        # The product with W comes first, because a target may be W itself.
+        down = torch.bmm(slope, ctx.weight) if ctx.needs_input_grad[1] else None
+        weight, bias = ctx.targets
+        if weight is not None:
+            weight.add_product(slope.mT, ctx.x)
+        if bias is not None:
+            bias.add(slope.sum(dim=1))
+        return None, down, None, None, None, None
+
+
+def _convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    if x.dim() != 4:
+        return nn.Conv2d.forward(layer, x)
+
+    def form(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        groups, kernel = len(weight) * layer.groups, weight.flatten(0, 1)
+        added = None if bias is None else bias.flatten()
+        stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+        y = functional.conv2d(_by_channel(x), kernel, added, stride, padding, dilation, groups)
+        return _by_model(y, len(weight))
+
+    return _for_all_models(form, x, layer.weight, layer.bias)
+
+
+def _normed(layer: nn.GroupNorm, x: Tensor) -> Tensor:
+    # Under vmap, group normalisation knows no other order in memory.
+    return nn.GroupNorm.forward(layer, x.contiguous())
+
+
+_POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+
+
+def _pooled(pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:
+    if x.dim() != 4:
+        return pool(x)
+    return _for_all_models(lambda x: _by_model(pool(_by_channel(x)), len(x)), x)
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    """Convert (K, batch, C, h, w) to (batch, K·C, h, w), channels last in memory."""
+    return x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
+
+
+def _by_model(x: Tensor, count: int) -> Tensor:
+    """Undo `_by_channel`."""
+    return x.view(len(x), count, -1, *x.shape[2:]).transpose(0, 1)

@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job
 from flower_ext.training.model_calls import refusing_layer
@@ -54,7 +53,7 @@ _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A chain of layers: one array of numbers and a table of layers (an `OfferedForm`)."""
+    """A chain of layers: one array of numbers and a table of layers (an `Form`)."""
 
     batch_invariant = True
     """True because each model trains by itself, in an order of sums of its own."""
@@ -289,13 +288,24 @@ def _library() -> Any:
         return None
 
 
+def _hooked(model: nn.Module) -> bool:
+    """Return True if a module has hooks, which a chain of layers does not show."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(
+        "forward" in vars(module)
+        or type(module).__call__ is not nn.Module.__call__
+        or any(getattr(module, kind) for kind in kinds)
+        for module in model.modules()
+    )
+
+
 @lru_cache(maxsize=64)
 def _network(
     build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
 ) -> CompiledNetwork | None:
     """Return the network of a model that is a chain of known layers, else None."""
     model = build().train()
-    if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
+    if _hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
     if refusing_layer(build, shape, torch.float32) is not None:  # PyTorch and `local` refuse it
         return None

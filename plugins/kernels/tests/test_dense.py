@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, train_many
-from tests.support.jobs import one_by_one, problem, same
+from flower_ext.training import Job, LocalTraining
+from tests.support.jobs import one_by_one, problem, same, train_many
 
 
 class Widths:

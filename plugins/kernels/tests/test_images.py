@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, train_groups, train_many
+from flower_ext.training import Job, LocalTraining, train_groups
 from flower_ext_kernels import chain as chains
 from flower_ext_kernels import network
 from flower_ext_kernels.layer_table import POOL, RELU
-from tests.support.jobs import one_by_one, problem, same
+from tests.support.jobs import one_by_one, problem, same, train_many
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
 WAYS = {

@@ -17,13 +17,12 @@ from flower_ext.training import (
     dropout,
     train_each,
     train_groups,
-    train_many,
 )
 from flower_ext.training.dropout import draw
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
 from flower_ext_kernels import native, network
-from tests.support.jobs import one_by_one, problem, same
+from tests.support.jobs import one_by_one, problem, same, train_many
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
 WAYS = {

@@ -6,18 +6,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import dropout
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, Proximal, train_many
+from flower_ext.training import Job, Proximal
 from flower_ext.training.batched import batchable
-from flower_ext.training.batched.batchable import (
-    depends_on_batch,
-    padded_rows,
-    why_apart,
-    with_copies,
-)
-from flower_ext.training.batched.descent import Stack
+from flower_ext.training.batched.batchable import why_apart
 from tests.support.jobs import (
     ALIKE,
     SGD,
@@ -28,6 +22,7 @@ from tests.support.jobs import (
     perceptron,
     problem,
     same,
+    train_many,
 )
 
 
@@ -164,105 +159,6 @@ def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
     monkeypatch.setattr(batchable, "_why_unlike", tried)
     (job,) = jobs_of(Dense, [SGD], [16])
     same(train_many(problem(), [job]), one_by_one(problem(), jobs_of(Dense, [SGD], [16])))
-
-
-def smoothed(outputs, targets):
-    return cross_entropy(outputs, targets, label_smoothing=0.1)
-
-
-def test_what_may_round_otherwise_among_others_trains_alone_where_that_counts():
-    def sigmoid(last=nn.Sigmoid):
-        return nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), last(), nn.Linear(5, 3))
-
-    tanh = partial(sigmoid, nn.Tanh)
-    jobs = jobs_of(Dense, [SGD], ALIKE)
-    for model in (sigmoid, tanh):
-        assert why_apart(problem(model), jobs) is None
-    assert "round alike" in why_apart(problem(sigmoid), jobs, steady=True)
-    assert why_apart(problem(tanh), jobs, steady=True) is None
-    assert why_apart(problem(tanh, smoothed), jobs) is None
-    assert "this loss" in why_apart(problem(tanh, smoothed), jobs, steady=True)
-
-
-def leaky():
-    return nn.Sequential(nn.Linear(4, 21), nn.LeakyReLU(), nn.Tanh(), nn.Linear(21, 3))
-
-
-def planted(monkeypatch, moved):
-    """Change the last bit of those models of a batch that ``moved(count)`` names."""
-    minimise = Stack.minimise
-
-    def other(stack):
-        rows = minimise(stack)
-        for row in moved(len(stack.jobs)):
-            rows["0.bias"][row, 0] = torch.nextafter(rows["0.bias"][row, 0], torch.tensor(9.0))
-        return rows
-
-    monkeypatch.setattr(Stack, "minimise", other)
-    batchable._differs.cache_clear()
-
-
-@pytest.fixture
-def forgetful():
-    yield
-    batchable._differs.cache_clear()
-
-
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(
-    "moved",
-    [
-        lambda count: [0],
-        lambda count: [count - 1],
-        lambda count: range(1, count, 2),
-        lambda count: range(count) if count > 8 else [],
-        lambda count: range(count) if count == 4 else [],
-    ],
-    ids=["the first", "the last", "every second", "of many", "of few"],
-)
-def test_a_trial_finds_a_model_that_depends_on_its_batch_in_one_bit(monkeypatch, moved):
-    (job,) = jobs_of(leaky, [SGD], [12])
-    batchable._differs.cache_clear()
-    assert not depends_on_batch(problem(leaky), job)
-    planted(monkeypatch, moved)
-    assert depends_on_batch(problem(leaky), job)
-
-
-def test_mini_batches_beyond_what_is_tried_count_as_dependent():
-    training = replace(SGD, batch_size=10**6)
-    small, large = jobs_of(leaky, [training], [256, 257])
-    assert not depends_on_batch(problem(leaky), small)
-    assert depends_on_batch(problem(leaky), large)
-
-
-@pytest.mark.parametrize(
-    ("size", "batch_size", "expected"),
-    [
-        (1, 8, 1),
-        (2, 8, 2),
-        (3, 8, 4),
-        (5, 8, 8),
-        (9, 8, 8),
-        (9, 20, 16),
-        (17, 20, 20),
-        (99, 20, 20),
-    ],
-)
-def test_mini_batches_are_padded_by_the_size_of_their_own_job_alone(size, batch_size, expected):
-    (job,) = jobs_of(leaky, [replace(SGD, batch_size=batch_size)], [size])
-    assert padded_rows(job) == expected
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 4), (2, 4), (4, 4), (5, 6), (8, 8)])
-def test_copies_make_an_even_number_of_the_same_jobs(count, expected):
-    jobs = jobs_of(leaky, [SGD], [12] * count)
-    batch = with_copies(jobs)
-    assert len(batch) == expected
-    assert batch[:count] == jobs
-    for copy in batch[count:]:
-        assert copy.examples is jobs[0].examples
-        assert copy.generator is not jobs[0].generator
-        assert torch.equal(copy.generator.get_state(), jobs[0].generator.get_state())
 
 
 class Headed(nn.Module):

@@ -1,7 +1,6 @@
 """Many local trainings at once equal the same trainings one by one."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -19,11 +18,9 @@ from flower_ext.training import (
     evaluate,
     evaluate_each,
     train,
-    train_each,
 )
-from flower_ext.training.batched import many as module
 from flower_ext.training.batched.grouping import together
-from flower_ext.training.batched.many import train_groups, train_many, trains_apart
+from flower_ext.training.batched.many import train_groups, trains_apart
 from flower_ext.training.batched.mapped import MappedModel
 from tests.support.grids import grid
 from tests.support.jobs import (
@@ -40,6 +37,7 @@ from tests.support.jobs import (
     perceptron,
     problem,
     same,
+    train_many,
 )
 
 
@@ -86,8 +84,7 @@ def test_a_frozen_part_is_each_clients_own_and_stays(batched, part):
 
 @pytest.mark.parametrize("model", [Convolutional, Words])
 @pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
-def test_convolutions_and_embeddings_train_in_batches_too(batched, monkeypatch, model, sizes):
-    monkeypatch.setattr(module, "why_apart", lambda task, jobs, **more: None)
+def test_convolutions_and_embeddings_train_in_batches_too(batched, model, sizes):
     ways = WAYS["sam"]
     same(
         train_many(problem(model), jobs_of(model, ways, sizes)),
@@ -359,106 +356,9 @@ def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
             assert all(torch.equal(p, every[client][name]) for name, p in own.items())
 
 
-def sharp():
-    """Sharpness-aware training takes a norm over all parameters of each model."""
-    return nn.Sequential(nn.Linear(64, 30), nn.LeakyReLU(), nn.Linear(30, 40), nn.LeakyReLU())
-
-
-@pytest.mark.parametrize(
-    ("model", "batch_size", "threads"),
-    # With two threads, tests that run side by side would wait for one another.
-    grid(product([pooled, sharp], [4, 32], [1, 2]), lambda c: c[2] == 1),
-)
-def test_where_asked_for_company_of_any_size_and_order_changes_no_bit(model, batch_size, threads):
-    task = problem(model)
-    training = LocalTraining(
-        epochs=3, batch_size=batch_size, learning_rate=0.5, momentum=0.9, sam_radius=0.1
-    )
-    shape = (1, 8, 8) if model is pooled else (64,)
-
-    def trained(clients):
-        made = []
-        for client in clients:
-            draw = torch.Generator().manual_seed(client)
-            size = 33 + client % 5
-            examples = Examples(
-                features=torch.randn(size, *shape, generator=draw),
-                targets=torch.randint(3, (size,), generator=draw),
-            )
-            start = task.initial_params(1)
-            made.append(Job(params=start, examples=examples, training=training, generator=draw))
-        found = {}
-        for group, rows in train_groups(task, made, steady=True):
-            for row, index in enumerate(group):
-                found[clients[index]] = {name: p[row].clone() for name, p in rows.items()}
-        return found
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        every = trained(range(20))
-        for clients in ([19], [3, 0], [7, 2, 11], range(19, 8, -1), [*range(5, 20), *range(5)]):
-            for client, own in trained(clients).items():
-                assert all(torch.equal(p, every[client][name]) for name, p in own.items())
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_where_asked_for_jobs_of_nearly_one_size_share_a_batch_as_by_themselves():
-    sizes = [17, 20, 31, 32, 40, 9, 64, 33]
-    small = replace(SGD, batch_size=32, epochs=1, learning_rate=0.05)
-    task = problem(sharp)
-
-    def jobs():
-        for client, size in enumerate(sizes):
-            draw = torch.Generator().manual_seed(client)
-            examples = Examples(
-                features=torch.randn(size, 64, generator=draw),
-                targets=torch.randint(3, (size,), generator=draw),
-            )
-            yield Job(
-                params=task.initial_params(1), examples=examples, training=small, generator=draw
-            )
-
-    groups = [group for group, _ in train_groups(task, [*jobs()], steady=True)]
-    assert sorted(map(sorted, groups)) == [[0, 1, 2, 3], [4, 6, 7], [5]]
-    ours = [*train_each(task, [*jobs()], steady=True)]
-    same(ours, one_by_one(task, [*jobs()]))
-
-
-def large():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2_000), nn.ReLU(), nn.Linear(2_000, 3))
-
-
-def test_where_asked_for_large_models_train_one_by_one_however_many_there_are():
-    task, training = problem(large), LocalTraining(batch_size=16)
-    shape = Examples(torch.zeros(3, 64), torch.zeros(3, dtype=torch.long))
-    assert trains_apart(task, shape, training)
-    start = task.initial_params(0)
-    jobs = [
-        Job(params=start, examples=shape, training=training, generator=torch.Generator())
-        for _ in range(8)
-    ]
-    groups = [group for group, _ in train_groups(task, jobs, steady=True)]
-    assert groups == [[index] for index in range(8)]
-
-
-def test_what_is_trained_apart_is_said_beforehand():
+def test_without_a_plug_in_models_train_apart_where_asked_for():
     shape = Examples(torch.zeros(3, 1, 8, 8), torch.zeros(3, dtype=torch.long))
-    training = LocalTraining(batch_size=16)
-    assert not trains_apart(problem(pooled), shape, training)
-    assert not trains_apart(problem(of(nn.Tanh)), shape, training)
-    assert trains_apart(problem(of(nn.Sigmoid)), shape, training)
-    assert trains_apart(problem(Reading), shape, training)
-
-
-@pytest.mark.parametrize("label", [0, -1, 99])
-def test_whether_models_train_apart_depends_on_nobodys_labels(label):
-    def network():
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 3))
-
-    shape = Examples(torch.full((3, 1, 8, 8), torch.nan), torch.full((3,), label))
-    assert not trains_apart(problem(network), shape, LocalTraining(batch_size=16))
+    assert trains_apart(problem(pooled), shape, LocalTraining(batch_size=16))
 
 
 class OfAnyLength(nn.Module):

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, train_each, train_many
+from flower_ext.training import Job, LocalTraining, train_each
 from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.descent import models_for
-from flower_ext.training.batched.stacked import StackedModel
 from flower_ext.training.dropout import Draws, Dropout
-from tests.support.jobs import UNEVEN, one_by_one, problem, same
+from tests.support.jobs import UNEVEN, one_by_one, problem, same, train_many
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 WAYS = {
@@ -107,7 +105,6 @@ def test_a_stack_of_models_is_the_same_one_by_one(batched, which, way, sizes):
     ours = train_many(task, jobs(which, WAYS[way], sizes))
     same(ours, one_by_one(task, jobs(which, WAYS[way], sizes)))
     assert sum(batched) == len(sizes)
-    assert type(models_for(task, jobs(which, WAYS[way])[0])) is StackedModel
 
 
 class Read(nn.Module):
@@ -146,7 +143,6 @@ def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
 @pytest.mark.parametrize("which", MODELS)
 def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(which):
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
-    assert why_apart(task, jobs(which, [SGD]), steady=True) is None
 
     def trained(members, odd=None):
         chosen = [jobs(which, [SGD], sizes)[member] for member in members]

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from flower_ext.data import Examples
-from flower_ext.training import ClippedGradient, Job, train_many
+from flower_ext.training import ClippedGradient, Job
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.unfused import faster_alone, unfuse
-from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same
+from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same, train_many
 from tests.support.reference.clipped_gradient import by_loop
 
 KINDS = {

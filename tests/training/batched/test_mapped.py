@@ -7,9 +7,8 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from flower_ext.training import models
-from flower_ext.training.batched.form import Target
-from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.batched.stacked import NotStackable, StackedModel
+from flower_ext.training.batched.mapped import MappedModel, Target, stacked
+from tests.support.jobs import ALIKE, WAYS, jobs_of, one_by_one, problem, same, train_many
 
 
 class Residual(nn.Module):
@@ -58,7 +57,7 @@ MODELS = {
 }
 
 
-def setting(which, form=StackedModel, count=3, batch=4):
+def setting(which, count=3, batch=4):
     build, shape = MODELS[which]
     model = build()
     generator = torch.Generator().manual_seed(0)
@@ -69,10 +68,10 @@ def setting(which, form=StackedModel, count=3, batch=4):
         }
         for _ in range(count)
     ]
-    stacked = {name: form.stack([one[name] for one in every]) for name in every[0]}
+    params = {name: stacked([one[name] for one in every]) for name in every[0]}
     x = torch.randn(count, batch, *shape, generator=generator)
     y = torch.randint(3, (count, batch), generator=generator)
-    return model, every, stacked, x, y
+    return model, every, params, x, y
 
 
 def summed(y):
@@ -85,58 +84,57 @@ def alone(model, params, x, y):
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-@pytest.mark.parametrize("form", [StackedModel, MappedModel])
 @pytest.mark.parametrize("which", MODELS)
-def test_gradients_are_each_models_own(which, form):
-    model, every, stacked, x, y = setting(which, form)
-    targets = {n: Target(torch.full_like(p, float("nan"))) for n, p in stacked.items()}
-    built = StackedModel(model, x[0, 0]) if form is StackedModel else MappedModel(model)
-    built.gradient(stacked, x, summed(y), targets)
-    for row, params in enumerate(every):
-        for name, expected in alone(model, params, x[row], y[row]).items():
+def test_gradients_are_each_models_own(which):
+    model, every, many, x, y = setting(which)
+    targets = {n: Target(torch.zeros_like(p)) for n, p in many.items()}
+    slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
+    MappedModel(model).gradient(many, x, summed(y), targets)
+    for row, expected_slopes in enumerate(slopes):
+        for name, expected in expected_slopes.items():
             torch.testing.assert_close(targets[name].tensor[row], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_a_target_keeps_some_of_what_it_held(which):
-    model, every, stacked, x, y = setting(which)
-    targets = {n: Target(torch.ones_like(p), keep=0.5, factor=-2.0) for n, p in stacked.items()}
-    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
-    for name, expected in alone(model, every[1], x[1], y[1]).items():
-        torch.testing.assert_close(
-            targets[name].tensor[1], 0.5 - 2 * expected, rtol=1e-4, atol=1e-4
-        )
+def test_a_target_keeps_what_it_held(which):
+    model, every, many, x, y = setting(which)
+    targets = {n: Target(torch.ones_like(p), factor=-2.0) for n, p in many.items()}
+    slopes = alone(model, every[1], x[1], y[1])
+    MappedModel(model).gradient(many, x, summed(y), targets)
+    for name, expected in slopes.items():
+        torch.testing.assert_close(targets[name].tensor[1], 1 - 2 * expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_the_weights_themselves_may_be_the_targets(which):
-    model, every, stacked, x, y = setting(which)
-    targets = {name: Target(p, keep=1.0, factor=-0.1) for name, p in stacked.items()}
-    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
+    model, every, many, x, y = setting(which)
+    targets = {name: Target(p, factor=-0.1) for name, p in many.items()}
+    slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
+    MappedModel(model).gradient(many, x, summed(y), targets)
     for row, params in enumerate(every):
-        for name, slope in alone(model, params, x[row], y[row]).items():
+        for name, slope in slopes[row].items():
             moved = params[name] - 0.1 * slope
-            torch.testing.assert_close(stacked[name][row], moved, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(many[name][row], moved, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("chosen", [["3.weight"], ["1.bias"], ["1.weight", "3.bias"]])
 def test_only_parameters_with_a_target_have_a_gradient(chosen):
-    model, every, stacked, x, y = setting("perceptron")
-    before = {name: p.clone() for name, p in stacked.items()}
-    targets = {name: Target(torch.zeros_like(stacked[name])) for name in chosen}
-    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
+    model, every, many, x, y = setting("perceptron")
+    before = {name: p.clone() for name, p in many.items()}
+    targets = {name: Target(torch.zeros_like(many[name])) for name in chosen}
     expected = alone(model, every[2], x[2], y[2])
+    MappedModel(model).gradient(many, x, summed(y), targets)
     for name in chosen:
         torch.testing.assert_close(targets[name].tensor[2], expected[name], rtol=1e-4, atol=1e-5)
-    assert all(torch.equal(stacked[name], p) for name, p in before.items())
+    assert all(torch.equal(many[name], p) for name, p in before.items())
 
 
 @pytest.mark.parametrize("chosen", [["norm.weight"], ["norm.bias", "head.bias"]])
 def test_a_norm_may_be_trained_behind_frozen_layers(chosen):
-    model, every, stacked, x, y = setting("residual")
-    targets = {name: Target(torch.zeros_like(stacked[name])) for name in chosen}
-    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
+    model, every, many, x, y = setting("residual")
+    targets = {name: Target(torch.zeros_like(many[name])) for name in chosen}
     expected = alone(model, every[1], x[1], y[1])
+    MappedModel(model).gradient(many, x, summed(y), targets)
     for name in chosen:
         torch.testing.assert_close(targets[name].tensor[1], expected[name], rtol=1e-4, atol=1e-5)
 
@@ -148,10 +146,11 @@ def test_a_single_example_of_a_single_model_is_enough(kernel, filters):
     x, y = torch.randn(1, 1, 3, 5, 5), torch.tensor([[2]])
     model(x[0])
     params = {name: p.detach() for name, p in model.named_parameters()}
-    stacked = {name: StackedModel.stack([p]) for name, p in params.items()}
-    targets = {name: Target(torch.zeros_like(p)) for name, p in stacked.items()}
-    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
-    for name, expected in alone(model, params, x[0], y[0]).items():
+    many = {name: stacked([p]) for name, p in params.items()}
+    targets = {name: Target(torch.zeros_like(p)) for name, p in many.items()}
+    slopes = alone(model, params, x[0], y[0])
+    MappedModel(model).gradient(many, x, summed(y), targets)
+    for name, expected in slopes.items():
         torch.testing.assert_close(targets[name].tensor[0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -203,74 +202,62 @@ class Tied(nn.Module):
         return self.other(self.one(x))
 
 
+class Outside(nn.Module):
+    """A model that reads the weight of a layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x) + x @ self.head.weight.mT.exp()
+
+
+class Constant(nn.Module):
+    """A layer whose features are the same for every model and example."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.shift = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(x) + self.shift(torch.ones(2))
+
+
 def hooked():
     model = nn.Sequential(nn.Linear(4, 3))
     model.register_forward_hook(lambda module, inputs, output: 2 * output)
     return model
 
 
+def checkpointed():
+    def forward(x):
+        return torch.utils.checkpoint.checkpoint(head, x, use_reentrant=False)
+
+    model = nn.Sequential(head := nn.Linear(4, 3))
+    model.forward = forward
+    return model
+
+
+def normed():
+    return nn.utils.weight_norm(nn.Linear(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("build", "shape", "said"),
-    [
-        (hooked, (4,), "hooks"),
-        (Branching, (4,), "traced"),
-        (Looking, (4,), "mean"),
-        (Twice, (4,), "used twice"),
-        (Unused, (4,), "not used"),
-        (Tied, (4,), "share"),
-        (lambda: nn.Sequential(nn.Linear(4, 3), nn.AlphaDropout(0.5)), (4,), "AlphaDropout"),
-        (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(4, 3)), (5, 4), "Flatten"),
-        (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Linear(4, 3)), (1, 4, 4), "form"),
-    ],
+    "model",
+    [hooked, Branching, Looking, Twice, Unused, Tied, Outside, Constant, checkpointed, normed],
 )
-def test_a_model_without_a_stacked_form_says_why(build, shape, said):
-    with pytest.raises(NotStackable, match=said):
-        StackedModel(build(), torch.zeros(shape))
+def test_a_model_that_uses_a_layer_in_an_odd_way_trains_as_by_itself(model, way):
+    ours = train_many(problem(model), jobs_of(model, WAYS[way], ALIKE))
+    same(ours, one_by_one(problem(model), jobs_of(model, WAYS[way], ALIKE)))
 
 
-STEADY = (nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh)
-UNSTEADY = (nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus)
-
-
-@pytest.mark.parametrize("activation", STEADY)
-def test_what_counts_as_steady_rounds_a_number_alike_wherever_it_is(activation):
-    """Functions that fill vector registers treat the last numbers of an array differently."""
-
-    def both(values):
-        values = values.clone().requires_grad_()
-        outputs = activation()(values)
-        return outputs, torch.autograd.grad(outputs.sum(), values)[0]
-
-    numbers = 4 * torch.randn(700, generator=torch.Generator().manual_seed(0))
-    whole = both(numbers)
-    for end in range(1, 350):
-        for one, every in zip(both(numbers[:end]), whole, strict=True):
-            assert torch.equal(one, every[:end])
-        for one, every in zip(both(numbers[end : 2 * end]), whole, strict=True):
-            assert torch.equal(one, every[end : 2 * end])
-
-
-@pytest.mark.parametrize("activation", [*STEADY, *UNSTEADY])
-def test_a_model_is_steady_if_all_its_layers_are(activation):
-    model = nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 3))
-    assert StackedModel(model, torch.zeros(4)).batch_invariant == (activation in STEADY)
-    assert not MappedModel(model).batch_invariant
-
-
-class Called(nn.Module):
-    """A function in place of a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(4, 3), function
-
-    def forward(self, x):
-        return self.function(self.layer(x))
-
-
-@pytest.mark.parametrize(
-    ("function", "steady"),
-    [(torch.sigmoid, False), (lambda x: x.sigmoid(), False), (torch.tanh, True)],
-)
-def test_functions_count_like_layers(function, steady):
-    assert StackedModel(Called(function), torch.zeros(4)).batch_invariant == steady
+@pytest.mark.parametrize(("model", "message"), [(Twice, "used twice"), (Outside, "outside")])
+def test_no_gradient_is_sent_in_parts(model, message):
+    built = model()
+    many = {name: stacked([p.detach()] * 2) for name, p in built.named_parameters()}
+    targets = {name: Target(torch.zeros_like(p)) for name, p in many.items()}
+    with pytest.raises(RuntimeError, match=message):
+        MappedModel(built).gradient(many, torch.randn(2, 5, 4), torch.sum, targets)
