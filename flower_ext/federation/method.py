@@ -79,7 +79,8 @@ class State:
                 )
         for name, group in self.groups().items():
             for key, array in group.items():
-                if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+                # Arithmetic of arrays without axes yields NumPy's scalars.
+                if not isinstance(array, np.ndarray | np.generic) or array.dtype.kind not in "fiub":
                     raise InvalidValue(
                         f"State with {key!r} in {name!r} of type {type(array).__name__}: expected "
                         "a NumPy array of real numbers"

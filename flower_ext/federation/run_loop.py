@@ -154,7 +154,8 @@ class RunLoop:
         step = self.run.method.server_step
         remedy = f"change the settings of {step}, or take a smaller learning rate"
         groups = {"in the model": records.to_arrays(model)}
-        for name, group in self.run.method_state.groups().items():
+        state = self.run.method_state
+        for name, group in (*state.everyone.items(), *state.server.items()):
             groups[f"in the server's state {name!r}"] = group
         for place, arrays in groups.items():
             require_finite(arrays, f"{place} after {step} in round {server_round}", remedy)

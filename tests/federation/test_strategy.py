@@ -361,7 +361,7 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(tmp_path):
     moved = result.arrays["head.weight"].data != before["head.weight"].data
     assert row["topped_up_stddev"] == pytest.approx(0.5 * np.sqrt(5 / 6))
     assert entries[-1]["kind"] == "commit"
-    assert entries[-1]["answered"] == 1
+    assert entries[-1]["notes"]["answered"] == 1
     assert moved
     assert ledger.releases == 1
 

@@ -267,7 +267,7 @@ class Batches:
             padded = [r if len(r) == longest else _padded(r, longest) for r in rows]
             index, shape = torch.cat(padded).to(self.device), (len(rows), longest)
             x, y = (part.index_select(0, index) for part in (features, targets))
-            yield MiniBatches(x.unflatten(0, shape), y.unflatten(0, shape), counts)
+            yield MiniBatches(x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:]), counts)
 
     def _joined(self, part: str) -> Tensor:
         """Return the features, or the targets, of all jobs, one job after the other."""
