@@ -287,7 +287,7 @@ def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, s
                 ANSWER[what](replies[1], rng)
             return replies
 
-    plan = METHODS["ULDP-AVG, silos noise, top-up"].build().run.plan
+    plan = METHODS["ULDP-AVG, silos noise"].build().run.plan
     strategy = FederatedStrategy(UldpAvg(num_silos=SILOS, weighting="by-records"), plan)
     grid = Tampered(UldpAvg.client_app(task()), SILOS)
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
