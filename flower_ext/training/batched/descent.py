@@ -252,32 +252,35 @@ class Batches:
         self.jobs, self.device = jobs, device
 
     def __iter__(self) -> Iterator[MiniBatches]:
-        orders = []
-        start = 0
-        for job in self.jobs:
-            rows_of_steps = batch_rows(len(job.examples), job.training, job.generator)
-            orders.append([rows + start for rows in rows_of_steps])
-            start += len(job.examples)
-        features, targets = self._joined("features"), self._joined("targets")
-        for step in range(self.jobs[0].num_steps):
-            rows = [order[step] for order in orders if step < len(order)]
-            counts = [*map(len, rows)]
-            longest = max(counts)
-            # Padding repeats an example of its own mini-batch.
-            padded = [r if len(r) == longest else _padded(r, longest) for r in rows]
-            index, shape = torch.cat(padded).to(self.device), (len(rows), longest)
-            x, y = (part.index_select(0, index) for part in (features, targets))
-            yield MiniBatches(x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:]), counts)
+        orders = [
+            [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
+        ]
+        # One copy an epoch: each step by itself would take a hundred small copies.
+        longest = self.jobs[0]
+        ahead = max(1, len(longest.examples) // longest.training.batch_size)
+        for start in range(0, longest.num_steps, ahead):
+            epoch = [order[start : start + ahead] for order in orders if start < len(order)]
+            width = max(len(rows) for steps in epoch for rows in steps)
+            x, y = (self._selected(part, epoch, width) for part in ("features", "targets"))
+            for step in range(len(epoch[0])):
+                counts = [len(steps[step]) for steps in epoch if step < len(steps)]
+                real = slice(len(counts)), step, slice(max(counts))
+                yield MiniBatches(x[real], y[real], counts)
 
-    def _joined(self, part: str) -> Tensor:
-        """Return the features, or the targets, of all jobs, one job after the other."""
-        return torch.cat(
-            [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
-        )
+    def _selected(self, part: str, epoch: Sequence[Sequence[Tensor]], width: int) -> Tensor:
+        """Return the features, or targets, of some steps: (jobs, steps, width, …)."""
+        tensors = [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+        shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
+        selected = tensors[0].new_empty(shape)
+        for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
+            rows = torch.cat([_padded(rows, width) for rows in steps]).to(self.device)
+            torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
+        return selected
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    return torch.cat([rows, rows[:1].expand(length - len(rows))])
+    """Repeat a row of the same mini-batch."""
+    return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
