@@ -11,7 +11,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.failures import each
-from flower_ext.training import MEMORY_LIMIT, Params, Task, evaluate_each
+from flower_ext.training import Params, Task, evaluate_each
 
 log = getLogger("flwr")
 
@@ -21,13 +21,12 @@ def scores_of(
     models: Sequence[Params | Exception],
     *,
     also_training: bool,
-    memory_limit: int = MEMORY_LIMIT,
 ) -> list[RecordDict | Exception]:
     """Return each model's scores on its client's test examples, or the client's error.
 
     With ``also_training``, the scores include the loss on the client's training examples.
     """
-    every = plain_scores(works, models, also_training=also_training, memory_limit=memory_limit)
+    every = plain_scores(works, models, also_training=also_training)
     return each(_record, works, every)
 
 
@@ -36,14 +35,13 @@ def plain_scores(
     models: Sequence[Params | Exception],
     *,
     also_training: bool,
-    memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float] | Exception]:
     """Return the scores as plain numbers by name; none for a client without test examples."""
     tests = each(lambda work: work.data.test, works)
-    every = _scores(works, models, tests, memory_limit=memory_limit)
+    every = _scores(works, models, tests)
     if also_training:
         training = each(lambda work: work.data.train, works)
-        trained = _scores(works, models, training, memory_limit=memory_limit)
+        trained = _scores(works, models, training)
         every = each(_with_training_loss, every, trained)
     return every
 
@@ -52,8 +50,6 @@ def _scores(
     works: Sequence[ClientWork | Exception],
     models: Sequence[Params | Exception],
     examples: Sequence[Examples | Exception],
-    *,
-    memory_limit: int,
 ) -> list[dict[str, float] | Exception]:
     """Return the scores from `evaluate_each`; none for a model without examples."""
     scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
@@ -69,7 +65,7 @@ def _scores(
             some.append((index, model, chosen_examples))
     if task is not None:
         places, chosen, tests = zip(*some, strict=True)
-        evaluated = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
+        evaluated = evaluate_each(task, chosen, tests)
         for index, one in zip(places, evaluated, strict=True):
             scores[index] = one
     return scores

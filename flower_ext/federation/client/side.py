@@ -149,7 +149,7 @@ class ClientSide:
             return each(self._masked_vector, requests, works, contexts)
         models = self._used(works, memory_limit)
         wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
-        return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
+        return scores_of(works, models, also_training=True in wanted)
 
     def _masked_vector(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
         query = query_of(request, self.queries)

@@ -18,7 +18,6 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, unstacked
 from flower_ext.training.batched.form import MEMORY_LIMIT, Form
-from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.local import SGD, Job, LocalTraining, train_job
 from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.model_factory import in_training
@@ -98,8 +97,6 @@ def _why_unlike(trial: _Trial) -> str | None:
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if drops and (type(module) is not nn.Dropout or trial.kind.device.type != "cpu"):
             return f"{module} draws other numbers in a batch of models"
-        if faster_alone(module, trial.kind.device):
-            return f"on a CPU {module} is faster by itself"
     if layer := refusing_layer(trial.kind.build, trial.kind.shape, trial.kind.dtype):
         return f"{layer} refuses a mini-batch of a single row"
     return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
@@ -27,7 +27,6 @@ from torch.nn import functional
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.isolation import attempted
@@ -93,9 +92,7 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model, self.followed = (model_of_single_examples(task, names) for _ in range(2))
-        with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
-            unfuse(self.followed)
+        self.model = model_of_single_examples(task, names)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
@@ -249,11 +246,11 @@ class ClippedGradient:
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
-        buffers = {n: self.params.get(n, b) for n, b in self.followed.named_buffers()}
+        buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
         point = {**self.params, **clone(buffers)}
 
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
-            return loss_alone(self.followed, {**point, **chosen}, loss, x, y)
+            return loss_alone(self.model, {**point, **chosen}, loss, x, y)
 
         gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(gradient) for name, gradient in gradients.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -190,27 +189,6 @@ class BatchInvarianceTrial:
         finally:
             for name, tensor in touched.items():
                 tensor.copy_(before[name])
-
-
-@lru_cache(maxsize=64)
-def evaluates_independently(
-    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
-) -> bool:
-    """Return True if the model in evaluation returns one independent row per example."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(2, (TRIED, *shape), generator=generator).to(dtype)
-    if dtype.is_floating_point:
-        x.normal_(generator=generator)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            model = build().eval()
-            model.load_state_dict(shaken(dict(model.named_parameters()), generator), strict=False)
-            together, alone = model(x.clone()), [model(row.clone()) for row in torch.split(x, 1)]
-            if not isinstance(together, Tensor):
-                return False
-            return len(together) == TRIED and torch.allclose(torch.cat(alone), together, 1e-3, 1e-4)
-        except Exception:  # a model may raise anything for random examples
-            return False
 
 
 def _gradients(follow: Follow, x: Tree, y: Tree, by: Loss, rows: Tensor) -> Params:

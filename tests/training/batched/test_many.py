@@ -296,28 +296,8 @@ class Mapped(nn.Module):
         return self.body(x.abs() + x)
 
 
-class Reading(nn.Module):
-    """A recurrent network that reads the rows of an image."""
-
-    kind = nn.GRU
-
-    def __init__(self):
-        super().__init__()
-        self.recurrent = self.kind(8, 21, batch_first=True)
-        self.head = nn.Linear(21, 3)
-
-    def forward(self, x):
-        return self.head(self.recurrent(x.flatten(1, 2))[0].mean(dim=1))
-
-
-class Remembering(Reading):
-    """A recurrent network with two states."""
-
-    kind = nn.LSTM
-
-
 ALONE = [
-    *(pooled, wide, Mapped, Reading, Remembering),
+    *(pooled, wide, Mapped),
     *map(of, (nn.Sigmoid, nn.SiLU, nn.ELU, nn.GELU, nn.Softplus, nn.Tanh)),
 ]
 
