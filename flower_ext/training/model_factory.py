@@ -8,7 +8,7 @@ own factory, and `ModelFactory.fingerprint` shows whether two nodes have the sam
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -32,18 +32,22 @@ _REMEDIES = {
     torch.complex128: _PARTS,
 }
 """Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
+_PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
+_PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class _Facts(NamedTuple):
     """Frozen and travelling tensors of a model, and a template whose frozen parts models share.
 
-    Of tied parameters the first one travels; ``tied`` maps the other names to the first.
+    Of tied parameters the first one travels; ``tied`` maps the other names to the first. ``known``
+    is true if the model has plain layers alone.
     """
 
     frozen: Params
     tied: Mapping[str, str]
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
     template: nn.Module | None
+    known: bool
 
 
 class ModelFactory:
@@ -121,6 +125,11 @@ class ModelFactory:
         """All tensors that neither train nor travel, by name; the caller must not change them."""
         return self._facts.frozen
 
+    @property
+    def known(self) -> bool:
+        """True if the model has layers of PyTorch or this package alone, which show all they do."""
+        return self._facts.known
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the frozen tensors' names, types, shapes and values; empty without any."""
@@ -154,9 +163,10 @@ class ModelFactory:
                     f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
                     f"float32 or float64; {remedy}. Frozen tensors may have any type"
                 )
+        known = all(map(_is_plain, model.modules()))
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
-        return _Facts(frozen, tied, travelling, model if constant else None)
+        return _Facts(frozen, tied, travelling, model if constant else None, known)
 
     def _built(self) -> nn.Module:
         model = self.function()
@@ -261,16 +271,30 @@ def _factory_by(key: _Key) -> ModelFactory:
     return ModelFactory(key.function, key.trainable)
 
 
-def channels_last_needs(model: nn.Module) -> str | None:
-    """Return the parameter that must be trained if images have their channels last in memory.
+def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
+    """Return True if convolutions may have their channels last, which is faster on a CPU.
 
     In that order, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input needs a
-    gradient. A trained convolution as the first layer makes sure of that. The name is empty if the
-    first layer is another one. None means that the model has no such norm.
+    gradient. A trained convolution as the first layer makes sure of that.
     """
-    if not any(isinstance(module, nn.GroupNorm) for module in model.modules()):
-        return None
-    for name, module in model.named_modules():
-        if [*module.parameters(recurse=False)]:
-            return f"{name}.weight" if isinstance(module, nn.Conv2d) else ""
-    return ""
+    modules = [*model.modules()]
+    if not any(isinstance(module, nn.GroupNorm) for module in modules):
+        return any(isinstance(module, nn.Conv2d) for module in modules)
+    with_parameters = ((n, m) for n, m in model.named_modules() if [*m.parameters(recurse=False)])
+    name, first = next(with_parameters, ("", None))
+    return isinstance(first, nn.Conv2d) and f"{name}.weight".removeprefix(".") in trained
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return True for a layer of PyTorch or this package to which nothing was added, as hooks."""
+    tensors_and_children = ("_modules", "_parameters", "_buffers")
+    values = [value for key, value in vars(module).items() if key not in tensors_and_children]
+    return type(module).__module__.startswith(_PLAIN_MODULES) and all(map(_is_plain_value, values))
+
+
+def _is_plain_value(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, tuple | list | set):
+        return all(type(part) in _PLAIN_VALUES for part in value)
+    return type(value) in _PLAIN_VALUES

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import own_dropout
 from flower_ext.training.model_calls import SettableModel
-from flower_ext.training.model_factory import in_training
-from flower_ext.training.model_templates import template_of
+from flower_ext.training.model_factory import ModelFactory, in_training, suits_channels_last
 from flower_ext.training.objective import Term
 from flower_ext.training.params import Params, to_device
 from flower_ext.training.task import Task
@@ -69,42 +69,33 @@ def local_problem(
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
-    layout = torch.contiguous_format
-    template = template_of(task.factory, device) if dtype is None else None
-    known = False
-    if template is not None and template.takes(params):
-        known = template.known
-        replaced, learnable = template.copied(), template.learnable
-        chosen = [*filter(trained, learnable)]
-        if any_layout and known and device.type == "cpu" and template.faster_channels_last(chosen):
-            layout = torch.channels_last
+    factory = task.factory
+    if dtype is None and factory.known and params.keys() >= factory.travelling.keys():
+        replaced = _shared_model(factory, device, get_ident())
     else:
-        model = own_dropout(in_training(task.model().to(device)))
-        if dtype is not None and task.factory.frozen:
-            model = deepcopy(model).to(dtype)
-        replaced = SettableModel(model)
-        learnable = frozenset(name for name, _ in model.named_parameters())
-    start = {
-        name: _laid(p, layout)
-        for name, p in everything.items()
-        if name in learnable and trained(name)
-    }
+        replaced = _new_model(factory, device, dtype)
+    model = replaced.model
+    chosen = {name for name, _ in model.named_parameters() if trained(name)}
+    layout = torch.contiguous_format
+    if any_layout and factory.known and device.type == "cpu" and suits_channels_last(model, chosen):
+        layout = torch.channels_last
+    start = {name: _laid(p, layout) for name, p in everything.items() if name in chosen}
     if not start:
         raise InvalidValue("trained selects no parameter of the model: expected at least one")
     # The model updates its buffers in place; these copies leave the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
-    placed: Params | None = None
+    last, whole = Params(), rest
 
-    def loss_at(chosen: Params, x: Tree, y: Tree) -> Tensor:
-        nonlocal placed
-        if chosen is not placed:
-            replaced.set_params({**rest, **chosen})
-            placed = chosen
+    def loss_at(weights: Params, x: Tree, y: Tree) -> Tensor:
+        nonlocal last, whole
+        if weights is not last:
+            last, whole = weights, {**rest, **weights}
+        replaced.set_params(whole)
         # A copy of the features, because the model may write into them.
         value = task.loss(replaced(_laid(trees.mapped(Tensor.clone, x), layout)), y)
         for term in terms:
-            value = value + term(chosen)
+            value = value + term(weights)
         return value
 
     return LocalProblem(
@@ -112,9 +103,27 @@ def local_problem(
         loss_at=loss_at,
         rest=rest,
         device=device,
-        replaceable=not known,
-        still=partial(_unmoved_buffers, replaced.model),
+        replaceable=not factory.known,
+        still=partial(_unmoved_buffers, model),
     )
+
+
+@lru_cache(maxsize=64)
+def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
+    """Return one model of known layers for all trainings of a thread: it keeps nothing of them.
+
+    Building a small model takes as long as a step or two.
+    """
+    return _new_model(factory, device, None)
+
+
+def _new_model(
+    factory: ModelFactory, device: torch.device, dtype: torch.dtype | None
+) -> SettableModel:
+    model = own_dropout(in_training(factory().to(device)))
+    if dtype is not None and factory.frozen:
+        model = deepcopy(model).to(dtype)
+    return SettableModel(model)
 
 
 @contextmanager

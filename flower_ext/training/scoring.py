@@ -16,7 +16,6 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import SettableModel
-from flower_ext.training.model_templates import template_of
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 
@@ -132,17 +131,12 @@ def evaluate_each(
     client's scores do not depend on another client's values or errors.
     """
     device = task.torch_device()
-    template = template_of(task.factory, device)
     # Known layers keep nothing in evaluation, so their model can serve all clients.
-    model = _in_evaluation(task) if template is not None and template.known else None
-    placed: Mapping[str, Tensor] | None = None
+    model = _in_evaluation(task) if task.factory.known else None
 
     def scores(params: Mapping[str, Tensor], data: Examples) -> dict[str, float]:
-        nonlocal placed
         evaluated = model or _in_evaluation(task)
-        if evaluated is not model or params is not placed:
-            evaluated.set_params(to_device(params, device))
-            placed = params
+        evaluated.set_params(to_device(params, device))
         data = data.to(device)
         return score_each_alone(task, _outputs(evaluated, data.features), data.targets)
 

@@ -20,7 +20,6 @@ from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
 from flower_ext.training.batched.grouping import alike, groups, longest_first
 from flower_ext.training.isolation import isolated
 from flower_ext.training.local import Job, LocalTraining, train_job
-from flower_ext.training.model_templates import template_of
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -159,8 +158,7 @@ def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]
         if len(jobs) == 1 and not steady and not form.gains_alone(jobs[0]):
             continue
         # Known layers show all that they do, so the cost of a trial can be saved.
-        template = template_of(task.factory, task.torch_device())
-        if (template is not None and template.known) or trains_alike(task, jobs[0], form):
+        if task.factory.known or trains_alike(task, jobs[0], form):
             yield form
 
 
