@@ -21,7 +21,7 @@ from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import affine
-from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
+from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 
@@ -285,8 +285,6 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
     """Return each job's whole model: its row where there is one, else its own parameters."""
-    if isinstance(rows, FlatParams) and all([*job.params] == [*rows] for job in jobs):
-        return list(rows.models())
     trained = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
         {name: trained[name][row] if name in trained else p for name, p in job.params.items()}
