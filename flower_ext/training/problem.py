@@ -70,7 +70,9 @@ def local_problem(
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
     factory = task.factory
-    if dtype is None and factory.known and params.keys() >= factory.travelling.keys():
+    # A part of a model, or one of other settings, must not meet numbers of the last training.
+    fits = all(n in params and params[n].shape == p for n, (p, _) in factory.travelling.items())
+    if dtype is None and factory.known and fits:
         replaced = _shared_model(factory, device, get_ident())
     else:
         replaced = _new_model(factory, device, dtype)

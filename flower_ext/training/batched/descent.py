@@ -29,30 +29,10 @@ IGNORED = -100
 """Target value that cross_entropy leaves out of its mean."""
 
 
-class Kind(NamedTuple):
-    """Everything that determines the form of K models."""
-
-    build: Callable[[], nn.Module]
-    device: torch.device
-    shape: torch.Size
-    dtype: torch.dtype
-    parameters: Sizes
-
-
-def kind_of(task: Task, job: Job) -> Kind:
-    """Return the kind of a job's model."""
-    features, device = job.examples.features, task.torch_device()
-    return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
-
-
-def models_for(task: Task, job: Job) -> MappedModel:
-    """Return the form that computes several models of a job's kind at once."""
-    return _models(kind_of(task, job))
-
-
 @lru_cache(maxsize=64)
-def _models(kind: Kind) -> MappedModel:
-    return MappedModel(in_training(kind.build().to(kind.device)))
+def _models(build: Callable[[], nn.Module], device: torch.device, parameters: Sizes) -> MappedModel:
+    """Return the form that computes several models at once."""
+    return MappedModel(in_training(build().to(device)))
 
 
 class MiniBatches(NamedTuple):
@@ -78,7 +58,7 @@ class Stack:
             raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        self.models = models_for(task, jobs[0])
+        self.models = _models(task.model, self.device, sizes(jobs[0].params))
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")

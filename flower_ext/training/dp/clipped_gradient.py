@@ -30,7 +30,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.isolation import attempted
-from flower_ext.training.params import Params, clone, sizes
+from flower_ext.training.params import Params, clone
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
@@ -41,6 +41,7 @@ from flower_ext.training.trials.single_examples import (
     model_of_single_examples,
     require_single_examples,
 )
+from flower_ext.training.trials.trial_examples import kind_of
 
 log = getLogger("flwr")
 
@@ -237,10 +238,8 @@ class ClippedGradient:
     def _known_of(self, features: Tree, targets: Tree) -> _Known:
         """Return the facts about this model on examples of these shapes and types."""
         if self._known is None:
-            form = trees.form(features), trees.form(targets)
-            kind = self.task.model, self.task.loss, trees.first(features).device, *form
-            shape = self._widest, torch.get_num_threads()
-            self._known = _known(*kind, sizes(self.params), tuple(self.names), *shape)
+            kind = kind_of(self.task, features, targets, self.params)
+            self._known = _known(kind, tuple(self.names), self._widest, torch.get_num_threads())
         return self._known
 
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:

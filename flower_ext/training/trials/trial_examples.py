@@ -1,4 +1,4 @@
-"""Made-up examples for trials: random and odd ones, with the shapes and types of real examples.
+"""What a trial runs: kinds of trainings, and random and odd examples of the form of real ones.
 
 They depend on nobody's values, so a trial reveals nothing about any record.
 """
@@ -6,13 +6,16 @@ They depend on nobody's values, so a trial reveals nothing about any record.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from flower_ext.data import trees
+from flower_ext.data import ClientData, trees
 from flower_ext.data.trees import Tree
+from flower_ext.training.params import Sizes, sizes
+from flower_ext.training.task import Task
 
 TRIED = 3
 """Number of random examples whose own gradients a trial computes."""
@@ -23,6 +26,40 @@ _HIGHEST = (2, 3, 255, 10_000)
 of images; and large ones, as for counts."""
 _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
 """Integers of targets by which a loss may keep something; negative ones mark what is missing."""
+
+
+@dataclass(frozen=True)
+class TrainingKind:
+    """Everything by which a trial speaks for a training: a key, under which it is remembered.
+
+    ``features`` and ``targets`` are one example of zeros, of the same form as the real ones.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    device: torch.device
+    sizes: Sizes
+    form: Hashable
+    features: Tree = field(compare=False)
+    targets: Tree = field(compare=False)
+
+    @property
+    def task(self) -> Task:
+        """A task without data."""
+        return Task(model=self.model, data=_no_data, loss=self.loss, device=str(self.device))
+
+
+def kind_of(
+    task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
+) -> TrainingKind:
+    """Return the kind of trainings of these parameters on examples of this form."""
+    form = trees.form(features), trees.form(targets)
+    device, parts = task.torch_device(), (zeros(features, 1), zeros(targets, 1))
+    return TrainingKind(task.model, task.loss, device, sizes(params), form, *parts)
+
+
+def _no_data(client: int) -> ClientData:
+    raise NotImplementedError
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
