@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +29,7 @@ from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone
-from flower_ext.training.problem import local_problem
+from flower_ext.training.problem import LocalProblem, local_problem
 from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 
@@ -232,45 +231,30 @@ def _slopes(
 
 
 def minimise(
-    loss_at: Callable[[Params, Tree, Tree], Tensor],
-    start: Mapping[str, Tensor],
+    problem: LocalProblem,
     examples: Examples,
     training: LocalTraining,
     generator: torch.Generator,
     *,
-    replaceable: bool = True,
     fewest: int = 1,
-    still: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Params:
-    """Descend from ``start`` by SGD with momentum, another optimiser, or SAM.
+    """Descend from the problem's start by SGD with momentum, another optimiser, or SAM.
 
-    Parameters
-    ----------
-    loss_at : Callable
-        ``loss_at(params, x, y)`` returns a scalar.
-    replaceable : bool
-        True if ``loss_at`` might replace the tensors that it is given, as models do that bound
-        their weights. Every step then passes new tensors.
-    fewest : int
-        Least number of rows of a mini-batch, as of `batches`.
-    still : Callable
-        Makes a block in which SAM's pass at the perturbed point moves no buffers, so that each
-        mini-batch counts once in running statistics.
+    ``fewest`` is the least number of rows of a mini-batch (see `fewest_rows`).
     """
-    params = clone(start)
+    params = clone(problem.start)
     weights = [*params.values()]
-    leaves = _leaves(params)  # share memory with params
     velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
     steps = _other_optimizer(training, params)
     for x, y in batches(examples, training, generator, fewest=fewest):
-        leaves = _leaves(params) if replaceable else leaves
-        slopes = _slopes(loss_at, leaves, x, y)
+        # New leaves in each step, because a model that bounds its weights replaces them.
+        slopes = _slopes(problem.loss_at, _leaves(params), x, y)
         if training.sam_radius > 0:
             ascent = perturbation(slopes, training.sam_radius)
             climbed = zip(params.items(), ascent, strict=True)
             point = _leaves({name: w + p for (name, w), p in climbed})
-            with still():
-                slopes = _slopes(loss_at, point, x, y)
+            with problem.still():  # each mini-batch counts once in running statistics
+                slopes = _slopes(problem.loss_at, point, x, y)
         if steps is not None:
             for w, slope in zip(weights, slopes, strict=True):
                 w.grad = slope
@@ -342,14 +326,6 @@ def train_job(
         if training.tolerance:
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
-            moved = minimise(
-                problem.loss_at,
-                problem.start,
-                data,
-                training,
-                job.generator,
-                replaceable=problem.replaceable,
-                fewest=fewest_rows(task, data.features, training.batch_size),
-                still=problem.still,
-            )
+            fewest = fewest_rows(task, data.features, training.batch_size)
+            moved = minimise(problem, data, training, job.generator, fewest=fewest)
     return problem.whole(moved, like=job.params)

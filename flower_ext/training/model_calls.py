@@ -67,12 +67,7 @@ class SettableModel:
         ]
 
     def set_params(self, params: Params) -> None:
-        """Put parameters in their places; names that ``params`` lacks keep their tensors.
-
-        The dictionary's tensors must not be exchanged, because the same one is put there only once.
-        """
-        if params is self._params:
-            return
+        """Put parameters in their places; names that ``params`` lacks keep their tensors."""
         self._params = params
         for tensors, leaf, name in self._places:
             if name in params:

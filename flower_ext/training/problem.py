@@ -25,18 +25,12 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProblem:
-    """One client's objective: loss plus terms, as a function of the trained part of a model.
-
-    If ``loss_at`` is called again with the same dictionary of parameters, its tensors must be the
-    same too.
-    """
+    """One client's objective: loss plus terms, as a function of the trained part of a model."""
 
     start: Params
     loss_at: Callable[[Params, Tree, Tree], Tensor]
     rest: Params
     device: torch.device
-    replaceable: bool
-    """True if the model might replace the tensors that it is given (see `minimise`)."""
     still: Callable[[], AbstractContextManager[None]]
     """Makes a block after which the model's buffers, such as running statistics, are as before."""
 
@@ -87,13 +81,8 @@ def local_problem(
     # The model updates its buffers in place; these copies leave the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
-    last, whole = Params(), rest
-
     def loss_at(weights: Params, x: Tree, y: Tree) -> Tensor:
-        nonlocal last, whole
-        if weights is not last:
-            last, whole = weights, {**rest, **weights}
-        replaced.set_params(whole)
+        replaced.set_params({**rest, **weights})
         # A copy of the features, because the model may write into them.
         value = task.loss(replaced(_laid(trees.mapped(Tensor.clone, x), layout)), y)
         for term in terms:
@@ -105,7 +94,6 @@ def local_problem(
         loss_at=loss_at,
         rest=rest,
         device=device,
-        replaceable=not factory.known,
         still=partial(_unmoved_buffers, model),
     )
 

@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,13 @@ from flower_ext.training import (
 from flower_ext.training.local import batches, perturbation
 from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.objective import Linear
+from flower_ext.training.problem import LocalProblem
 from tests.support.jobs import train_many
+
+
+def by_hand(loss_at, start):
+    cpu = torch.device("cpu")
+    return LocalProblem(start=start, loss_at=loss_at, rest={}, device=cpu, still=nullcontext)
 
 
 def examples(n: int = 30, features: int = 4, classes: int = 3, seed: int = 0) -> Examples:
@@ -119,7 +126,7 @@ def test_sam_step_on_a_quadratic_has_its_closed_form():
         return 0.5 * w @ curvature @ w
 
     training = LocalTraining(steps=1, batch_size=1, learning_rate=0.01, sam_radius=0.3)
-    moved = minimise(loss_at, start, examples(n=1), training, torch.Generator())
+    moved = minimise(by_hand(loss_at, start), examples(n=1), training, torch.Generator())
     w = torch.cat(list(start.values()))
     gradient = curvature @ w
     expected = w - 0.01 * curvature @ (w + 0.3 * gradient / gradient.norm())
@@ -450,8 +457,7 @@ def test_effective_steps_say_how_far_a_constant_gradient_moves_the_model(momentu
     training = LocalTraining(epochs=2, batch_size=4, learning_rate=0.01, momentum=momentum)
     x = torch.tensor([[1.0, -3.0]]).repeat(10, 1)
     moved = minimise(
-        lambda params, x, y: (x @ params["w"]).mean(),
-        {"w": torch.zeros(2)},
+        by_hand(lambda params, x, y: (x @ params["w"]).mean(), {"w": torch.zeros(2)}),
         Examples(features=x, targets=torch.zeros(10)),
         training,
         torch.Generator().manual_seed(0),

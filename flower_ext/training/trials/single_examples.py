@@ -26,10 +26,10 @@ from flower_ext.training.model_factory import in_training, suits_channels_last
 from flower_ext.training.params import Params, clone, is_finite, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
-from flower_ext.training.trials.deterministic import deterministic
 from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
 from flower_ext.training.trials.trial_examples import (
     TRIED,
+    deterministic,
     random_examples,
     unlike_examples,
     zeros,

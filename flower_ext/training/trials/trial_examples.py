@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from flower_ext.data import ClientData, trees
 from flower_ext.data.trees import Tree
@@ -26,6 +29,12 @@ _HIGHEST = (2, 3, 255, 10_000)
 of images; and large ones, as for counts."""
 _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
 """Integers of targets by which a loss may keep something; negative ones mark what is missing."""
+
+
+_DROPPING = {
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
+}
 
 
 @dataclass(frozen=True)
@@ -202,3 +211,20 @@ def _repeated(example: Tree, like: Tree) -> Tree:
 
 def _replaced(x: Tree, former: Tensor, leaf: Tensor) -> Tree:
     return trees.mapped(lambda other: leaf if other is former else other, x)
+
+
+class deterministic(TorchFunctionMode):
+    """Switch off a model's random parts, such as dropout, so that it does the same twice."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function without its random part."""
+        kwargs = kwargs or {}
+        if func in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is functional.rrelu:
+            return functional.leaky_relu(args[0], 0.2)
+        if func is functional.scaled_dot_product_attention:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+        return func(*args, **kwargs)
