@@ -8,7 +8,7 @@ With radius q = 0 this is SGD, which costs one pass per step instead of two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -231,22 +231,14 @@ def _slopes(
 
 
 def minimise(
-    problem: LocalProblem,
-    examples: Examples,
-    training: LocalTraining,
-    generator: torch.Generator,
-    *,
-    fewest: int = 1,
+    problem: LocalProblem, mini_batches: Iterable[tuple[Tree, Tree]], training: LocalTraining
 ) -> Params:
-    """Descend from the problem's start by SGD with momentum, another optimiser, or SAM.
-
-    ``fewest`` is the least number of rows of a mini-batch (see `fewest_rows`).
-    """
+    """Descend from the problem's start by SGD with momentum, another optimiser, or SAM."""
     params = clone(problem.start)
     weights = [*params.values()]
     velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
     steps = _other_optimizer(training, params)
-    for x, y in batches(examples, training, generator, fewest=fewest):
+    for x, y in mini_batches:
         # New leaves in each step, because a model that bounds its weights replaces them.
         slopes = _slopes(problem.loss_at, _leaves(params), x, y)
         if training.sam_radius > 0:
@@ -321,11 +313,10 @@ def train_job(
         problem = local_problem(
             task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
         )
-        data = job.examples.to(problem.device)
         anew()  # forget what was drawn while the model was built
         if training.tolerance:
+            data = job.examples.to(problem.device)
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
-            fewest = fewest_rows(task, data.features, training.batch_size)
-            moved = minimise(problem, data, training, job.generator, fewest=fewest)
+            moved = minimise(problem, job_batches(task, job), training)
     return problem.whole(moved, like=job.params)

@@ -36,18 +36,19 @@ _PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext
 _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class _Facts(NamedTuple):
-    """Frozen and travelling tensors of a model, and a template whose frozen parts models share.
-
-    Of tied parameters the first one travels; ``tied`` maps the other names to the first. ``known``
-    is true if the model has plain layers alone.
-    """
+class ModelFacts(NamedTuple):
+    """Facts about the models of one factory, found out from the first of them."""
 
     frozen: Params
+    """All tensors that neither train nor travel; the caller must not change them."""
     tied: Mapping[str, str]
+    """Further names of parameters that have several, with the first name of each: that travels."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
-    template: nn.Module | None
+    """Shapes and types of all trained parameters, and of the buffers beside them."""
     known: bool
+    """True if all layers are PyTorch's or this package's own, which show all that they do."""
+    template: nn.Module | None
+    """A model whose frozen parts all models share; None if there are none."""
 
 
 class ModelFactory:
@@ -81,7 +82,7 @@ class ModelFactory:
 
     def __call__(self) -> nn.Module:
         """Return an independent model; only frozen parameters are shared with other models."""
-        template = self._facts.template
+        template = self.facts.template
         if template is None:
             return self._built()
         # Buffers are copied, because a model in training mode may write into them.
@@ -90,7 +91,7 @@ class ModelFactory:
 
     def initial(self, seed: int) -> Params:
         """Return the travelling tensors of a fresh model: trained parameters, and buffers."""
-        if self._facts.template is None:
+        if self.facts.template is None:
             return self._initial(seed)
         if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
             self._last = seed, self._initial(seed)
@@ -99,44 +100,25 @@ class ModelFactory:
     def _initial(self, seed: int) -> Params:
         with seeded(seed, devices=torch.cuda.is_available()):
             state = self._built().state_dict()
-        return clone({name: state[name] for name in self.travelling})
+        return clone({name: state[name] for name in self.facts.travelling})
 
     def like_initial(self, seed: int) -> Params:
         """Return parameters for trials, like `initial` but without building a slow model anew."""
-        template = self._facts.template
+        template = self.facts.template
         if template is None:
             return self.initial(seed)
         state = template.state_dict()
-        moved = {name: state[name].detach() for name in self._facts.travelling}
+        moved = {name: state[name].detach() for name in self.facts.travelling}
         return clone(shaken(moved, torch.Generator().manual_seed(seed)))
-
-    @property
-    def travelling(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shapes and types of all travelling tensors, by name."""
-        return self._facts.travelling
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Further names of parameters that have several, with the first name of each."""
-        return self._facts.tied
-
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        """All tensors that neither train nor travel, by name; the caller must not change them."""
-        return self._facts.frozen
-
-    @property
-    def known(self) -> bool:
-        """True if the model has layers of PyTorch or this package alone, which show all they do."""
-        return self._facts.known
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the frozen tensors' names, types, shapes and values; empty without any."""
-        return digest(self.frozen)[:16] if self.frozen else ""
+        return digest(self.facts.frozen)[:16] if self.facts.frozen else ""
 
     @cached_property
-    def _facts(self) -> _Facts:
+    def facts(self) -> ModelFacts:
+        """Facts about the models; the first access builds one."""
         with seeded(0, devices=torch.cuda.is_available()):
             model = self._built()
         parameters = [*model.parameters()]
@@ -166,7 +148,7 @@ class ModelFactory:
         known = all(map(_is_plain, model.modules()))
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
-        return _Facts(frozen, tied, travelling, model if constant else None, known)
+        return ModelFacts(frozen, tied, travelling, known, model if constant else None)
 
     def _built(self) -> nn.Module:
         model = self.function()

@@ -63,18 +63,18 @@ def local_problem(
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
-    factory = task.factory
+    facts = task.factory.facts
     # A part of a model, or one of other settings, must not meet numbers of the last training.
-    fits = all(n in params and params[n].shape == p for n, (p, _) in factory.travelling.items())
-    if dtype is None and factory.known and fits:
-        replaced = _shared_model(factory, device, get_ident())
+    fits = all(n in params and params[n].shape == p for n, (p, _) in facts.travelling.items())
+    if dtype is None and facts.known and fits:
+        replaced = _shared_model(task.factory, device, get_ident())
     else:
-        replaced = _new_model(factory, device, dtype)
+        replaced = _new_model(task.factory, device, dtype)
     model = replaced.model
     chosen = {name for name, _ in model.named_parameters() if trained(name)}
-    layout = torch.contiguous_format
-    if any_layout and factory.known and device.type == "cpu" and suits_channels_last(model, chosen):
-        layout = torch.channels_last
+    is_fast = any_layout and facts.known and device.type == "cpu"
+    channels_last = is_fast and suits_channels_last(model, chosen)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
     start = {name: _laid(p, layout) for name, p in everything.items() if name in chosen}
     if not start:
         raise InvalidValue("trained selects no parameter of the model: expected at least one")
@@ -111,7 +111,7 @@ def _new_model(
     factory: ModelFactory, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
     model = own_dropout(in_training(factory().to(device)))
-    if dtype is not None and factory.frozen:
+    if dtype is not None and factory.facts.frozen:
         model = deepcopy(model).to(dtype)
     return SettableModel(model)
 

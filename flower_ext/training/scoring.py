@@ -132,7 +132,7 @@ def evaluate_each(
     """
     device = task.torch_device()
     # Known layers keep nothing in evaluation, so their model can serve all clients.
-    model = _in_evaluation(task) if task.factory.known else None
+    model = _in_evaluation(task) if task.factory.facts.known else None
 
     def scores(params: Mapping[str, Tensor], data: Examples) -> dict[str, float]:
         evaluated = model or _in_evaluation(task)

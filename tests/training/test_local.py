@@ -126,7 +126,8 @@ def test_sam_step_on_a_quadratic_has_its_closed_form():
         return 0.5 * w @ curvature @ w
 
     training = LocalTraining(steps=1, batch_size=1, learning_rate=0.01, sam_radius=0.3)
-    moved = minimise(by_hand(loss_at, start), examples(n=1), training, torch.Generator())
+    one_step = batches(examples(n=1), training, torch.Generator())
+    moved = minimise(by_hand(loss_at, start), one_step, training)
     w = torch.cat(list(start.values()))
     gradient = curvature @ w
     expected = w - 0.01 * curvature @ (w + 0.3 * gradient / gradient.norm())
@@ -458,9 +459,8 @@ def test_effective_steps_say_how_far_a_constant_gradient_moves_the_model(momentu
     x = torch.tensor([[1.0, -3.0]]).repeat(10, 1)
     moved = minimise(
         by_hand(lambda params, x, y: (x @ params["w"]).mean(), {"w": torch.zeros(2)}),
-        Examples(features=x, targets=torch.zeros(10)),
+        batches(Examples(x, torch.zeros(10)), training, torch.Generator().manual_seed(0)),
         training,
-        torch.Generator().manual_seed(0),
     )
     expected = -0.01 * training.effective_steps(10) * x[0]
     torch.testing.assert_close(moved["w"], expected)

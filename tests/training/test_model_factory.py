@@ -132,7 +132,7 @@ def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
 
 def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
     own = task(Backbone)
-    before = {name: value.clone() for name, value in own.factory.frozen.items()}
+    before = {name: value.clone() for name, value in own.factory.facts.frozen.items()}
     assert set(before) == {
         *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
         *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
@@ -337,7 +337,7 @@ def test_an_option_that_names_a_tied_parameter_by_its_other_name_alone_says_so(n
     said = "names 'b.weight', which is tied to 'a.weight'"
     with pytest.raises(InvalidValue, match=f"trainable=.* {said}"):
         factory_of(Twice, names).initial(0)
-    tied, travelling = factory_of(Twice).tied, factory_of(Twice).travelling
+    tied, travelling = factory_of(Twice).facts.tied, factory_of(Twice).facts.travelling
     assert tied == {"b.weight": "a.weight"}
     for option in ("personal", "adaptive"):
         with pytest.raises(InvalidValue, match=f"{option}=.* {said}"):

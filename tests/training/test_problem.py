@@ -128,7 +128,7 @@ def test_a_model_trains_as_in_a_plain_loop(model, way):
 
 
 def test_a_model_of_plain_layers_alone_is_known():
-    known = [model for model in MODELS if task(model).factory.known]
+    known = [model for model in MODELS if task(model).factory.facts.known]
     assert known == [dense, images, headed, tied, twice, frozen_below]
 
 
@@ -225,7 +225,7 @@ def parametrized():
 def test_a_model_that_remembers_forgets_between_trainings(model):
     """Each of these would add one person's data to the upload of another's training."""
     given = task(model)
-    assert not given.factory.known
+    assert not given.factory.facts.known
     params = given.initial_params(1)
     first = trained(given, params, seed=3)
     trained(given, params, seed=4)

@@ -54,8 +54,6 @@ class Stack:
     """
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
-        if any(len(job.examples) == 0 for job in jobs):
-            raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
         self.models = _models(task.model, self.device, sizes(jobs[0].params))

@@ -158,7 +158,7 @@ def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]
         if len(jobs) == 1 and not steady and not form.gains_alone(jobs[0]):
             continue
         # Known layers show all that they do, so the cost of a trial can be saved.
-        if task.factory.known or trains_alike(task, jobs[0], form):
+        if task.factory.facts.known or trains_alike(task, jobs[0], form):
             yield form
 
 
