@@ -142,7 +142,7 @@ def ours(
     params = task.initial_params(0)
     clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM)
     if one_by_one:
-        clipped.in_one_pass = clipped.by_vmap = False
+        clipped.way = "one by one"
     return lambda: clipped(params, x, y)
 
 

@@ -263,7 +263,6 @@ def minimise(
 def _other_optimizer(
     training: LocalTraining, weights: Mapping[str, Tensor]
 ) -> torch.optim.Optimizer | None:
-    """Return the optimiser that steps instead of SGD; None for SGD."""
     if training.optimizer == SGD:
         return None
     options: dict[str, float] = {"lr": training.learning_rate}
@@ -310,9 +309,7 @@ def train_job(
     training = job.training
     dtype = torch.float64 if training.tolerance else None
     with seeded_by(job.generator, task.torch_device()) as anew:
-        problem = local_problem(
-            task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
-        )
+        problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
         anew()  # forget what was drawn while the model was built
         if training.tolerance:
             data = job.examples.to(problem.device)

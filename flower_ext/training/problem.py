@@ -47,12 +47,11 @@ def local_problem(
     trained: Callable[[str], bool] = lambda name: True,
     terms: Sequence[Term] = (),
     dtype: torch.dtype | None = None,
-    any_layout: bool = False,
 ) -> LocalProblem:
     """Return the local objective on the task's device; parameters not ``trained`` are frozen.
 
-    With a ``dtype`` all floating-point parameters are converted to it. With ``any_layout`` they may
-    lie in memory in the order that is fastest for the model, until `LocalProblem.whole`.
+    With a ``dtype`` all floating-point parameters are converted to it. They may lie in memory in
+    the order that is fastest for the model, until `LocalProblem.whole`.
 
     Raises
     ------
@@ -72,9 +71,9 @@ def local_problem(
         replaced = _new_model(task.factory, device, dtype)
     model = replaced.model
     chosen = {name for name, _ in model.named_parameters() if trained(name)}
-    is_fast = any_layout and facts.known and device.type == "cpu"
-    channels_last = is_fast and suits_channels_last(model, chosen)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+    # A class of the user's might rely on the usual order.
+    any_order = facts.known and device.type == "cpu" and suits_channels_last(model, chosen)
+    layout = torch.channels_last if any_order else torch.contiguous_format
     start = {name: _laid(p, layout) for name, p in everything.items() if name in chosen}
     if not start:
         raise InvalidValue("trained selects no parameter of the model: expected at least one")

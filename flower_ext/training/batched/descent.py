@@ -67,7 +67,6 @@ class Stack:
         self.weights = {name: params.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
         self.rest = params
-        self.batches = Batches(jobs, self.device)
         self.generators = [
             draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
@@ -86,7 +85,7 @@ class Stack:
         if not terms and not momentum.any() and not radius.any():
             return self._descend(rate)
         velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        for batch in self.batches:
+        for batch in self.batches():
             active = len(batch.x)
             now = first(self.weights, active)
             point = now
@@ -106,7 +105,7 @@ class Stack:
 
     def _descend(self, rate: Tensor) -> Params:
         """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
-        for batch in self.batches:
+        for batch in self.batches():
             now = first(self.weights, len(batch.x))
             targets = {name: Target(w, factor=-1.0) for name, w in now.items()}
             self._send(now, batch, targets, rate[: len(batch.x)])
@@ -171,6 +170,33 @@ class Stack:
 
         return summed
 
+    def batches(self) -> Iterator[MiniBatches]:
+        """Yield the mini-batches of all jobs, step by step, in each job's own order."""
+        orders = [
+            [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
+        ]
+        # One copy an epoch: each step by itself would take a small copy for each job.
+        longest = self.jobs[0]
+        ahead = max(1, len(longest.examples) // longest.training.batch_size)
+        for start in range(0, longest.num_steps, ahead):
+            epoch = [order[start : start + ahead] for order in orders if start < len(order)]
+            x, y = (self._selected(part, epoch) for part in ("features", "targets"))
+            for step in range(len(epoch[0])):
+                counts = [len(steps[step]) for steps in epoch if step < len(steps)]
+                real = slice(len(counts)), step, slice(max(counts))
+                yield MiniBatches(x[real], y[real], counts)
+
+    def _selected(self, part: str, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the features, or targets, of some steps: (jobs, steps, rows, …)."""
+        tensors = [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+        width = max(len(rows) for steps in epoch for rows in steps)
+        shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
+        selected = tensors[0].new_empty(shape)
+        for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
+            rows = torch.cat([_padded(rows, width) for rows in steps]).to(self.device)
+            torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
+        return selected
+
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
@@ -217,43 +243,9 @@ def add_terms(
 
 
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
-    """Return each job's L2 norm over all its parameters."""
     squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
     # torch.sum over a stack of these would round by the number of models.
     return sum(squares[1:], squares[0]).sqrt()
-
-
-class Batches:
-    """Mini-batches of all jobs, step by step, in each job's own order."""
-
-    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        self.jobs, self.device = jobs, device
-
-    def __iter__(self) -> Iterator[MiniBatches]:
-        orders = [
-            [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
-        ]
-        # One copy an epoch: each step by itself would take a hundred small copies.
-        longest = self.jobs[0]
-        ahead = max(1, len(longest.examples) // longest.training.batch_size)
-        for start in range(0, longest.num_steps, ahead):
-            epoch = [order[start : start + ahead] for order in orders if start < len(order)]
-            width = max(len(rows) for steps in epoch for rows in steps)
-            x, y = (self._selected(part, epoch, width) for part in ("features", "targets"))
-            for step in range(len(epoch[0])):
-                counts = [len(steps[step]) for steps in epoch if step < len(steps)]
-                real = slice(len(counts)), step, slice(max(counts))
-                yield MiniBatches(x[real], y[real], counts)
-
-    def _selected(self, part: str, epoch: Sequence[Sequence[Tensor]], width: int) -> Tensor:
-        """Return the features, or targets, of some steps: (jobs, steps, width, …)."""
-        tensors = [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
-        shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
-        selected = tensors[0].new_empty(shape)
-        for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
-            rows = torch.cat([_padded(rows, width) for rows in steps]).to(self.device)
-            torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
-        return selected
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:

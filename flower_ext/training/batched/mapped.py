@@ -138,7 +138,6 @@ class MappedModel:
                 targets[name].add(slope)
 
     def _product(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b."""
         weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
         begin = self._pass.begin
 

@@ -210,7 +210,6 @@ def _numbers(follow: Follow, x: Tree, y: Tree, by: Loss) -> list[Tensor]:
 
 
 def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice(None)) -> bool:
-    """Return True if no bit of these rows differs."""
     pairs = zip(ours, theirs, strict=False)
     return len(ours) == len(theirs) and all(torch.equal(a[rows], b[rows]) for a, b in pairs)
 

@@ -271,7 +271,6 @@ def _has_floats(tree: Tree) -> bool:
 
 
 def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
-    """Return True if the model takes one example by itself."""
     alone = trees.mapped(lambda leaf: leaf[None], example)
     return not isinstance(attempted(_outputs, outputs_of, alone), Exception)
 
