@@ -294,7 +294,7 @@ def trained(kind: Kind) -> Cell:
     try:
         start = task.initial_params(1)
         draw = torch.Generator().manual_seed(7)
-        ours = train(task, start, data, TRAINING, generator=draw)
+        ours = train(task, Job(params=start, examples=data, training=TRAINING, generator=draw))
     except ValueError as error:
         return Cell(str(error), refused=True)
     theirs = by_pytorch(kind, start, data, torch.Generator().manual_seed(7))

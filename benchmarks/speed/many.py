@@ -146,7 +146,7 @@ def no_partitions(partition: int) -> ClientData:
 def one_by_one(task: Task, waiting: list[Job]) -> None:
     """Train jobs one after the other, which a batch replaces."""
     for job in waiting:
-        train(task, job.params, job.examples, job.training, generator=job.generator)
+        train(task, job)
 
 
 def in_batches(task: Task, waiting: list[Job], steady: bool) -> None:

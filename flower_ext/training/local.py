@@ -141,7 +141,10 @@ class LocalTraining:
 
 @dataclass(kw_only=True)
 class Job:
-    """One local training among many; the arguments of `train`."""
+    """One local training: where it starts, on which examples, and how.
+
+    ``generator`` draws the mini-batches, and a seed of the model's own draws, such as dropout.
+    """
 
     params: Mapping[str, Tensor]
     examples: Examples
@@ -271,22 +274,13 @@ def _other_optimizer(
     return _OPTIMIZERS[training.optimizer]([*weights.values()], **options)
 
 
-def train(
-    task: Task,
-    params: Mapping[str, Tensor],
-    examples: Examples,
-    training: LocalTraining,
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    terms: Sequence[Term] = (),
-    generator: torch.Generator,
-) -> Params:
+def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True) -> Params:
     """Train the parameters that ``trained`` selects; all others are frozen.
 
     Returns
     -------
     Params
-        The whole model after training, on the devices of ``params``: trained parameters, frozen
+        The whole model after training, on the devices of ``job.params``: trained parameters, frozen
         ones, and buffers.
 
     Raises
@@ -296,14 +290,6 @@ def train(
     NotConverged
         ``training.tolerance`` cannot be reached.
     """
-    job = Job(params=params, examples=examples, training=training, generator=generator, terms=terms)
-    return train_job(task, job, trained=trained)
-
-
-def train_job(
-    task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True
-) -> Params:
-    """Run a job, which holds the arguments of `train`."""
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave it out")
     training = job.training

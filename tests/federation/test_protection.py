@@ -56,8 +56,9 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
-from flower_ext.training import LocalTraining, Task, train
+from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
+from tests.support.jobs import train_one
 from tests.support.run_facts import run_facts
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -162,7 +163,7 @@ def uploads(grid) -> dict[int, np.ndarray]:
 def trained(client: int, start: float = 0.5) -> np.ndarray:
     """Return a client's exact local model, without any protection."""
     params = {"weight": torch.full((1, DIMENSION), start).double()}
-    moved = train(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
+    moved = train_one(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
     return moved["weight"].numpy().ravel()
 
 

@@ -21,14 +21,13 @@ from flower_ext.training import (
     check_shareable,
     evaluate,
     model_factory,
-    train,
     train_dp_sgd,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import batches
 from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
-from tests.support.jobs import train_many
+from tests.support.jobs import train_many, train_one
 from tests.support.reference.clipped_gradient import by_loop
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
@@ -122,7 +121,7 @@ def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
         model = own.model().train()
         model.body.eval()
         expected.append(plain_loop(model, params, examples(seed), seed))
-    alone = train(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    alone = train_one(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
     assert_same(alone, expected[0])
     for found, one in zip(
         train_many(own, [job(params, s) for s in range(6)]), expected, strict=True
@@ -139,7 +138,7 @@ def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
     }
     params = own.initial_params(0)
     train_many(own, [job(params, seed) for seed in range(6)])
-    train(own, params, examples(9), SGD, generator=torch.Generator())
+    train_one(own, params, examples(9), SGD, generator=torch.Generator())
     evaluate(own, params, examples(8))
     for model in (own.model(), own.model()):
         state = model.state_dict()
@@ -278,7 +277,7 @@ def test_tied_parameters_train_as_one_which_travels_once_and_unused_ones_stay():
     params = own.initial_params(0)
     assert "out.weight" not in params
     expected = [plain_loop(own.model().train(), params, examples(s), s) for s in range(6)]
-    found = train(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    found = train_one(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
     assert_same(found, expected[0])
     assert torch.equal(found["unused.weight"], params["unused.weight"])
     for one, other in zip(

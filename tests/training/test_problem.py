@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, Task, train
+from flower_ext.training import Job, LocalTraining, Task
 from flower_ext.training.local import batch_rows, batches
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.seeding import seeded
-from tests.support.jobs import train_many
+from tests.support.jobs import train_many, train_one
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
 WAYS = {
@@ -94,7 +94,7 @@ def examples(seed: int = 0, count: int = 10) -> Examples:
 
 def trained(given: Task, params, seed: int = 0, way: LocalTraining = SGD):
     random = torch.Generator().manual_seed(seed)
-    return train(given, params, examples(seed), way, generator=random)
+    return train_one(given, params, examples(seed), way, generator=random)
 
 
 def plain_loop(given: Task, params, way: LocalTraining):

@@ -17,7 +17,7 @@ from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Stack, unstacked
 from flower_ext.training.batched.form import MEMORY_LIMIT, Form
-from flower_ext.training.local import SGD, Job, LocalTraining, train_job
+from flower_ext.training.local import SGD, Job, LocalTraining, train
 from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import Linear, Proximal
@@ -120,7 +120,7 @@ def _why_other(kind: TrainingKind, minimise: Callable[[Sequence[Job]], Params]) 
         try:
             both = jobs()
             ours = unstacked(minimise(both), both)
-            theirs = [train_job(kind.task, job) for job in jobs()]
+            theirs = [train(kind.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
             return f"two in a batch end with {error!r}"
     for one, other, job in zip(ours, theirs, jobs(), strict=True):

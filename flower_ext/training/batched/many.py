@@ -20,7 +20,7 @@ from flower_ext.training.batched.descent import Stack, unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
 from flower_ext.training.batched.grouping import alike, groups, longest_first
 from flower_ext.training.isolation import isolated
-from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -126,7 +126,7 @@ def _in_a_batch(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool])
 def _alone(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
     (job,) = jobs
     # Copies, because untrained parameters may be the job's own.
-    return {n: p.clone().unsqueeze(0) for n, p in train_job(task, job, trained=trained).items()}
+    return {n: p.clone().unsqueeze(0) for n, p in train(task, job, trained=trained).items()}
 
 
 def train_surely(

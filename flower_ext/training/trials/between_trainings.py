@@ -23,7 +23,7 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.isolation import attempted
-from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.seeding import seeded
@@ -103,7 +103,7 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
         training=LocalTraining(steps=2, batch_size=2),
         generator=torch.Generator().manual_seed(0),
     )
-    model = attempted(train_job, task, job)
+    model = attempted(train, task, job)
     return None if isinstance(model, Exception) else model
 
 

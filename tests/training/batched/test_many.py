@@ -17,7 +17,6 @@ from flower_ext.training import (
     cox_loss,
     evaluate,
     evaluate_each,
-    train,
 )
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.many import train_groups, trains_apart
@@ -38,6 +37,7 @@ from tests.support.jobs import (
     problem,
     same,
     train_many,
+    train_one,
 )
 
 
@@ -401,7 +401,8 @@ def test_a_loss_that_compares_examples_is_not_taken_apart():
             )
 
     alone = [
-        train(task, job.params, job.examples, training, generator=job.generator) for job in jobs()
+        train_one(task, job.params, job.examples, training, generator=job.generator)
+        for job in jobs()
     ]
     for one, other in zip(alone, train_many(task, list(jobs())), strict=True):
         torch.testing.assert_close(one["weight"], other["weight"], atol=1e-5, rtol=0)
