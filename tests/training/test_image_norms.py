@@ -75,5 +75,5 @@ def test_dp_sgd_takes_the_plain_step_where_nothing_is_clipped_or_noised(model, t
         generator=torch.Generator(),
         noise=noise,
     )
-    (found,) = train_clipped_steps(problem(model), [job], trained=trained)
+    found = train_clipped_steps(problem(model), job, trained)
     torch.testing.assert_close(found, one_step(model, params, trained), rtol=1e-4, atol=1e-5)

@@ -754,9 +754,8 @@ def clipped_job(**changes):
 
 def test_clipped_steps_with_terms_equal_the_plain_loop():
     anchor = worlds.task().initial_params(9)
-    (ours,) = train_clipped_steps(
-        worlds.task(), [clipped_job(terms=[Proximal(weight=0.7, anchor=anchor)])]
-    )
+    job = clipped_job(terms=[Proximal(weight=0.7, anchor=anchor)])
+    ours = train_clipped_steps(worlds.task(), job)
     model, noise = worlds.Net(), SeededNoise(5)
     data, order = worlds.client_data(1).train, torch.Generator().manual_seed(3)
     weights = worlds.task().initial_params(0)
@@ -784,7 +783,7 @@ def test_clipped_steps_with_terms_equal_the_plain_loop():
 def test_clipped_steps_are_plain_steps(setting):
     training = LocalTraining(epochs=1, **setting)
     with pytest.raises(ValueError, match="expected 0 with clipped steps"):
-        train_clipped_steps(worlds.task(), [clipped_job(training=training)])
+        train_clipped_steps(worlds.task(), clipped_job(training=training))
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_dp_sgd_and_clipped_steps_on_trees_are_those_on_packed_records(which):
             generator=torch.Generator().manual_seed(5),
             noise=StepNoise(clipping_norm=0.4, stddev=0.01, source=SeededNoise(6)),
         )
-        return train_clipped_steps(own, [job])[0]
+        return train_clipped_steps(own, job)
 
     for train in (private, stepped):
         ours, theirs = train(task, form(data)), train(PACKED, data)
