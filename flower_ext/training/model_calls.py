@@ -58,7 +58,7 @@ class SettableModel:
         self._params: Params = {}
         names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
         # A module's dictionary, the key in it, and the tensor's name in the model.
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str, str]] = [
             (tensors, leaf, names[id(tensor)])
             for module in model.modules()
             for tensors in (module._parameters, module._buffers)
@@ -74,7 +74,7 @@ class SettableModel:
                 tensors[leaf] = params[name]
 
     def __call__(self, x: Tree) -> Any:
-        """Call the model with the last parameters, as `call` does."""
+        """Call the model with the last parameters, as `call_model` does."""
         try:
             return call_model(self.model, x)
         except RuntimeError as error:

@@ -191,7 +191,7 @@ class Stack:
         tensors = [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
         width = max(len(rows) for steps in epoch for rows in steps)
         shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
-        selected = tensors[0].new_empty(shape)
+        selected: Tensor = tensors[0].new_empty(shape)
         for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
             rows = torch.cat([_padded(rows, width) for rows in steps]).to(self.device)
             torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))

@@ -95,14 +95,6 @@ def zeros(targets: Tree, count: int) -> Tree:
     return trees.mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), targets)
 
 
-def odd_examples(features: Tree) -> Tree:
-    """Return examples that consist of the values in `ODD`, one example for each."""
-    examples = zeros(features, len(ODD))
-    for row, odd in enumerate(ODD):
-        examples = with_odd_rows(examples, row, odd)
-    return examples
-
-
 def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
     """Return a copy of examples in which some rows consist of one odd value."""
 
@@ -132,12 +124,12 @@ def unlike_examples(
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), zeros(targets, 1)
-    unlike_targets, unlike_features = [zero, _odd_but_once(targets)], [x]
+    unlike_targets, unlike_features = [zero, _odd_examples(targets)], [x]
     if integers:
         last_rows = {table.num_embeddings - 1 for table in _tables(model)}
         unlike_targets += _with_odd_integers(zero, _ODD_CLASSES)
         unlike_features += _with_odd_integers(first, (-1, *last_rows, _HIGHEST[-1]))
-    unlike_features.append(_odd_but_once(features))
+    unlike_features.append(_odd_examples(features))
     pairs = [(_repeated(first, y), y) for y in unlike_targets]
     pairs += [(x, _repeated(zero, x)) for x in unlike_features]
     joined: tuple[Tree, Tree] = trees.mapped(lambda *leaves: torch.cat(leaves), *pairs)
@@ -187,9 +179,11 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
     return (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
 
 
-def _odd_but_once(examples: Tree) -> Tree:
-    """Return `odd_examples`; of integers alone, only one of ones and one of zeros."""
-    odd = odd_examples(examples)
+def _odd_examples(examples: Tree) -> Tree:
+    """Return an example for each value in `ODD`; of integers alone, only of ones and of zeros."""
+    odd = zeros(examples, len(ODD))
+    for row, value in enumerate(ODD):
+        odd = with_odd_rows(odd, row, value)
     if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):
         return odd
     return trees.mapped(lambda leaf: leaf[-2:], odd)
