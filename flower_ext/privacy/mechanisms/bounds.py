@@ -49,16 +49,8 @@ up to a thousand units of equal length (2⁻⁵² n² in all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedUpdate:
-    """One unit's contribution, of L2 norm at most ``bound`` over all its arrays."""
-
-    value: Update
-    bound: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class BoundedSum:
-    """Sum in float64 of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
+    """Sum of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
 
     Guarantees
     ----------
@@ -67,15 +59,15 @@ class BoundedSum:
     """
 
     value: Update
-    count: int
     bound: float
+    count: int
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Return the largest L2 distance by which one unit can move ``value``."""
         return self.bound * relation.sensitivity_factor
 
 
-def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
+def clip(update: Update, clipping_norm: float) -> BoundedSum:
     """Scale an update onto the ball of radius ``clipping_norm`` if it lies outside.
 
     Guarantees
@@ -93,14 +85,14 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     norm = largest * scaled
     target = clipping_norm * _MARGIN
     if norm <= target:
-        return BoundedUpdate(value=dict(update), bound=clipping_norm)
+        return BoundedSum(value=dict(update), bound=clipping_norm, count=1)
     rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
     slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
         if l2_norm(value) <= target:
-            return BoundedUpdate(value=value, bound=clipping_norm)
+            return BoundedSum(value=value, bound=clipping_norm, count=1)
         factor *= 1.0 - slack  # rounding overshot: step back, a longer step each time
         slack = min(2 * slack, 0.5)
 

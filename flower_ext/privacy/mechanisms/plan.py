@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -104,11 +103,6 @@ class RoundMechanism(ABC):
         return False
 
     @property
-    def bounds_models(self) -> bool:
-        """True if a client's whole model is bounded instead of its update."""
-        return False
-
-    @property
     def tells_sizes(self) -> bool:
         """True if clients tell the server how many examples they have."""
         return False
@@ -138,20 +132,6 @@ class RoundMechanism(ABC):
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the protection that each client of a cohort applies to its upload."""
         return None
-
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
-
-        Parameters
-        ----------
-        cohort_size : int
-            Number of clients that were asked.
-        numbers : int
-            Number of elements in the upload.
-        norms : float
-            Largest norm of an upload before noise, in clipping norms; above 1 if it is a sum.
-        """
-        return math.inf
 
     @abstractmethod
     def aggregate(

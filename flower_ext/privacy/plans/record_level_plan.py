@@ -9,10 +9,8 @@ from flower_ext.checks import require_at_least_one, require_delta, require_posit
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Basis, Guarantee
-from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
 from flower_ext.privacy.mechanisms.plan import PlainAverage
-from flower_ext.privacy.mechanisms.protections import ClipModel, ClipSteps, Protection
+from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
@@ -53,7 +51,6 @@ class RecordLevelPlan(PlainAverage):
     """
 
     client_protects = True
-    bounds_models = True
 
     clipping_norm: float
     noise_stddev: float
@@ -184,7 +181,7 @@ class RecordLevelPlan(PlainAverage):
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the noise of each client's model, or of each local step."""
         if self.steps is None:
-            return ClipModel(
+            return OutputPerturbation(
                 clipping_norm=self.clipping_norm,
                 noise_stddev=self.noise_stddev,
                 num_examples=self.num_examples,
@@ -195,15 +192,6 @@ class RecordLevelPlan(PlainAverage):
             noise_stddev=self.noise_stddev,
             num_examples=self.num_examples,
         )
-
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return the largest norm of an honest upload.
-
-        Without ``steps`` the client clips its model and then adds noise, which the norm includes.
-        With ``steps`` the client clips last, so the norm is the clipping norm.
-        """
-        stddev = self.noise_stddev if self.steps is None else 0.0
-        return largest_noised_norm(self.clipping_norm, stddev, numbers)
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Return the published and the provable guarantee.

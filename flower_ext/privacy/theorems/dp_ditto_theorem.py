@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
+from flower_ext.privacy.mechanisms.protections import OutputPerturbation
 from flower_ext.privacy.theorems.clipped_steps import (
     ClippedSteps,
     check_target,

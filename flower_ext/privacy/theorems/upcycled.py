@@ -29,7 +29,7 @@ from flower_ext.checks import require_at_least_one, require_count, require_delta
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.perturbation import (
+from flower_ext.privacy.mechanisms.protections import (
     ObjectivePerturbation,
     OutputPerturbation,
     Perturbation,

@@ -64,7 +64,7 @@ def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
 def noise_of(strategy, answered=range(SILOS)):
     """The noise of a first round's sum, which follows from the seed: silos' and the server's."""
     own = strategy.run.mechanism
-    share = own.cells_protection.share_stddev / own.cell
+    share = own.cells_protection.noise_stddev / own.cell
     nothing = {n: np.zeros(p.shape, np.int64) for n, p in task().initial_params(SEED).items()}
     total = dict(nothing)
     for number in answered:
@@ -219,7 +219,7 @@ def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeyp
     asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
     assert len(asked) == SILOS
     own = strategy.run.mechanism
-    assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.share_stddev}
+    assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.noise_stddev}
     assert own.sum_bits == 32
     assert own.cohort_size == SILOS
     sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}
