@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
 from flower_ext.planning.search import Schedule, best_rounds, joint_search
-from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
+from flower_ext.privacy import ClippedSteps, Condition
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.clipped_steps import composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
@@ -66,7 +66,8 @@ class PrivacyBudget:
         The worst case is Algorithm 1, which clips models but no gradients.
         """
         published, provable = dp_ditto_guarantees(
-            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=noise_stddev),
+            clipping_norm=self.clipping_norm,
+            noise_stddev=noise_stddev,
             num_clients=self.num_clients,
             num_examples=self.num_examples,
             rounds=rounds,

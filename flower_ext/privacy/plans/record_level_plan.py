@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
@@ -12,11 +11,7 @@ from flower_ext.privacy.guarantee import Basis, Guarantee
 from flower_ext.privacy.mechanisms.plan import PlainAverage
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.theorems.clipped_steps import (
-    ClippedSteps,
-    clipped_steps_guarantee,
-    composed_noise_stddev,
-)
+from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
 
 
@@ -198,22 +193,17 @@ class RecordLevelPlan(PlainAverage):
 
         Both count an upload of every client in every round.
         """
-        facts: dict[str, Any] = {
-            "rounds": run.participations.rounds,
-            "delta": self.delta,
-            "secure_noise": run.secure_noise,
-            "not_covered": run.not_covered,
-        }
-        published, provable = dp_ditto_guarantees(
-            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=self.upload_stddev),
+        return dp_ditto_guarantees(
+            clipping_norm=self.clipping_norm,
+            noise_stddev=self.noise_stddev,
             num_clients=self.sampling.population,
             num_examples=self.num_examples,
+            rounds=run.participations.rounds,
+            delta=self.delta,
             steps=self.steps,
-            **facts,
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
         )
-        if self.steps is not None:
-            provable = clipped_steps_guarantee(self.steps, noise_stddev=self.noise_stddev, **facts)
-        return [published, provable]
 
     def spent(self, run: RunFacts) -> dict[str, float]:
         """Return ε after the rounds so far."""

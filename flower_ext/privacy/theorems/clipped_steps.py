@@ -1,14 +1,12 @@
-"""Protection of one record if a client uploads its whole local model in every round.
+"""The influence of one record on local steps that clip each record's gradient and add noise.
 
-Noise of the upload alone protects the record, or the local steps clip each record's gradient, with
-or without noise in each step. Gaussians compose without amplification, because every client takes
-part in every round and the server sees each upload.
+Gaussians compose without amplification, because every client takes part in every round and the
+server sees each upload.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,16 +16,7 @@ from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation
-from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.theorems.assumptions import (
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    OWN_GRADIENTS,
-    noise_assumption,
-)
-from flower_ext.privacy.theorems.claims import Claims
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import NeighboringRelation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,48 +126,6 @@ def composed_noise_stddev(
     require_positive("sensitivity", sensitivity)
     check_target(epsilon, delta, releases)
     return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
-
-
-def clipped_steps_guarantee(
-    steps: ClippedSteps,
-    *,
-    noise_stddev: float,
-    rounds: int,
-    delta: float,
-    secure_noise: bool = True,
-    not_covered: Sequence[str] = (),
-) -> Guarantee:
-    """Return the guarantee for one record if every clipped local step adds its own noise."""
-    loss = steps.loss(noise_stddev, delta=delta, rounds=rounds)
-    source = (
-        f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
-        f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
-    )
-    claims = record_claims(delta, OWN_GRADIENTS, secure_noise=secure_noise, not_covered=not_covered)
-    return claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
-
-
-def record_claims(
-    delta: float, *assumptions: str, secure_noise: bool, not_covered: Sequence[str]
-) -> Claims:
-    """Return the builder of guarantees for one record of a client whose uploads the server sees."""
-    return Claims(
-        unit=PrivacyUnit.RECORD,
-        relation=NeighboringRelation.REPLACE_ONE,
-        delta=delta,
-        assumptions=(
-            "clients train, clip and add noise as instructed",
-            "personal models, and all else that depends on a client's records, stay on the client",
-            "the planned rounds and each client's number of examples are public",
-            "arithmetic in floating point stays within the margins of clipping",
-            *assumptions,
-            LOADS,
-            OUTLIVES,
-            ON_A_GRID,
-            noise_assumption(secure_noise),
-        ),
-        not_covered=not_covered,
-    )
 
 
 @lru_cache(maxsize=1024)
