@@ -33,12 +33,12 @@ from flower_ext.privacy.mechanisms.updates import (
     Update,
     as_float64,
     check_arrays,
+    check_like,
     in_float64,
     l2_norm,
-    laid_out,
+    plain_norm,
     scaled_norm,
-    taken_apart,
-    write_numbers,
+    zeros_like,
 )
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -108,22 +108,24 @@ def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update
         As `clip` and `total`.
     """
     require_positive("clipping_norm", clipping_norm)
-    layout, summed = laid_out(like)
-    wide, count = summed * 0.0, 0
+    summed, wide, count = zeros_like(like), zeros_like(like), 0
     with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
         for update in updates:
             check_arrays(update)
-            write_numbers(update, like, layout, wide)
-            norm = math.sqrt(float(wide @ wide)) / clipping_norm
+            check_like(update, like)
+            for name, array in wide.items():
+                array[...] = update[name]
+            norm = plain_norm(wide) / clipping_norm
+            bounded: Update = wide
             if not 1e-100 < norm < 1e100:  # squares overflow or underflow
-                bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
-                write_numbers(bounded, like, layout, wide)
+                bounded = clip(wide, clipping_norm).value
             elif norm > _MARGIN:
-                wide *= _MARGIN / norm
-            summed += wide
+                for array in wide.values():
+                    array *= _MARGIN / norm
+            for name, array in summed.items():
+                array += bounded[name]
             count += 1
-    value = taken_apart(summed, layout, like)
-    return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
+    return BoundedSum(value=summed, bound=clipping_norm if count else 0.0, count=count)
 
 
 def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
@@ -193,9 +195,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     }
     namespace, factors = api.array_namespace(*wide.values()), _row_factors(flat, clipping_norm)
     if factors is not None:
-        for (
-            array
-        ) in flat.values():  # in place, as a second array of all rows would take long to fill
+        for array in flat.values():  # in place: a second array of all rows takes long to fill
             array *= factors[:, None]
         return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
     each = [
