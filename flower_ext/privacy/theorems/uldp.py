@@ -50,6 +50,7 @@ from flower_ext.privacy.theorems.assumptions import (
     NOISE_OF_OTHERS,
     NONE_OF_THEM,
     WHOLE_UPLOADS,
+    draw_assumption,
     noise_assumption,
 )
 from flower_ext.privacy.theorems.silo_claims import (
@@ -68,8 +69,6 @@ Weighting = Literal["equal", "by-records"]
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
 """The server knows the sample, so in a neighbouring data set a sampled user's records vanish."""
-_DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
-_DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
 
 
 @lru_cache(maxsize=256)
@@ -253,7 +252,7 @@ def _hidden_sample(plan: NoisedSum, secure: bool) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if all users take part."""
     if isinstance(plan.sampling, FullParticipation):
         return ()
-    return (HIDDEN_DRAW, _DRAWN if secure else _DRAWN_BY_SEED)
+    return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
 def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
