@@ -68,9 +68,7 @@ class Charge:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        release = None if self.release is None else self.release.to_dict()
-        kinds = {"unit": self.unit.value, "relation": self.relation.value}
-        return {**vars(self), **kinds, "release": release}
+        return {**vars(self), "release": None if self.release is None else self.release.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)

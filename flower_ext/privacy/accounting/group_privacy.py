@@ -29,8 +29,6 @@ from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, 
 
 _NEGLIGIBLE = 1e-30
 """Outcomes of a step with a smaller probability are counted as the largest outcome."""
-_COMPONENTS = 128
-"""Most components of a mixture; with more, neighbouring counts are merged into their largest."""
 _NO_PRIVACY = 1e4
 """ε of a single step above which sampling is ignored, because no grid holds such losses."""
 
@@ -105,8 +103,8 @@ def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     """Return values and probabilities that dominate Binomial(count, rate).
 
-    Some values stand for smaller ones, because a mixture over larger shifts loses no less. Values
-    of negligible probability become ``count``.
+    Values of negligible probability become ``count``, because a mixture over larger shifts loses no
+    less.
     """
     from scipy import stats
 
@@ -115,13 +113,8 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     kept = probabilities > _NEGLIGIBLE
     kept[-1] = True
     probabilities[-1] += probabilities[~kept].sum()
-    values, probabilities = values[kept], probabilities[kept]
-    width = math.ceil(len(values) / _COMPONENTS)
-    # Groups are formed from the largest value down, so that every group ends in its largest value.
-    starts = np.arange((len(values) - 1) % width + 1 - width, len(values), width).clip(0)
-    ends = np.append(starts[1:], len(values)) - 1
-    chosen = np.add.reduceat(probabilities, starts)
-    return values[ends].astype(float).tolist(), (chosen / chosen.sum()).tolist()
+    chosen = probabilities[kept]
+    return values[kept].astype(float).tolist(), (chosen / chosen.sum()).tolist()
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:

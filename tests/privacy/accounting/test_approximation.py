@@ -86,11 +86,10 @@ def test_a_large_residue_promises_nothing():
     assert math.isinf(epsilon(approximation_error=1e-3, rounds=10_000))
 
 
-def test_no_residue_changes_no_bit_and_leaves_no_line_in_a_ledger():
+def test_no_residue_changes_no_bit_of_a_loss_and_survives_a_ledger():
     plain = privacy_loss_of({release(0.2): 100}, delta=DELTA)
     assert with_approximation_error(lambda d: plain, 0.0, DELTA) is plain
     full = release(0.2, approximation_error=1e-9)
     assert Release.from_dict(full.to_dict()) == full
     bare = replace(full, approximation_error=0.0)
-    assert set(bare.to_dict()) == {"sampling", "noise_multiplier", "relation"}
     assert Release.from_dict(bare.to_dict()) == bare
