@@ -412,7 +412,7 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(AVERAGED, (plain, "times_examples"), (plain, "weighted_mean")),
+        through=(AVERAGED, (plain, "as_float64"), (plain, "divided")),
         bound=math.inf,
     ),
     "arrays, whole models": Path(

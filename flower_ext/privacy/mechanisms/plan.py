@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import array_api_compat as api
 
@@ -16,7 +16,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.mechanisms.updates import Update, as_float64, total
+from flower_ext.privacy.mechanisms.updates import Update, total
 
 
 class RoundDiscarded(RuntimeError):
@@ -85,6 +85,11 @@ class RoundMechanism(ABC):
         As in `PrivacyPlan`.
     """
 
+    tells_sizes: ClassVar[bool] = False
+    """True if clients tell the server how many examples they have."""
+    needs_sizes: ClassVar[bool] = False
+    """True if ε depends on the clients' numbers of examples."""
+
     sampling: Sampling
     delta: float | None
 
@@ -100,16 +105,6 @@ class RoundMechanism(ABC):
     @property
     def client_protects(self) -> bool:
         """True if a ClientApp must bound or noise what it sends."""
-        return False
-
-    @property
-    def tells_sizes(self) -> bool:
-        """True if clients tell the server how many examples they have."""
-        return False
-
-    @property
-    def needs_sizes(self) -> bool:
-        """True if ε depends on the clients' numbers of examples."""
         return False
 
     @property
@@ -268,28 +263,3 @@ class NonPrivatePlan(PlainAverage):
         """Describe the plan in words, for the log."""
         by = ", weighted by examples" if self.weighs_examples else ""
         return f"{self.sampling.describe()} · no privacy{by}"
-
-
-_SIZE = "number of examples"
-"""Name of the number that is summed beside the uploads; no parameter has a name like it."""
-
-
-def times_examples(upload: Update, size: float) -> dict[str, Any]:
-    """Return an upload times its client's number of examples, together with that number."""
-    first = next(iter(upload.values()))
-    namespace, device = api.array_namespace(first), api.device(first)
-    summed = {name: as_float64(array) * size for name, array in upload.items()}
-    return {**summed, _SIZE: namespace.asarray(size, dtype=namespace.float64, device=device)}
-
-
-def weighted_mean(aggregate: Callable[[Update], Aggregate], like: Update) -> Aggregate:
-    """Return the mean of uploads weighted by examples, in the precision of ``like``.
-
-    Parameters
-    ----------
-    aggregate : Callable[[Update], Aggregate]
-        Returns the plain mean of uploads made by `times_examples`, given their names and shapes.
-    """
-    mean = aggregate(times_examples(like, 1.0))
-    size = float(mean.value[_SIZE])
-    return replace(mean, value=divided({name: mean.value[name] for name in like}, size, like))
