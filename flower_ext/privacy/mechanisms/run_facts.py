@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flower_ext.privacy.accounting.participations import Participations
 
@@ -45,37 +45,6 @@ class MethodTraits:
     weighting: str = ""
 
 
-class LocalSteps(Protocol):
-    """Settings of local training that plans read (see `training.LocalTraining`)."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate η."""
-
-    @property
-    def batch_size(self) -> int:
-        """Largest number of examples in a step."""
-
-    @property
-    def momentum(self) -> float:
-        """Momentum of the steps; 0 for plain SGD."""
-
-    @property
-    def sam_radius(self) -> float:
-        """Radius ρ of sharpness-aware steps; 0 for plain SGD."""
-
-    @property
-    def tolerance(self) -> float:
-        """Largest gradient norm at which a minimiser stops; 0 where SGD trains."""
-
-    @property
-    def optimizer(self) -> str:
-        """``SGD``, or the name of another optimiser."""
-
-    def num_steps(self, num_examples: int, /) -> int:
-        """Return the number of steps of one training."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Facts of a run so far.
@@ -87,8 +56,8 @@ class RunFacts:
         Counts of the rounds that each unit's data went into.
     num_examples : Mapping[int, int]
         |D_i| by client, for clients that reported it.
-    training : Mapping[str, LocalSteps]
-        The phases of local training, by name.
+    training : Mapping[str, LocalTraining]
+        The phases of local training, by name (see `training.LocalTraining`).
     proximal_weight : float
         μ of the proximal term around the received model, the same in every local training.
     sent : Mapping[str, array]
@@ -104,7 +73,7 @@ class RunFacts:
     method: MethodTraits
     participations: Participations
     num_examples: Mapping[int, int] = field(default_factory=dict)
-    training: Mapping[str, LocalSteps] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
     proximal_weight: float = 0.0
     sent: Mapping[str, Any] = field(default_factory=dict)
     secure_noise: bool = True
