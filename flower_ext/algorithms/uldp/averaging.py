@@ -166,7 +166,6 @@ class UldpAvg(Method):
         Fields of `Method`.
     """
 
-    units_are_clients = False
     bounds_units = True
     client = ClientMethod(
         name="uldp_avg",

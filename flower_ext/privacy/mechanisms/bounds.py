@@ -20,7 +20,7 @@ empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,36 +187,27 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     wide = in_float64(rows)
+    namespace, count = api.array_namespace(*wide.values()), len(next(iter(wide.values())))
     flat = {
-        name: api.array_namespace(array).reshape(
-            array, (array.shape[0], math.prod(array.shape[1:]))
-        )
+        name: namespace.reshape(array, (count, math.prod(array.shape[1:])))
         for name, array in wide.items()
     }
-    namespace, factors = api.array_namespace(*wide.values()), _row_factors(flat, clipping_norm)
-    if factors is not None:
-        for array in flat.values():  # in place: a second array of all rows takes long to fill
-            array *= factors[:, None]
-        return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
-    each = [
-        clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
-        for number in range(len(next(iter(wide.values()))))
-    ]
-    return {name: namespace.stack([row[name] for row in each]) for name in rows}
-
-
-def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
-    """Return the factor of each row, or None if simple arithmetic could overflow or underflow."""
-    namespace = api.array_namespace(*flat.values())
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = sum(map(_squares, flat.values()))
-    norms = namespace.sqrt(squares) / clipping_norm
+        norms = namespace.sqrt(sum(map(_squares, flat.values()))) / clipping_norm
     usual = (norms > 1e-100) & (norms < 1e100)
+    exceeding = usual & (norms > _MARGIN)
+    factors = _MARGIN / namespace.where(exceeding, norms, namespace.full_like(norms, _MARGIN))
+    for array in flat.values():  # in place: a second array of all rows takes long to fill
+        array *= factors[:, None]
     if not bool(namespace.all(usual)):
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
-        if not bool(namespace.all(usual | ~namespace.any(filled, axis=0))):
-            return None
-    return _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
+        # Squares of the other rows overflow or underflow. Each is clipped alone, if it is not zero.
+        others = api.to_device(~usual & namespace.any(filled, axis=0), "cpu")
+        for number in np.flatnonzero(np.asarray(others)).tolist():
+            row = clip({name: array[number, ...] for name, array in flat.items()}, clipping_norm)
+            for name, value in row.value.items():
+                flat[name][number, ...] = value
+    return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
 
 
 def _squares(rows: Any) -> Any:

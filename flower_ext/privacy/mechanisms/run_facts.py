@@ -16,8 +16,6 @@ class MethodTraits:
     Parameters
     ----------
     name : str
-    units_are_clients : bool
-        The privacy units are the clients, and each makes one upload per round.
     bounds_units : bool
         A client's upload is a sum over units, and the method bounds each unit.
     needs_each_update : bool
@@ -35,7 +33,6 @@ class MethodTraits:
     """
 
     name: str
-    units_are_clients: bool = True
     bounds_units: bool = False
     needs_each_update: bool = False
     keeps_memory: bool = False
