@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
-from flower_ext.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
@@ -124,14 +123,8 @@ def composed_noise_stddev(
         A parameter is out of range.
     """
     require_positive("sensitivity", sensitivity)
-    check_target(epsilon, delta, releases)
-    return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
-
-
-@lru_cache(maxsize=1024)
-def _one_gaussian(epsilon: float, delta: float) -> float:
-    """Return the noise multiplier of one Gaussian release of sensitivity 1."""
-    return calibrate_noise_multiplier(
+    require_at_least_one("rounds", releases)
+    one_release = calibrate_noise_multiplier(
         epsilon=epsilon,
         delta=delta,
         sampling=FullParticipation(1),
@@ -139,10 +132,4 @@ def _one_gaussian(epsilon: float, delta: float) -> float:
         relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         tolerance=1e-9,
     )
-
-
-def check_target(epsilon: float, delta: float, rounds: int) -> None:
-    """Refuse a target or a number of rounds that is out of range."""
-    require_positive("epsilon", epsilon)
-    require_delta(delta)
-    require_at_least_one("rounds", rounds)
+    return sensitivity * math.sqrt(releases) * one_release

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.theorems.assumptions import (
@@ -39,7 +39,7 @@ from flower_ext.privacy.theorems.assumptions import (
     noise_assumption,
 )
 from flower_ext.privacy.theorems.claims import Claims
-from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, check_target
+from flower_ext.privacy.theorems.clipped_steps import ClippedSteps
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
@@ -59,7 +59,9 @@ def dp_ditto_noise_stddev(
     ValueError
         A parameter is out of range.
     """
-    check_target(epsilon, delta, rounds)
+    require_positive("epsilon", epsilon)
+    require_delta(delta)
+    require_at_least_one("rounds", rounds)
     require_at_least_one("num_clients", num_clients)
     require_at_least_one("num_examples", num_examples)
     require_positive("clipping_norm", clipping_norm)

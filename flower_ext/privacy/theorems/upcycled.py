@@ -145,9 +145,11 @@ def perturbation_guarantees(
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     sizes = [run.num_examples.get(client) for client in by_client]
     conditions: tuple[Condition, ...]
+    needed: tuple[Condition, ...] = ()
+    finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
         theorem, closed_form = "6.2", "closed form (moments accountant)"
-        accountant, arithmetic, finite = EXACT_GAUSSIAN, ON_A_GRID, ()
+        accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
         tau, moved = perturbation.clipping_norm, _how_sensitive(perturbation, objective, sizes)
         holds = all(
             size is not None and sensitivity(perturbation, objective, size) <= tau / size
@@ -156,7 +158,7 @@ def perturbation_guarantees(
         claimed = (
             f"one record moves a clipped local model by at most τ/|D_i| (what holds is {moved})"
         )
-        conditions, needed = (Condition(claimed, holds),), ()
+        conditions = (Condition(claimed, holds),)
     else:
         theorem, closed_form, delta = "6.3", "closed form (pure DP)", 0.0
         accountant, arithmetic = "sum over releases (pure DP)", _IN_FLOATS

@@ -152,14 +152,14 @@ def test_no_user_moves_a_whole_number_of_another():
     """A silo's sum is that of its users, each of whom trains without the others."""
     (everyone, _) = cells_of(silos())
     for number, one in enumerate(silos()):
-        summed = None
+        summed = dict.fromkeys(everyone[number].value, 0)
         for user in range(USERS):
             alone = without_all_but(user, one)
             data = [alone if at == number else other for at, other in enumerate(silos())]
             own = cells_with_weights_of_all(data, number)
-            summed = own if summed is None else summed + own
+            summed = {name: array + own.value[name] for name, array in summed.items()}
         for name, array in everyone[number].value.items():
-            np.testing.assert_array_equal(summed.value[name], array)
+            np.testing.assert_array_equal(summed[name], array)
 
 
 def without_all_but(user, one):
