@@ -198,6 +198,7 @@ def _parts(
             exact[Release.from_dict(entry["release"])] += 1
             continue
         stretch = last.get(entry["run"])
+        # A number that comes again has new noise: the earlier rounds were spent for themselves.
         if stretch is None or entry["training"] <= stretch[-1]["training"]:
             stretches.append(stretch := [])
             last[entry["run"]] = stretch

@@ -193,7 +193,7 @@ def _table(variance: Fraction) -> _Table:
     Weights are whole numbers of 2⁻³²⁰. Each of the less than 2¹⁴ steps adds an error of at most
     2¹⁵ · 2⁻³²⁰ to a weight, so that all together stay below 2⁻²⁸⁰.
     """
-    ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²)
+    ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
     square = ratio * ratio >> _BITS
     reach = math.ceil(_TAIL * math.sqrt(variance)) + 1
     weights, weight, power = [1 << _BITS], 1 << _BITS, ratio

@@ -265,6 +265,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         """
         share = self.cells_protection.noise_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
+        # Shares are made for the least number of answers; each one more adds noise to the sum.
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
         stddev = share * math.sqrt(self.cohort_size)
@@ -336,6 +337,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
             )
+        # Variances of shares add up, so the missing clients' part of σ²C² is left to the server.
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
         noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)

@@ -174,18 +174,8 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
 
     sampling: Sampling
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse a method whose uploads the plan does not protect.
-
-        Raises
-        ------
-        ValueError
-            The message gives the reason.
-        """
-
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan, which fits the method."""
-        self.check(method)
+        """Return this plan, which is its own mechanism."""
         return self
 
     def aggregate(
@@ -245,8 +235,8 @@ class NonPrivatePlan(PlainAverage):
         """True if ``weighting`` is "examples"."""
         return self.weighting == "examples"
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse weights if the server does not take the mean of the updates.
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan; refuse weights if the server does not take the mean of the updates.
 
         Raises
         ------
@@ -258,6 +248,7 @@ class NonPrivatePlan(PlainAverage):
                 f"weighting='examples': expected 'clients', because {method.name} weighs single "
                 "updates by a rule of its own"
             )
+        return self
 
     def describe(self) -> str:
         """Describe the plan in words, for the log."""

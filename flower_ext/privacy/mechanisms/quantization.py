@@ -223,6 +223,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         exact *= column(np.minimum(shares * scale / cell, clipped))
     whole, squares = rounded(exact)
     bounds = np.floor(limits).astype(np.int64)
+    # Rounding may lengthen a row. A little shorter before rounding, it fits after a try or two.
     for _ in range(_TRIES):
         if not (longer := np.flatnonzero(squares > bounds**2)).size:
             return whole

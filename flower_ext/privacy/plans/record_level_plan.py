@@ -8,7 +8,7 @@ from flower_ext.checks import require_at_least_one, require_delta, require_posit
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Basis, Guarantee
-from flower_ext.privacy.mechanisms.plan import PlainAverage
+from flower_ext.privacy.mechanisms.plan import PlainAverage, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
@@ -100,6 +100,7 @@ class RecordLevelPlan(PlainAverage):
             if steps is not None:
                 stddev /= steps.upload_stddev(1.0)
         elif steps is None:
+            # Training may send neighbouring data to opposite ends of the ball.
             stddev = composed_noise_stddev(
                 sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
             )
@@ -139,16 +140,17 @@ class RecordLevelPlan(PlainAverage):
         """Return the number of records on all clients."""
         return self.sampling.population * self.num_examples
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse a method whose uploads depend on records in more ways than the noised local steps.
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan; refuse a method whose uploads depend on more than noised local steps.
 
-        Noise in the steps does not cover the other ways.
+        Noise in the steps does not cover the other ways in which an upload depends on records.
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
                 f"plan.steps: {method.name} uploads more of a record than its gradients in local "
                 "steps, so noise in the steps does not protect it; choose a plan without steps"
             )
+        return self
 
     def check_training(self, run: RunFacts) -> None:
         """Refuse local training that differs from the steps for which the plan accounts."""

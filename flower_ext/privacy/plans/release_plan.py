@@ -170,7 +170,7 @@ class ReleaseMechanism(NoisedSum):
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the bound and one client's share of the noise in a cohort of that size."""
-        if cohort_size == 0:
+        if cohort_size == 0:  # nobody is asked; the server adds the whole noise
             return None
         if self.noised_by_server:
             return ProtectedByServer()

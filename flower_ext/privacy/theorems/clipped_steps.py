@@ -73,6 +73,7 @@ class ClippedSteps:
     @property
     def uses_per_round(self) -> int:
         """The largest number of steps of a round that use any one record."""
+        # A pass uses each record once, and a round begins a new pass.
         per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
         return math.ceil(self.local_steps / per_pass)
 

@@ -85,6 +85,7 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     require_delta(delta)
     if rounds == 0:
         return 0.0
+    # The bound holds at every order, so a grid of orders gives a bound as well.
     above = np.logspace(-6, 8, 100_000)  # α - 1
     alpha = 1 + above
     epsilon = rounds * alpha / (2 * noise_multiplier**2) + np.log(above / alpha)
