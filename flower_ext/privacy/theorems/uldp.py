@@ -34,10 +34,7 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.approximation import (
-    total_approximation_error,
-    with_approximation_error,
-)
+from flower_ext.privacy.accounting.approximation import with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
@@ -195,7 +192,7 @@ def uldp_avg_guarantees(
             lambda delta: gaussian_loss(
                 plan.release.noise_multiplier, releases=exposure, delta=delta
             ),
-            total_approximation_error({plan.release: rounds}),
+            {plan.release: rounds},
             plan.delta,
         )
         return loss, f"most exposed user: {exposure:.4g} sums' worth"
