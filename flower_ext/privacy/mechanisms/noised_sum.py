@@ -265,7 +265,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         """
         share = self.cells_protection.noise_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
-        # Shares are made for the least number of answers; each one more adds noise to the sum.
+        # Discrete noise has a least stddev, so no noise is a case of its own.
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
         stddev = share * math.sqrt(self.cohort_size)

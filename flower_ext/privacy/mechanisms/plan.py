@@ -160,7 +160,9 @@ class RoundMechanism(ABC):
 
     def spent(self, run: RunFacts) -> dict[str, float]:
         """Return ε so far, by basis, for the log and the report's figures."""
-        return {f"epsilon_{one.basis}": one.epsilon for one in self.guarantees(run)}
+        if not run.participations.rounds:
+            return {}
+        return {f"epsilon_{claim.basis}": claim.epsilon for claim in self.guarantees(run)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,7 +206,3 @@ class RecordLevelPlan(PlainAverage):
             secure_noise=run.secure_noise,
             not_covered=run.not_covered,
         )
-
-    def spent(self, run: RunFacts) -> dict[str, float]:
-        """Return ε after the rounds so far."""
-        return super().spent(run) if run.participations.rounds else {}
