@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -60,6 +60,7 @@ from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import MEMORY_LIMIT, Params, Task, difference
+from flower_ext.training.isolation import attempted
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
@@ -93,6 +94,18 @@ def _device_of(context: Context) -> str | None:
     return name
 
 
+def _has_device(context: Context) -> bool:
+    return not isinstance(attempted(_device_of, context), Exception)
+
+
+class Turn(NamedTuple):
+    """One client's turn in a round: its node, the server's request, and the method's input."""
+
+    context: Context
+    request: Request
+    work: ClientWork
+
+
 @dataclass(frozen=True)
 class ClientSide:
     """One method's answers, for any number of clients at a time: one client per message."""
@@ -115,22 +128,20 @@ class ClientSide:
         An error replaces the reply of its client only. ``alone`` means that the node trains no
         other client at the same time; the answer is then a RecordDict.
         """
-        requests, works = self._unpack(messages, contexts, alone=alone)
+        turns = self._turns(messages, contexts, alone=alone)
+
+        def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
+            protection = turn.request.protection
+            if protection is not None and (protection.hides_failures or protection.bounds_models):
+                return unmoved_by_errors(self.method.local_update, turn.work, protection)
+            return self.method.local_update(turn.work)
 
         def finish(index: int, result: LocalResult) -> RecordDict | Upload:
-            request, work = requests[index], works[index]
-            assert isinstance(request, Request)
-            assert isinstance(work, ClientWork)
-            return self._finished(contexts[index], request, work, result, alone=alone)
+            turn = turns[index]
+            assert isinstance(turn, Turn)
+            return self._finished(turn, result, alone=alone)
 
-        def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
-            protection = request.protection
-            if protection is not None and (protection.hides_failures or protection.bounds_models):
-                return unmoved_by_errors(self.method.local_update, work, protection)
-            return self.method.local_update(work)
-
-        runs = in_turn(begin, requests, works)
-        return side_by_side(runs, finish, memory_limit=memory_limit)
+        return side_by_side(in_turn(begin, turns), finish, memory_limit=memory_limit)
 
     def score(
         self,
@@ -144,18 +155,19 @@ class ClientSide:
         If a query is answered by a noised sum, each client is evaluated by itself, so that no bit
         of its part depends on the other clients.
         """
-        requests, works = self._unpack(messages, contexts, alone=True)
-        if any(isinstance(request, Request) and request.query for request in requests):
-            return each(self._masked_vector, requests, works, contexts)
+        turns = self._turns(messages, contexts, alone=True)
+        if any(isinstance(turn, Turn) and turn.request.query for turn in turns):
+            return each(self._masked_vector, turns)
+        works = each(lambda turn: turn.work, turns)
         models = self._used(works, memory_limit)
-        wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
+        wanted = each(lambda turn: bool(turn.request.facts.get("training-loss")), turns)
         return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
 
-    def _masked_vector(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
-        query = query_of(request, self.queries)
-        view = WorkView(work, lambda: self._used([work], MEMORY_LIMIT)[0])
-        policy = self.policy(context)
-        return masked_vector(query, view, request, context, self.method.name, policy)
+    def _masked_vector(self, turn: Turn) -> RecordDict:
+        query = query_of(turn.request, self.queries)
+        view = WorkView(turn.work, lambda: self._used([turn.work], MEMORY_LIMIT)[0])
+        policy = self.policy(turn.context)
+        return masked_vector(query, view, turn.request, turn.context, self.method.name, policy)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use, which is the one that `score` evaluates.
@@ -165,8 +177,8 @@ class ClientSide:
         Exception
             The error that `score` would return.
         """
-        _, works = self._unpack([message], [context], alone=True)
-        (model,) = self._used(works, MEMORY_LIMIT)
+        (turn,) = self._turns([message], [context], alone=True)
+        (model,) = self._used(each(lambda turn: turn.work, [turn]), MEMORY_LIMIT)
         if isinstance(model, Exception):
             raise model
         return model
@@ -195,64 +207,50 @@ class ClientSide:
         device = _device_of(context)  # the node's owner decides
         return task if device is None else replace(task, device=device)
 
-    def _unpack(
+    def _turns(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
-    ) -> tuple[list[Request | Exception], list[ClientWork | Exception]]:
-        devices = each(_device_of, contexts)
-        # All clients of a process share one task, so build it for the first with a valid device.
-        sound = (n for n, device in enumerate(devices) if not isinstance(device, Exception))
-        if (first := next(sound, None)) is None:
-            errors = [device for device in devices if isinstance(device, Exception)]
-            return [*errors], [*errors]
-        task = self.task_of(contexts[first])
+    ) -> list[Turn | Exception]:
+        """Return each client's request and work, or its error; all share one task."""
+        task = self.task_of(next(filter(_has_device, contexts), contexts[0]))
         read = reader(task)
 
-        def request_of(message: Message, context: Context, device: str | None) -> Request:
+        def turn_of(message: Message, context: Context) -> Turn:
+            _device_of(context)
             check_addressee(message, context)
-            return read(message)
-
-        def work_of(request: Request, context: Context) -> ClientWork:
+            request = read(message)
             steady = not alone and protects(request.protection)
-            return self._work(request, context, task, steady=steady)
+            return Turn(context, request, self._work(request, context, task, steady=steady))
 
-        requests = each(request_of, messages, contexts, devices)
-        return requests, each(work_of, requests, contexts)
+        return each(turn_of, messages, contexts)
 
-    def _finished(
-        self,
-        context: Context,
-        request: Request,
-        work: ClientWork,
-        result: LocalResult,
-        *,
-        alone: bool,
-    ) -> RecordDict | Upload:
+    def _finished(self, turn: Turn, result: LocalResult, *, alone: bool) -> RecordDict | Upload:
         """Protect the client's update and store its memory, then return its reply."""
-        contribution, update = self._protected(context, request, work, result)
+        request, protection = turn.request, turn.request.protection
+        contribution, update = self._protected(turn, result)
+        metrics = _metrics(turn, result, contribution)
         reply: RecordDict | Upload
-        metrics = _metrics(request, work, result, contribution)
-        if isinstance(request.protection, ClipToCells):
+        if isinstance(protection, ClipToCells):
             of_sum = arrays_of(request.state[records.SECURE_SUM])
-            sealed = masked.seal(arrays_of(update), of_sum, context, self.method.name)
-            reply, cell = content_of(sealed, metrics), request.protection.cell
-            update = {name: value * cell for name, value in arrays_of(update).items()}
+            cells = arrays_of(update)
+            sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
+            reply = content_of(sealed, metrics)
+            update = {name: value * protection.cell for name, value in cells.items()}
         elif alone:
             reply = content_of(records.to_record(update), metrics)
         else:
             reply = Upload(arrays_of(update), metrics)
-        self._remember(context, request, work, result, update)
+        self._remember(turn, result, update)
         return reply
 
-    def _protected(
-        self, context: Context, request: Request, work: ClientWork, result: LocalResult
-    ) -> tuple[Contribution, Protected]:
+    def _protected(self, turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
         """Return the client's update before and after its protection."""
+        request, received = turn.request, turn.work.received
         protection = request.protection
 
         def protect(result: LocalResult) -> tuple[Contribution, Protected]:
-            contribution = result.bounded(work.received, whole=bounds_models(protection))
-            noise = self.policy(context).noise(request.facts, OF_UPLOADS)
-            return contribution, protected(contribution, work.received, protection, noise)
+            contribution = result.bounded(received, whole=bounds_models(protection))
+            noise = self.policy(turn.context).noise(request.facts, OF_UPLOADS)
+            return contribution, protected(contribution, received, protection, noise)
 
         try:
             return protect(result)
@@ -262,36 +260,30 @@ class ClientSide:
             if not (protection.hides_failures and protection.takes_models):
                 raise
             log_unmoved(error)
-            return protect(LocalResult(model=work.received))
+            return protect(LocalResult(model=received))
 
-    def _remember(
-        self,
-        context: Context,
-        request: Request,
-        work: ClientWork,
-        result: LocalResult,
-        update: Protected,
-    ) -> None:
+    def _remember(self, turn: Turn, result: LocalResult, update: Protected) -> None:
         """Store the client's new memory, which may depend on the ``update`` that it sends."""
         memory = result.memory
         try:
             if callable(memory):
                 released = {name: torch.as_tensor(value) for name, value in update.items()}
-                memory = memory({n: v.to(work.received[n].dtype) for n, v in released.items()})
+                received = turn.work.received
+                memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
             check_finite(memory)
         except Exception as error:  # the upload is on its way: a missing one would reveal the error
-            if not hides_failures(request.protection):
+            if not hides_failures(turn.request.protection):
                 raise
             log_unmoved(error)
-            memory = work.memory
+            memory = turn.work.memory
         if memory is None:
             return
         if not self.method.keeps_memory:
             raise tellable(
                 InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
             )
-        kept = ClientMemory(context, self.method.name, request.run)
-        kept.store(memory, request.round, and_before=self.method.mirrored)
+        kept = ClientMemory(turn.context, self.method.name, turn.request.run)
+        kept.store(memory, turn.request.round, and_before=self.method.mirrored)
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self.policy(context), self.method.upload_phase
@@ -358,17 +350,16 @@ def _hides_missing_data(request: Request) -> bool:
     return request.protection is not None and request.protection.hides_missing_data
 
 
-def _metrics(
-    request: Request, work: ClientWork, result: LocalResult, contribution: Contribution
-) -> dict[str, float]:
+def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
     """Return the numbers that leave the client beside its update."""
+    facts, protection = turn.request.facts, turn.request.protection
     metrics: dict[str, float] = {}
-    if request.facts.get("report-size"):
+    if facts.get("report-size"):
         # Of a client without its data, the agreed number.
-        agreed = None if request.protection is None else request.protection.num_examples
-        size = len(work.data.train) if agreed is None else agreed
+        agreed = None if protection is None else protection.num_examples
+        size = len(turn.work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
-    if request.facts.get("diagnostics"):
+    if facts.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
             raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
         moved: Mapping[str, Any]
@@ -376,8 +367,8 @@ def _metrics(
             moved = contribution.value
         elif isinstance(contribution, CellSum):
             moved = contribution.in_numbers()
-        elif bounds_models(request.protection):
-            moved = difference(contribution, work.received)
+        elif bounds_models(protection):
+            moved = difference(contribution, turn.work.received)
         else:
             moved = contribution
         metrics["update-norm"] = l2_norm(moved)
