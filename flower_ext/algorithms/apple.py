@@ -65,7 +65,7 @@ from flower_ext.training import (
 from flower_ext.training.params import flat_rows
 
 CORE, PERSONAL, RELATION = "core", "personal", "relation"
-RATE, PENALTY, ROUNDS, POPULATION = "relation-rate", "penalty", "penalty-rounds", "population"
+POPULATION = "population"
 
 
 @dataclass(kw_only=True)
@@ -88,7 +88,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
     (index,) = set(range(population)) - set(others)
     kept = work.memory or {}
-    last, rounds = work.round - 1, work.settings[ROUNDS]
+    last, rounds = work.round - 1, work.settings["penalty_rounds"]
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
     types = [p.dtype for p in work.received.values() if p.is_floating_point()]
     dtype = reduce(torch.promote_types, types, torch.float32)
@@ -101,8 +101,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         others=others,
         own=index,
         relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
-        relation_rate=work.settings[RATE],
-        penalty=fading * work.settings[PENALTY],
+        relation_rate=work.settings["relation_learning_rate"],
+        penalty=fading * work.settings["penalty"],
     )
     core, relation, personal = yield Training(
         task=work.task, job=job, trained=lambda name: True, solve=train_mixture
@@ -196,12 +196,7 @@ class Apple(Method):
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return η_2, μ, L, and the number N of clients, for the clients."""
-        return {
-            RATE: self.relation_learning_rate,
-            PENALTY: self.penalty,
-            ROUNDS: self.penalty_rounds,
-            POPULATION: plan.sampling.population,
-        }
+        return {**super().settings(plan), POPULATION: plan.sampling.population}
 
     def init(self, model: Arrays, population: int) -> State:
         """Return the core models, each of which begins as the initial model."""

@@ -38,10 +38,7 @@ from flower_ext.federation import (
     own_model,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
-from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Params, Proximal
-
-GLOBAL_WEIGHT = "global-weight"
 
 local_model = own_model
 
@@ -55,7 +52,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 def personal_model(work: ClientWork) -> Steps[Params]:
     """Take the steps ϖ ← ϖ − η_L ((1 − λ/2) ∇F_n(ϖ) + λ (ϖ − ω)) of line 10."""
-    start, weight = work.memory or work.received, work.settings[GLOBAL_WEIGHT]
+    start, weight = work.memory or work.received, work.settings["global_weight"]
     if weight == LARGEST_WEIGHT:
         return drawn(start, work)
     # An equal form of these steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
@@ -123,7 +120,3 @@ class DPDitto(Method):
         rate = self.personal_training.learning_rate * (1 - self.global_weight / 2)
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}
-
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return λ, for the clients."""
-        return {GLOBAL_WEIGHT: float(self.global_weight)}

@@ -20,7 +20,6 @@ w_i itself stays on the client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -48,7 +47,6 @@ from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")
 
-ATTRACTION = "attraction"
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
 """Groups of the state: w_i and u_i by client, and a mark that the server has warned."""
 _LEAST_SHARE = 0.01
@@ -58,7 +56,7 @@ _LEAST_SHARE = 0.01
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's own model, with a proximal term towards the received cloud model."""
     start = work.memory or work.received
-    pull = Proximal(weight=work.settings[ATTRACTION], anchor=work.received)
+    pull = Proximal(weight=work.settings["attraction"], anchor=work.received)
     trained = yield work.train("local", start, terms=[pull])
     return LocalResult(model=trained, memory=trained)
 
@@ -133,10 +131,6 @@ class FedAMP(Method):
                 f"(clients - 1)] = (0, {most:.4g}], because a larger step may give a client's own "
                 "model a negative weight"
             )
-
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return λ/α, for the clients."""
-        return {ATTRACTION: self.attraction}
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client its cloud model u_i; a client without one gets the shared model."""

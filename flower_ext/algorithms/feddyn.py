@@ -18,7 +18,6 @@ of the gradients in the clients' memories, unless the server itself clips or add
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,12 +40,11 @@ from flower_ext.privacy import NonPrivatePlan, PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 H = "h"
-REGULARIZATION = "regularization"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then update the gradient."""
-    alpha, server = work.settings[REGULARIZATION], work.received
+    alpha, server = work.settings["regularization"], work.received
     gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
     terms: list[Term] = [
         Linear(direction={name: -g for name, g in gradient.items()}),
@@ -97,10 +95,6 @@ class FedDyn(Method):
     def added_proximal_weight(self) -> float:
         """The regularizer's weight α."""
         return self.regularization
-
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return α, for the clients."""
-        return {REGULARIZATION: self.regularization}
 
     def init(self, model: Arrays, population: int) -> State:
         """Return h = 0."""

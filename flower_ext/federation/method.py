@@ -31,6 +31,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
+from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
@@ -221,8 +222,10 @@ class Method:
         return 0.0
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return numbers that the client side needs; none by default."""
-        return {}
+        """Return numbers that the client side needs; by default all fields that are numbers."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["server_learning_rate"]  # the clients do not take the server's step
+        return {name: float(value) for name, value in values.items() if is_number(value)}
 
     def configure(
         self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan

@@ -11,7 +11,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from logging import getLogger
 from typing import TypeVar
@@ -28,6 +27,7 @@ from flower_ext.federation.arrays import to_record as to_record
 from flower_ext.federation.failures import printable, said
 from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
+from flower_ext.federation.uploads import Update as Update
 from flower_ext.federation.uploads import UploadReply
 from flower_ext.federation.uploads import metrics_record as metrics_record
 from flower_ext.training import LocalTraining, UnshareableModel
@@ -43,8 +43,8 @@ ROUND = "round"
 """Record of the facts of a round."""
 SETTINGS = "settings"
 """Record of the method's own numbers (a regularisation weight, …)."""
-COMPANY = "company"
-"""Record by which the server asks whether a client trains models in batches."""
+ONE_BY_ONE = "one-by-one"
+"""Record by which the server asks whether a client trains models one by one."""
 FROZEN = "frozen"
 """Record by which the server asks a client to confirm the frozen part of its model."""
 SECURE_SUM = "secure-sum"
@@ -287,14 +287,6 @@ def _check_answers(reply: Message, question: Message | None) -> None:
         raise RefusedReply("answers another message of this round")
 
 
-@dataclass(frozen=True)
-class Update:
-    """One accepted reply: the difference to the global model, and its metrics."""
-
-    arrays: Mapping[str, np.ndarray]
-    metrics: dict[str, float]
-
-
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
     """Return the update in a training reply.
 
@@ -313,11 +305,11 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
         unreadable, not finite or beyond `LARGEST_VALUE`.
     """
-    if isinstance(reply, UploadReply) and (upload := reply.upload) is not None:
-        return Update(_checked(upload.arrays, base), _checked_metrics(upload.metrics.items()))
+    if isinstance(reply, UploadReply) and (update := reply.update) is not None:
+        return Update(_checked(update.arrays, base), _checked_metrics(update.metrics.items()))
     content = _content(reply)
-    if isinstance(update := content.get(UPDATE), ArrayRecord):
-        arrays = _checked(update, base)
+    if isinstance(record := content.get(UPDATE), ArrayRecord):
+        arrays = _checked(record, base)
     elif trust_models and isinstance(model := content.get(MODEL), ArrayRecord):
         arrays = moved_by(model, base)
     else:

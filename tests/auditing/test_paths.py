@@ -48,7 +48,7 @@ from flower_ext.federation.engines import workers
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
-from flower_ext.federation.uploads import Upload, UploadReply
+from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
@@ -389,13 +389,13 @@ PAILLIER = PrivateWeighting(
 )
 PATHS = {
     # One process, where an update stays plain arrays.
-    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "upload"))),
+    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "update"))),
     "arrays, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS),
         through=(ADDED, (ClipUpdate, "released"), (protections, "clip")),
     ),
     "arrays of float64, the server clips": Path(
-        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "upload"))
+        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "update"))
     ),
     "arrays, a few at a time": Path(
         run=partial(sent, memory_limit=1),
@@ -430,11 +430,11 @@ PATHS = {
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
         run=partial(sent, grid=Messages),
-        through=(CLIPPED, (plain.PlainSum, "open"), (Upload, "content")),
+        through=(CLIPPED, (plain.PlainSum, "open"), (Update, "content")),
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),
-        through=(ADDED, (Upload, "content"), (ClipUpdate, "released")),
+        through=(ADDED, (Update, "content"), (ClipUpdate, "released")),
     ),
     "messages of several clients, the server clips": Path(
         run=partial(sent, grid=packed), through=(CLIPPED, (VirtualGrid, "send_and_receive"))

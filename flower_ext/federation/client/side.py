@@ -52,7 +52,7 @@ from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
-from flower_ext.federation.uploads import Upload, content_of
+from flower_ext.federation.uploads import Update, content_of
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import CellSum
@@ -122,7 +122,7 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
         alone: bool = False,
-    ) -> list[RecordDict | Upload | Exception]:
+    ) -> list[RecordDict | Update | Exception]:
         """Train, protect, store memory and reply, in this order, so an error changes no memory.
 
         An error replaces the reply of its client only. ``alone`` means that the node trains no
@@ -136,7 +136,7 @@ class ClientSide:
                 return unmoved_by_errors(self.method.local_update, turn.work, protection)
             return self.method.local_update(turn.work)
 
-        def finish(index: int, result: LocalResult) -> RecordDict | Upload:
+        def finish(index: int, result: LocalResult) -> RecordDict | Update:
             turn = turns[index]
             assert isinstance(turn, Turn)
             return self._finished(turn, result, alone=alone)
@@ -223,12 +223,12 @@ class ClientSide:
 
         return each(turn_of, messages, contexts)
 
-    def _finished(self, turn: Turn, result: LocalResult, *, alone: bool) -> RecordDict | Upload:
+    def _finished(self, turn: Turn, result: LocalResult, *, alone: bool) -> RecordDict | Update:
         """Protect the client's update and store its memory, then return its reply."""
         request, protection = turn.request, turn.request.protection
         contribution, update = self._protected(turn, result)
         metrics = _metrics(turn, result, contribution)
-        reply: RecordDict | Upload
+        reply: RecordDict | Update
         if isinstance(protection, ClipToCells):
             of_sum = arrays_of(request.state[records.SECURE_SUM])
             cells = arrays_of(update)
@@ -238,7 +238,7 @@ class ClientSide:
         elif alone:
             reply = content_of(records.to_record(update), metrics)
         else:
-            reply = Upload(arrays_of(update), metrics)
+            reply = Update(arrays_of(update), metrics)
         self._remember(turn, result, update)
         return reply
 
