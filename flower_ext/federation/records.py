@@ -28,7 +28,7 @@ from flower_ext.federation.failures import printable, said
 from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
 from flower_ext.federation.uploads import Update as Update
-from flower_ext.federation.uploads import UploadReply
+from flower_ext.federation.uploads import UploadReply, sender_of
 from flower_ext.federation.uploads import metrics_record as metrics_record
 from flower_ext.training import LocalTraining, UnshareableModel
 
@@ -238,30 +238,24 @@ def accept(
         Called with the reason for each refusal.
     """
     waiting = {node: partition for partition, node in asked.items()}
-    number = str(server_round)
     early: dict[int, T] = {}
     due, refused = deque(asked), set[int]()
     for reply in replies:
-        question_here = reply.question if isinstance(reply, UploadReply) else None
-        metadata = reply.metadata if question_here is None else question_here.metadata
-        node = metadata.src_node_id if question_here is None else metadata.dst_node_id
+        node = sender_of(reply)
         try:
             if node not in waiting:
                 if reply.has_error():  # from the SuperLink, for a node
                     raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
                 raise RefusedReply("not asked in this round, or answered already")
-            if metadata.group_id != number:
-                raise RefusedReply(f"answers round {metadata.group_id}")
-            question = questions.get(node) if questions else None
-            if question_here is None or question_here is not question:
-                _check_answers(reply, question)
-            early[waiting[node]] = read(reply)
-            del waiting[node]
+            _check_origin(reply, questions.get(node) if questions else None, str(server_round))
+            value = read(reply)
         except Exception as error:
             reason = printable(_reason(error)[:LONGEST_REASON])
             refuse(f"round {server_round}, node {node}: {reason}"[:LONGEST_REASON])
             if node in waiting:  # stop waiting for it, though it may answer again
                 refused.add(waiting[node])
+        else:
+            early[waiting.pop(node)] = value
         while due and (due[0] in early or due[0] in refused):
             if (first := due.popleft()) in early:
                 yield first, early.pop(first)
@@ -276,11 +270,16 @@ def _reason(error: Exception) -> str:
     return f"the reply cannot be read: {type(error).__name__}: {error}"
 
 
-def _check_answers(reply: Message, question: Message | None) -> None:
-    """Refuse a reply to another message than ``question``, as far as its message id is known."""
+def _check_origin(reply: Message, question: Message | None, number: str) -> None:
+    """Refuse a reply of another round, or to another message than ``question``, if one is known."""
+    if question is not None and isinstance(reply, UploadReply) and reply.question is question:
+        return  # made in this process, for this message
+    received = reply.metadata
+    if received.group_id != number:
+        raise RefusedReply(f"answers round {received.group_id}")
     if question is None:
         return
-    expected, received = question.metadata, reply.metadata
+    expected = question.metadata
     if received.message_type != expected.message_type:
         raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
     if expected.message_id and received.reply_to_message_id != expected.message_id:

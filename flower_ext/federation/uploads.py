@@ -96,24 +96,22 @@ class UploadReply(Message):
         vars(self)["_content"] = value
 
 
+def sender_of(reply: Message) -> int:
+    """Return the node that sent a reply, without building the metadata of an `UploadReply`."""
+    question = reply.question if isinstance(reply, UploadReply) else None
+    return reply.metadata.src_node_id if question is None else question.metadata.dst_node_id
+
+
 def payload_bytes(messages: Iterable[Message]) -> int:
     """Return the bytes of all serialised arrays in messages; the rest of a message is small."""
-    sizes: dict[int, int] = {}  # many messages may share a content
-    return sum(_payload(message, sizes) for message in messages)
-
-
-def payload_of(message: Message) -> int:
-    """Return the bytes of all serialised arrays in one message."""
-    return _payload(message, {})
-
-
-def _payload(message: Message, sizes: dict[int, int]) -> int:
-    if isinstance(message, UploadReply) and (update := message.update) is not None:
-        return update.payload
-    if not message.has_content():
-        return 0
-    content = message.content
-    if (size := sizes.get(id(content))) is None:
-        records = (record for record in content.values() if isinstance(record, ArrayRecord))
-        size = sizes[id(content)] = sum(map(record_bytes, records))
-    return size
+    total, sizes = 0, dict[int, int]()
+    for message in messages:
+        if isinstance(message, UploadReply) and (update := message.update) is not None:
+            total += update.payload
+        elif message.has_content():
+            content = message.content
+            if id(content) not in sizes:  # many messages may share a content
+                records = (each for each in content.values() if isinstance(each, ArrayRecord))
+                sizes[id(content)] = sum(map(record_bytes, records))
+            total += sizes[id(content)]
+    return total

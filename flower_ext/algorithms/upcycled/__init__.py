@@ -8,9 +8,9 @@ from flower_ext.algorithms.upcycled.coefficients import (
     Coefficient,
     Constant,
     Decaying,
-    HalfLambda,
-    ProximalRatio,
     coefficient_of,
+    half_lambda,
+    proximal_ratio,
 )
 from flower_ext.algorithms.upcycled.gradient_norm import (
     ConvergenceConstants,
@@ -24,11 +24,11 @@ __all__ = [
     "Constant",
     "ConvergenceConstants",
     "Decaying",
-    "HalfLambda",
-    "ProximalRatio",
     "Traffic",
     "Upcycled",
     "coefficient_of",
     "convergence_constants",
     "gradient_norm_bound",
+    "half_lambda",
+    "proximal_ratio",
 ]

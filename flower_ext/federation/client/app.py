@@ -11,6 +11,7 @@ from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.client.questions import answer_question
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.roster import IDENTITY, identity
+from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import Task
@@ -61,11 +62,11 @@ def client_app(
 
         @app.train(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return _own_reply(message, side.train([message], [context], alone=True))
+            return _reply(message, side.train([message], [context], alone=True))
 
         @app.evaluate(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return _own_reply(message, side.score([message], [context]))
+            return _reply(message, side.score([message], [context]))
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
@@ -80,9 +81,9 @@ def _identities(
     return [identity(context.node_config) for context in contexts]
 
 
-def _own_reply(message: Message, made: Sequence[Answer]) -> Message:
-    (own,) = made
-    if isinstance(own, Exception):
-        raise own
-    assert isinstance(own, RecordDict)
-    return Message(own, reply_to=message)
+def _reply(message: Message, answers: Sequence[Answer]) -> Message:
+    (answer,) = answers
+    if isinstance(answer, Exception):
+        raise answer
+    content = answer.content() if isinstance(answer, Update) else answer
+    return Message(content, reply_to=message)

@@ -38,7 +38,7 @@ from flower_ext.federation.client.protecting import (
     step_noise,
 )
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.scores import scores_of
+from flower_ext.federation.client.scores import scores_of, scores_record
 from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,
@@ -126,7 +126,7 @@ class ClientSide:
         """Train, protect, store memory and reply, in this order, so an error changes no memory.
 
         An error replaces the reply of its client only. ``alone`` means that the node trains no
-        other client at the same time; the answer is then a RecordDict.
+        other client at the same time.
         """
         turns = self._turns(messages, contexts, alone=alone)
 
@@ -139,7 +139,7 @@ class ClientSide:
         def finish(index: int, result: LocalResult) -> RecordDict | Update:
             turn = turns[index]
             assert isinstance(turn, Turn)
-            return self._finished(turn, result, alone=alone)
+            return self._finished(turn, result)
 
         return side_by_side(in_turn(begin, turns), finish, memory_limit=memory_limit)
 
@@ -161,7 +161,8 @@ class ClientSide:
         works = each(lambda turn: turn.work, turns)
         models = self._used(works, memory_limit)
         wanted = each(lambda turn: bool(turn.request.facts.get("training-loss")), turns)
-        return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
+        scores = scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
+        return each(scores_record, works, scores)
 
     def _masked_vector(self, turn: Turn) -> RecordDict:
         query = query_of(turn.request, self.queries)
@@ -223,7 +224,7 @@ class ClientSide:
 
         return each(turn_of, messages, contexts)
 
-    def _finished(self, turn: Turn, result: LocalResult, *, alone: bool) -> RecordDict | Update:
+    def _finished(self, turn: Turn, result: LocalResult) -> RecordDict | Update:
         """Protect the client's update and store its memory, then return its reply."""
         request, protection = turn.request, turn.request.protection
         contribution, update = self._protected(turn, result)
@@ -235,8 +236,6 @@ class ClientSide:
             sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
             reply = content_of(sealed, metrics)
             update = {name: value * protection.cell for name, value in cells.items()}
-        elif alone:
-            reply = content_of(records.to_record(update), metrics)
         else:
             reply = Update(arrays_of(update), metrics)
         self._remember(turn, result, update)

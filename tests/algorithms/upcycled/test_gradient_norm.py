@@ -16,9 +16,9 @@ from flower_ext.algorithms.upcycled import (
     Constant,
     ConvergenceConstants,
     Decaying,
-    ProximalRatio,
     convergence_constants,
     gradient_norm_bound,
+    proximal_ratio,
 )
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
@@ -354,7 +354,7 @@ def test_upcycled_fedprox_with_exact_minimisers_keeps_to_the_bound():
     def keep(server_round, arrays):
         models.append(records.to_arrays(arrays)["weight"].astype(np.float64)[0] - best)
 
-    schedule = ProximalRatio(proximal_weight=mu, penalty=penalty)
+    schedule = proximal_ratio(proximal_weight=mu, penalty=penalty)
     Upcycled(base, schedule).start(
         InProcessGrid(Hosted.client_app(task), num_clients=clients),
         ArrayRecord(task.initial_params(1)),

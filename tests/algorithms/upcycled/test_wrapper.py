@@ -37,7 +37,7 @@ from flower_ext.algorithms import (
     Scaffold,
     Upcycled,
 )
-from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda
+from flower_ext.algorithms.upcycled import Constant, Decaying, half_lambda
 from flower_ext.algorithms.upcycled.wrapper import Traffic, extrapolated
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
 from flower_ext.federation.method import State
@@ -793,7 +793,7 @@ def test_a_run_may_end_with_an_odd_round():
 
 def test_what_the_base_offers_is_found_at_the_wrapper_and_nothing_else():
     base = private(DPFedAvg)
-    strategy = Upcycled(base, HalfLambda(penalty=1.0))
+    strategy = Upcycled(base, half_lambda(penalty=1.0))
     assert strategy.run.plan is base.run.plan
     assert strategy.stopped is None
     assert strategy.guarantees() == []
