@@ -12,23 +12,15 @@ from flower_ext.algorithms.upcycled.coefficients import (
     half_lambda,
     proximal_ratio,
 )
-from flower_ext.algorithms.upcycled.gradient_norm import (
-    ConvergenceConstants,
-    convergence_constants,
-    gradient_norm_bound,
-)
 from flower_ext.algorithms.upcycled.wrapper import Traffic, Upcycled
 
 __all__ = [
     "Coefficient",
     "Constant",
-    "ConvergenceConstants",
     "Decaying",
     "Traffic",
     "Upcycled",
     "coefficient_of",
-    "convergence_constants",
-    "gradient_norm_bound",
     "half_lambda",
     "proximal_ratio",
 ]
