@@ -33,6 +33,7 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     Steps,
     own_model,
@@ -98,7 +99,7 @@ class DPDitto(Method):
         name="dp_ditto",
         local_update=local_update,
         local_model=local_model,
-        memoryless=True,  # the personal model, which the client remembers, is not in the update
+        memory=Memory.BESIDE_UPDATES,  # the personal model
         upload_phase="local",
     )
 

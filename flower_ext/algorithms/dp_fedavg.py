@@ -26,6 +26,7 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     State,
     Steps,
@@ -73,8 +74,7 @@ class DPFedAvg(Method):
         name="dp_fedavg",
         local_update=local_update,
         local_model=local_model,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
         upload_phase="local",
     )
     any_client_app = True

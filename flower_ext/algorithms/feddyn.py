@@ -30,6 +30,7 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     Released,
     State,
@@ -73,7 +74,10 @@ class FedDyn(Method):
     """
 
     client = ClientMethod(
-        name="feddyn", local_update=local_update, local_model=shared_model, mirrored=True
+        name="feddyn",
+        local_update=local_update,
+        local_model=shared_model,
+        memory=Memory.MIRRORED,
     )
 
     regularization: float = 0.1

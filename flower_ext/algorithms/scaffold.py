@@ -31,6 +31,7 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     RefusedReply,
     Released,
@@ -81,7 +82,10 @@ class Scaffold(Method):
     """
 
     client = ClientMethod(
-        name="scaffold", local_update=local_update, local_model=shared_model, mirrored=True
+        name="scaffold",
+        local_update=local_update,
+        local_model=shared_model,
+        memory=Memory.MIRRORED,
     )
     needs_each_update = True
 

@@ -284,7 +284,7 @@ class RunLoop:
                 f"round {needed[lost[0]]}, now from {versions[lost[0]] or 'none'}), so the run "
                 "cannot continue. Memory outlives a process only if the SuperNodes, or the "
                 "settings of a simulation, name a state-folder. A method that keeps no memory "
-                "declares ClientMethod(keeps_memory=False)"
+                "declares ClientMethod(memory=Memory.NONE)"
             )
 
 

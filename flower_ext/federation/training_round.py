@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.method import Released, State
@@ -107,7 +108,8 @@ class TrainingRound:
             reason = self._round.discard_reason
             log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
             run.progress.row["discarded"] = 1
-        if run.method.client.keeps_memory and not (run.method.client.mirrored and mean is None):
+        mirrored = run.method.client.memory is Memory.MIRRORED
+        if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates.metrics, run.participations.rounds)
         return None if mean is None else self._step(mean, updates)
 
@@ -146,7 +148,7 @@ class TrainingRound:
             slow=self._stragglers(),
             request=self._round.request,
         )
-        if not method.client.mirrored:
+        if method.client.memory is not Memory.MIRRORED:
             return contents
         return with_remembered(
             contents,

@@ -37,6 +37,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Memory,
     Method,
     VirtualGrid,
     client_level_dp_mod,
@@ -151,8 +152,7 @@ class Sent(Method):
         name="sent",
         local_update=lambda work: LocalResult(update=update_of(work)),
         local_model=lambda work: work.received,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
     )
     any_client_app = True
 

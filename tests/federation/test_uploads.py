@@ -15,6 +15,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Memory,
     Method,
     records,
 )
@@ -42,7 +43,7 @@ class Told(Method):
     """Adds up what clients say."""
 
     client = ClientMethod(
-        name="told", local_update=told, local_model=lambda work: work.received, keeps_memory=False
+        name="told", local_update=told, local_model=lambda work: work.received, memory=Memory.NONE
     )
 
     @property

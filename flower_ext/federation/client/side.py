@@ -23,7 +23,12 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import arrays_of
-from flower_ext.federation.client.client_method import ClientMethod, ClientWork, LocalResult
+from flower_ext.federation.client.client_method import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Memory,
+)
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     Contribution,
@@ -278,11 +283,10 @@ class ClientSide:
         if memory is None:
             return
         if not self.method.keeps_memory:
-            raise tellable(
-                InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
-            )
+            reason = f"{self.method.name} returns memory, but declares memory=Memory.NONE"
+            raise tellable(InvalidValue(f"{reason}: expected another Memory"))
         kept = ClientMemory(turn.context, self.method.name, turn.request.run)
-        kept.store(memory, turn.request.round, and_before=self.method.mirrored)
+        kept.store(memory, turn.request.round, and_before=self.method.memory is Memory.MIRRORED)
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self.policy(context), self.method.upload_phase
@@ -325,7 +329,8 @@ class ClientSide:
     def _remembered(self, request: Request, context: Context) -> Params | None:
         """Load the memory from before this training round; an evaluation includes this round's."""
         memory = ClientMemory(context, self.method.name, request.run)
-        if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
+        mirrored = self.method.memory is Memory.MIRRORED
+        if mirrored and request.kind == "train" and "remembered" in request.facts:
             _go_back(memory, request.facts["remembered"])
         return memory.load(before=request.round + (request.kind == "evaluate"))
 
