@@ -35,11 +35,10 @@ from flower_ext.federation.client.protecting import (
     HiddenSum,
     NodePolicy,
     Protected,
-    bounds_models,
+    Unprotected,
     check_size,
     objective_terms,
     protected,
-    protects,
     step_noise,
 )
 from flower_ext.federation.client.requests import Request, reader
@@ -48,7 +47,6 @@ from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,
     data_of,
-    hides_failures,
     log_unmoved,
     unmoved_by_errors,
 )
@@ -137,7 +135,7 @@ class ClientSide:
 
         def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
             protection = turn.request.protection
-            if protection is not None and (protection.hides_failures or protection.bounds_models):
+            if protection.hides_failures or protection.bounds_models:
                 return unmoved_by_errors(self.method.local_update, turn.work, protection)
             return self.method.local_update(turn.work)
 
@@ -224,7 +222,7 @@ class ClientSide:
             _device_of(context)
             check_addressee(message, context)
             request = read(message)
-            steady = not alone and protects(request.protection)
+            steady = not alone and request.protection.bounds_uploads
             return Turn(context, request, self._work(request, context, task, steady=steady))
 
         return each(turn_of, messages, contexts)
@@ -252,16 +250,14 @@ class ClientSide:
         protection = request.protection
 
         def protect(result: LocalResult) -> tuple[Contribution, Protected]:
-            contribution = result.bounded(received, whole=bounds_models(protection))
+            contribution = result.bounded(received, whole=protection.bounds_models)
             noise = self.policy(turn.context).noise(request.facts, OF_UPLOADS)
             return contribution, protected(contribution, received, protection, noise)
 
         try:
             return protect(result)
         except Exception as error:  # a difference of two finite models may overflow
-            if is_tellable(error) or protection is None:
-                raise
-            if not (protection.hides_failures and protection.takes_models):
+            if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
                 raise
             log_unmoved(error)
             return protect(LocalResult(model=received))
@@ -276,7 +272,7 @@ class ClientSide:
                 memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
             check_finite(memory)
         except Exception as error:  # the upload is on its way: a missing one would reveal the error
-            if not hides_failures(turn.request.protection):
+            if not turn.request.protection.hides_failures:
                 raise
             log_unmoved(error)
             memory = turn.work.memory
@@ -302,10 +298,11 @@ class ClientSide:
                     "of training that makes the whole update"
                 )
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
+        is_protected = not isinstance(request.protection, Unprotected)
         data = data_of(task, partition, hidden=_hides_missing_data(request))
         if data is not NO_DATA:
             check_size(len(data.train), request.protection)
-        if request.kind == "train" and request.protection is not None and len(data.train):
+        if request.kind == "train" and is_protected and len(data.train):
             data = _kept_apart(task, data, hidden=_hides_missing_data(request))
         return ClientWork(
             task=task,
@@ -351,7 +348,7 @@ def _hides_missing_data(request: Request) -> bool:
     """Return True if the server must not learn that this client could not load its data."""
     if request.kind == "evaluate":
         return bool(request.query)  # summed under noise
-    return request.protection is not None and request.protection.hides_missing_data
+    return request.protection.hides_missing_data
 
 
 def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
@@ -360,7 +357,7 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
     metrics: dict[str, float] = {}
     if facts.get("report-size"):
         # Of a client without its data, the agreed number.
-        agreed = None if protection is None else protection.num_examples
+        agreed = protection.num_examples
         size = len(turn.work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
     if facts.get("diagnostics"):
@@ -371,7 +368,7 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
             moved = contribution.value
         elif isinstance(contribution, CellSum):
             moved = contribution.in_numbers()
-        elif bounds_models(protection):
+        elif protection.bounds_models:
             moved = difference(contribution, turn.work.received)
         else:
             moved = contribution

@@ -35,11 +35,6 @@ _shown: set[tuple[str, int]] = set()
 """Lines of code whose tracebacks the log of this process has already."""
 
 
-def hides_failures(protection: Protection | None) -> bool:
-    """Return True if the received model may take the place of a failed training."""
-    return protection is not None and protection.hides_failures
-
-
 def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
     """Return a client's data; if they are ``hidden`` and cannot be loaded, no examples.
 
