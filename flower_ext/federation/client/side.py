@@ -298,12 +298,7 @@ class ClientSide:
                     "of training that makes the whole update"
                 )
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
-        is_protected = not isinstance(request.protection, Unprotected)
-        data = data_of(task, partition, hidden=_hides_missing_data(request))
-        if data is not NO_DATA:
-            check_size(len(data.train), request.protection)
-        if request.kind == "train" and is_protected and len(data.train):
-            data = _kept_apart(task, data, hidden=_hides_missing_data(request))
+        data = _data(task, request, partition)
         return ClientWork(
             task=task,
             data=data,
@@ -332,9 +327,17 @@ class ClientSide:
         return memory.load(before=request.round + (request.kind == "evaluate"))
 
 
-def _kept_apart(task: Task, data: ClientData, *, hidden: bool) -> ClientData:
-    """Return the data; no data where a trial of the model cannot be made of them."""
-    try:
+def _data(task: Task, request: Request, partition: int) -> ClientData:
+    """Return a client's data, checked; no data if none can be used and the server may not know."""
+    hidden = _hides_missing_data(request)
+    data = data_of(task, partition, hidden=hidden)
+    if data is NO_DATA or isinstance(request.protection, Unprotected):
+        return data
+    num_examples = len(data.train)
+    check_size(num_examples, request.protection)
+    if request.kind != "train" or num_examples == 0:
+        return data
+    try:  # a trial of the model may be impossible with examples of this kind
         refuse_state_between_trainings(task, data.train)
     except Exception as error:
         if is_tellable(error) or not hidden:
