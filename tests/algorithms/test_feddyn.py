@@ -18,6 +18,7 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     ReleasePlan,
+    SecureSum,
 )
 from flower_ext.privacy.mechanisms.plan import Aggregate
 from tests.support.dying_runs import Died
@@ -74,9 +75,16 @@ def test_lost_replies_leave_h_the_mean_of_what_clients_remember(tmp_path, lost, 
 
 
 def test_a_discarded_round_leaves_nothing_on_either_side():
-    everybody = set(range(4))
-    strategy = feddyn(seed=1)
-    _, mean = play(strategy, 10, lost={3: everybody, 4: everybody, 6: {0}})
+    plan = ReleasePlan(
+        sampling=EVERYONE,
+        clipping_norm=1.0,
+        noise_multiplier=1e-3,
+        rounds=10,
+        delta=1e-3,
+        noise_placement=SecureSum(colluding=0.0, dropouts=0.0),
+    )
+    strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
+    _, mean = play(strategy, 10, lost={3: {1}, 4: {1}, 6: {0}})
     np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
     assert set(strategy.run.remembered.values()) == {10}
 
