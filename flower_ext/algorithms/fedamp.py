@@ -157,13 +157,11 @@ class FedAMP(Method):
         flat = np.stack([_flat(uploaded[client]) for client in clients])
         step = self._mixing_step(released.population)
         weights = attention(flat, step=step, width=self.attention_width)
-        is_fading = self._is_fading(weights)
-        if is_fading and FADING not in state.server:
-            self._warn_of_fading(flat, weights, step)
+        has_warned = FADING in state.server or self._warns_of_fading(flat, weights, step)
         groups = {UPLOADED + client: uploaded[client] for client in clients}
         for client, cloud in zip(clients, weights @ flat, strict=True):
             groups[CLOUD + client] = _shaped(cloud, model)
-        if is_fading or FADING in state.server:
+        if has_warned:
             groups[FADING] = {}
         return _shaped(flat.mean(axis=0), model), State(server=groups)
 
@@ -172,14 +170,13 @@ class FedAMP(Method):
         step = self.attention_step
         return self.attention_width / population if step is None else step
 
-    @staticmethod
-    def _is_fading(weights: NDArray[np.float64]) -> bool:
-        """Return True if every client's cloud model is almost its own model."""
-        return len(weights) >= 2 and bool(1.0 - np.diag(weights).min() < _LEAST_SHARE)
-
-    def _warn_of_fading(
+    def _warns_of_fading(
         self, models: NDArray[np.float64], weights: NDArray[np.float64], step: float
-    ) -> None:
+    ) -> bool:
+        """Warn if every client's cloud model is almost its own model; return True if so."""
+        most = 1.0 - float(np.diag(weights).min())
+        if len(models) < 2 or most >= _LEAST_SHARE:
+            return False
         pairs = np.triu_indices(len(models), k=1)
         median = float(np.median(_squared_distances(models)[pairs]))
         log.warning(
@@ -189,9 +186,10 @@ class FedAMP(Method):
             "near attention_width / clients",
             self.attention_width,
             step,
-            1.0 - float(np.diag(weights).min()),
+            most,
             median,
         )
+        return True
 
 
 def _flat(arrays: Arrays) -> NDArray[np.float64]:

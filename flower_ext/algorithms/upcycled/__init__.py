@@ -8,7 +8,6 @@ from flower_ext.algorithms.upcycled.coefficients import (
     Coefficient,
     Constant,
     Decaying,
-    coefficient_of,
     half_lambda,
     proximal_ratio,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "Decaying",
     "Traffic",
     "Upcycled",
-    "coefficient_of",
     "half_lambda",
     "proximal_ratio",
 ]

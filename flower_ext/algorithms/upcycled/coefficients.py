@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flower_ext.checks import require_not_negative, require_one_of, require_positive
+from flower_ext.checks import require_not_negative, require_positive
 
 Coefficient = Callable[[int], float]
 """A function from m = 1, 2, … to c_m, which is finite and not negative."""
@@ -63,21 +63,3 @@ def half_lambda(penalty: float) -> Constant:
     """Return λ / 2, as Algorithm 1 prints it."""
     require_not_negative("penalty", penalty)
     return Constant(penalty / 2)
-
-
-def coefficient_of(schedule: str, value: float, *, proximal_weight: float) -> Coefficient:
-    """Return the coefficient of a schedule: ``"constant"``, ``"decaying"`` and so on.
-
-    Raises
-    ------
-    InvalidValue
-        There is no such schedule, or the coefficient is out of range.
-    """
-    schedules: dict[str, Callable[[], Coefficient]] = {
-        "constant": lambda: Constant(value),
-        "decaying": lambda: Decaying(value),
-        "half-lambda": lambda: half_lambda(value),
-        "proximal-ratio": lambda: proximal_ratio(proximal_weight=proximal_weight, penalty=value),
-    }
-    require_one_of("schedule", schedule, [*schedules])
-    return schedules[schedule]()

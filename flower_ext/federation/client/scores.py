@@ -43,7 +43,9 @@ def _scores(
     memory_limit: int,
 ) -> list[dict[str, float] | Exception]:
     rows = each(lambda *row: row, works, models, examples)
-    scores = [row if isinstance(row, Exception) else {} for row in rows]
+    scores: list[dict[str, float] | Exception] = [
+        row if isinstance(row, Exception) else {} for row in rows
+    ]
     scored = {
         n: row for n, row in enumerate(rows) if not isinstance(row, Exception) and len(row[2])
     }
