@@ -49,7 +49,6 @@ from flower_ext.federation import (
     records,
     require_unit_rate,
 )
-from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -65,7 +64,6 @@ from flower_ext.training import (
 from flower_ext.training.params import flat_rows
 
 CORE, PERSONAL, RELATION = "core", "personal", "relation"
-POPULATION = "population"
 
 
 @dataclass(kw_only=True)
@@ -84,8 +82,10 @@ class Mixture(Job):
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i, by the gradient at the personal model."""
-    population = int(work.settings[POPULATION])
-    others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
+    start = f"{CORE}."
+    cores = {name: core for name, core in work.state.items() if name.startswith(start)}
+    others = {int(name.removeprefix(start)): core for name, core in cores.items()}
+    population = len(others) + 1
     (index,) = set(range(population)) - set(others)
     kept = work.memory or {}
     last, rounds = work.round - 1, work.settings["penalty_rounds"]
@@ -193,10 +193,6 @@ class Apple(Method):
                 f"local.{name} is set: expected plain SGD, by which APPLE trains core models; "
                 "leave it out"
             )
-
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return η_2, μ, L, and the number N of clients, for the clients."""
-        return {**super().settings(plan), POPULATION: plan.sampling.population}
 
     def init(self, model: Arrays, population: int) -> State:
         """Return the core models, each of which begins as the initial model."""

@@ -101,11 +101,6 @@ class Hosted(DPFedAvg):
         """Name of the Flower strategy."""
         return type(self.server).__name__
 
-    @property
-    def server_step(self) -> str:
-        """Name of the Flower strategy's step."""
-        return f"the server's step of {self.label}"
-
     def init(self, model: records.Arrays, population: int) -> State:
         """Return no steps, and the moments with which the Flower strategy begins."""
         return self._state(self.server, steps=0)

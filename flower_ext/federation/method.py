@@ -278,13 +278,8 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name of what runs, for the first line of the log."""
+        """Name of what runs, for the log and for errors of the step."""
         return self.name
-
-    @property
-    def server_step(self) -> str:
-        """Name of the server's step, for errors."""
-        return f"the server's step of {self.name}"
 
     def check_model(self, model: Arrays) -> None:
         """Refuse a shared model that the method cannot train; by default none."""

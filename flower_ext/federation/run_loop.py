@@ -151,7 +151,7 @@ class RunLoop:
         Accepted updates are finite, so the step is the cause and no client. Every later round would
         be spent in vain.
         """
-        step = self.run.method.server_step
+        step = f"the server's step of {self.run.method.label}"
         remedy = f"change the settings of {step}, or take a smaller learning rate"
         groups = {"in the model": records.to_arrays(model)}
         state = self.run.method_state

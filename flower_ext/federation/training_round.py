@@ -212,7 +212,7 @@ class TrainingRound:
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use."""
-        step = self.run.method.server_step
+        step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
             raise InvalidValue(f"{step}: expected it to return a model and a State")
         model, state = dict(result[0]), result[1]
