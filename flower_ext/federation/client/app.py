@@ -136,7 +136,7 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
 
 
-def _trains_one_by_one(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+def _one_by_one(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Answer 1 if the described trainings would run one by one on this machine, else 0.
 
     The answer depends on the shape of the data only.
@@ -164,6 +164,6 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
 # By the record that asks; a message with none of them asks for the state.
 _ANSWERS = {
     records.QUESTION: _of_method,
-    records.ONE_BY_ONE: _trains_one_by_one,
+    records.ONE_BY_ONE: _one_by_one,
     records.FROZEN: _frozen,
 }
