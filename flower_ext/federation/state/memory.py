@@ -59,6 +59,8 @@ class ClientMemory:
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory of a training round below ``before``, or None.
 
+        In a context's state, ``before`` has no effect.
+
         Raises
         ------
         Damaged
@@ -98,7 +100,10 @@ class ClientMemory:
     def newest(self, before: int | None = None) -> int:
         """Return the last training round below ``before`` that stored memory; 0 if none did."""
         versions = self._place.versions()
-        return max((v for v in versions if before is None or v < before), default=0)
+        # Only a resumed run repeats a round, and no run resumes from a context's state.
+        if before is not None and isinstance(self._place, _InFolder):
+            versions = [version for version in versions if version < before]
+        return max(versions, default=0)
 
 
 @dataclass(frozen=True)
