@@ -68,39 +68,6 @@ from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
 
-def _built(task: Callable[[Context], Task], context: Context) -> Task:
-    """Build the task, without the partition, because all clients of a process share the task."""
-    rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
-    try:
-        return task(replace(context, node_config=rest))
-    except KeyError as error:
-        if error.args != (PARTITION,):
-            raise
-        raise tellable(
-            InvalidValue(
-                f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
-                "task: load a client's own data in Task.data, which gets the partition"
-            )
-        ) from None
-
-
-def _device_of(context: Context) -> str | None:
-    """Return the device that the node config names, or None."""
-    if (named := context.node_config.get("device")) is None:
-        return None
-    name = str(named)
-    try:
-        torch.device(name)
-    except RuntimeError:
-        error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
-        raise tellable(error) from None
-    return name
-
-
-def _has_device(context: Context) -> bool:
-    return not isinstance(attempted(_device_of, context), Exception)
-
-
 class Turn(NamedTuple):
     """One client's turn in a round: its node, the server's request, and the method's input."""
 
@@ -145,6 +112,121 @@ class ClientSide:
             return self._finished(turn, result)
 
         return side_by_side(in_turn(begin, turns), finish, memory_limit=memory_limit)
+
+    def _turns(
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
+    ) -> list[Turn | Exception]:
+        """Return each client's request and work, or its error; all share one task."""
+        task = self.task_of(next(filter(_has_device, contexts), contexts[0]))
+        read = reader(task)
+
+        def turn_of(message: Message, context: Context) -> Turn:
+            _device_of(context)
+            check_addressee(message, context)
+            request = read(message)
+            steady = not alone and request.protection.bounds_uploads
+            return Turn(context, request, self._work(request, context, task, steady=steady))
+
+        return each(turn_of, messages, contexts)
+
+    def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
+        policy, phase = self.policy(context), self.method.upload_phase
+        with knowing_no_data():
+            if request.kind == "train":
+                policy.check(request.protection)
+            partition = partition_of(context.node_config)
+            own_noise = policy.noise(request.facts, OF_UPLOADS)
+            in_steps = step_noise(request.protection, own_noise)
+            if in_steps is not None and phase is None:
+                raise InvalidValue(
+                    f"{self.method.name} has no upload_phase: noise in local steps needs one phase "
+                    "of training that makes the whole update"
+                )
+        seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
+        data = _data(task, request, partition)
+        return ClientWork(
+            task=task,
+            data=data,
+            received=request.model,
+            memory=self._remembered(request, context) if self.method.keeps_memory else None,
+            vault=ClientVault(context, self.method.name),
+            training=request.training,
+            round=request.round,
+            seed=request.seed,
+            generator=torch.Generator().manual_seed(seed),
+            settings=request.settings,
+            state=request.state,
+            terms=objective_terms(request.model, len(data.train), request.protection, own_noise),
+            noise=policy.noise(request.facts, "training-noise"),
+            step_noise={} if in_steps is None or phase is None else {phase: in_steps},
+            config=request.config,
+            steady=steady,
+        )
+
+    def _remembered(self, request: Request, context: Context) -> Params | None:
+        """Load the memory from before this training round; an evaluation includes this round's."""
+        memory = ClientMemory(context, self.method.name, request.run)
+        mirrored = self.method.memory is Memory.MIRRORED
+        if mirrored and request.kind == "train" and "remembered" in request.facts:
+            _go_back(memory, request.facts["remembered"])
+        return memory.load(before=request.round + (request.kind == "evaluate"))
+
+    def _finished(self, turn: Turn, result: LocalResult) -> RecordDict | Update:
+        """Protect the client's update and store its memory, then return its reply."""
+        request, protection = turn.request, turn.request.protection
+        contribution, update = self._protected(turn, result)
+        metrics = _metrics(turn, result, contribution)
+        reply: RecordDict | Update
+        if isinstance(protection, ClipToCells):
+            of_sum = arrays_of(request.state[records.SECURE_SUM])
+            cells = arrays_of(update)
+            sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
+            reply = content_of(sealed, metrics)
+            update = {name: value * protection.cell for name, value in cells.items()}
+        else:
+            reply = Update(arrays_of(update), metrics)
+        self._remember(turn, result, update)
+        return reply
+
+    def _protected(self, turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
+        """Return the client's update before and after its protection."""
+        request, received = turn.request, turn.work.received
+        protection = request.protection
+
+        def protect(result: LocalResult) -> tuple[Contribution, Protected]:
+            contribution = result.bounded(received, whole=protection.bounds_models)
+            noise = self.policy(turn.context).noise(request.facts, OF_UPLOADS)
+            return contribution, protected(contribution, received, protection, noise)
+
+        try:
+            return protect(result)
+        except Exception as error:  # a difference of two finite models may overflow
+            if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
+                raise
+            log_unmoved(error)
+            return protect(LocalResult(model=received))
+
+    def _remember(self, turn: Turn, result: LocalResult, update: Protected) -> None:
+        """Store the client's new memory, which may depend on the ``update`` that it sends."""
+        memory = result.memory
+        try:
+            if callable(memory):
+                released = {name: torch.as_tensor(value) for name, value in update.items()}
+                received = turn.work.received
+                memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
+            check_finite(memory)
+        except Exception as error:  # the upload is on its way: a missing one would reveal the error
+            if not turn.request.protection.hides_failures:
+                raise
+            log_unmoved(error)
+            memory = turn.work.memory
+        if memory is None:
+            return
+        if not self.method.keeps_memory:
+            reason = f"{self.method.name} returns memory, but declares memory=Memory.NONE"
+            raise tellable(InvalidValue(f"{reason}: expected another Memory"))
+        kept = ClientMemory(turn.context, self.method.name, turn.request.run)
+        kept.store(memory, turn.request.round, and_before=self.method.memory is Memory.MIRRORED)
 
     def score(
         self,
@@ -211,121 +293,6 @@ class ClientSide:
         device = _device_of(context)  # the node's owner decides
         return task if device is None else replace(task, device=device)
 
-    def _turns(
-        self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
-    ) -> list[Turn | Exception]:
-        """Return each client's request and work, or its error; all share one task."""
-        task = self.task_of(next(filter(_has_device, contexts), contexts[0]))
-        read = reader(task)
-
-        def turn_of(message: Message, context: Context) -> Turn:
-            _device_of(context)
-            check_addressee(message, context)
-            request = read(message)
-            steady = not alone and request.protection.bounds_uploads
-            return Turn(context, request, self._work(request, context, task, steady=steady))
-
-        return each(turn_of, messages, contexts)
-
-    def _finished(self, turn: Turn, result: LocalResult) -> RecordDict | Update:
-        """Protect the client's update and store its memory, then return its reply."""
-        request, protection = turn.request, turn.request.protection
-        contribution, update = self._protected(turn, result)
-        metrics = _metrics(turn, result, contribution)
-        reply: RecordDict | Update
-        if isinstance(protection, ClipToCells):
-            of_sum = arrays_of(request.state[records.SECURE_SUM])
-            cells = arrays_of(update)
-            sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
-            reply = content_of(sealed, metrics)
-            update = {name: value * protection.cell for name, value in cells.items()}
-        else:
-            reply = Update(arrays_of(update), metrics)
-        self._remember(turn, result, update)
-        return reply
-
-    def _protected(self, turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
-        """Return the client's update before and after its protection."""
-        request, received = turn.request, turn.work.received
-        protection = request.protection
-
-        def protect(result: LocalResult) -> tuple[Contribution, Protected]:
-            contribution = result.bounded(received, whole=protection.bounds_models)
-            noise = self.policy(turn.context).noise(request.facts, OF_UPLOADS)
-            return contribution, protected(contribution, received, protection, noise)
-
-        try:
-            return protect(result)
-        except Exception as error:  # a difference of two finite models may overflow
-            if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
-                raise
-            log_unmoved(error)
-            return protect(LocalResult(model=received))
-
-    def _remember(self, turn: Turn, result: LocalResult, update: Protected) -> None:
-        """Store the client's new memory, which may depend on the ``update`` that it sends."""
-        memory = result.memory
-        try:
-            if callable(memory):
-                released = {name: torch.as_tensor(value) for name, value in update.items()}
-                received = turn.work.received
-                memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
-            check_finite(memory)
-        except Exception as error:  # the upload is on its way: a missing one would reveal the error
-            if not turn.request.protection.hides_failures:
-                raise
-            log_unmoved(error)
-            memory = turn.work.memory
-        if memory is None:
-            return
-        if not self.method.keeps_memory:
-            reason = f"{self.method.name} returns memory, but declares memory=Memory.NONE"
-            raise tellable(InvalidValue(f"{reason}: expected another Memory"))
-        kept = ClientMemory(turn.context, self.method.name, turn.request.run)
-        kept.store(memory, turn.request.round, and_before=self.method.memory is Memory.MIRRORED)
-
-    def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
-        policy, phase = self.policy(context), self.method.upload_phase
-        with knowing_no_data():
-            if request.kind == "train":
-                policy.check(request.protection)
-            partition = partition_of(context.node_config)
-            own_noise = policy.noise(request.facts, OF_UPLOADS)
-            in_steps = step_noise(request.protection, own_noise)
-            if in_steps is not None and phase is None:
-                raise InvalidValue(
-                    f"{self.method.name} has no upload_phase: noise in local steps needs one phase "
-                    "of training that makes the whole update"
-                )
-        seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
-        data = _data(task, request, partition)
-        return ClientWork(
-            task=task,
-            data=data,
-            received=request.model,
-            memory=self._remembered(request, context) if self.method.keeps_memory else None,
-            vault=ClientVault(context, self.method.name),
-            training=request.training,
-            round=request.round,
-            seed=request.seed,
-            generator=torch.Generator().manual_seed(seed),
-            settings=request.settings,
-            state=request.state,
-            terms=objective_terms(request.model, len(data.train), request.protection, own_noise),
-            noise=policy.noise(request.facts, "training-noise"),
-            step_noise={} if in_steps is None or phase is None else {phase: in_steps},
-            config=request.config,
-            steady=steady,
-        )
-
-    def _remembered(self, request: Request, context: Context) -> Params | None:
-        """Load the memory from before this training round; an evaluation includes this round's."""
-        memory = ClientMemory(context, self.method.name, request.run)
-        mirrored = self.method.memory is Memory.MIRRORED
-        if mirrored and request.kind == "train" and "remembered" in request.facts:
-            _go_back(memory, request.facts["remembered"])
-        return memory.load(before=request.round + (request.kind == "evaluate"))
-
 
 def _data(task: Task, request: Request, partition: int) -> ClientData:
     """Return a client's data, checked; no data if none can be used and the server may not know."""
@@ -354,6 +321,19 @@ def _hides_missing_data(request: Request) -> bool:
     return request.protection.hides_missing_data
 
 
+def _go_back(memory: ClientMemory, used: int) -> None:
+    """Forget memory of training rounds after ``used``, whose replies the server did not use."""
+    memory.forget(after=used)
+    if (newest := memory.newest()) < used:
+        raise tellable(
+            InvalidValue(
+                f"this client lost its memory of training round {used} (newest: "
+                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
+                "name a state-folder in the node config, so that memory outlives the SuperNode"
+            )
+        )
+
+
 def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
     """Return the numbers that leave the client beside its update."""
     facts, protection = turn.request.facts, turn.request.protection
@@ -379,14 +359,34 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
     return metrics
 
 
-def _go_back(memory: ClientMemory, used: int) -> None:
-    """Forget memory of training rounds after ``used``, whose replies the server did not use."""
-    memory.forget(after=used)
-    if (newest := memory.newest()) < used:
+def _built(task: Callable[[Context], Task], context: Context) -> Task:
+    """Build the task, without the partition, because all clients of a process share the task."""
+    rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
+    try:
+        return task(replace(context, node_config=rest))
+    except KeyError as error:
+        if error.args != (PARTITION,):
+            raise
         raise tellable(
             InvalidValue(
-                f"this client lost its memory of training round {used} (newest: "
-                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
-                "name a state-folder in the node config, so that memory outlives the SuperNode"
+                f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
+                "task: load a client's own data in Task.data, which gets the partition"
             )
-        )
+        ) from None
+
+
+def _device_of(context: Context) -> str | None:
+    """Return the device that the node config names, or None."""
+    if (named := context.node_config.get("device")) is None:
+        return None
+    name = str(named)
+    try:
+        torch.device(name)
+    except RuntimeError:
+        error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
+        raise tellable(error) from None
+    return name
+
+
+def _has_device(context: Context) -> bool:
+    return not isinstance(attempted(_device_of, context), Exception)
