@@ -121,6 +121,7 @@ def train_mixture(
     """
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
     models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
+    # One stack for each name makes the mix, and the gradient along p, single products.
     cores = {
         name: torch.stack([model[name].to(problem.device) for model in models])
         for name in problem.start
@@ -201,6 +202,7 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models: its own as its model, the others by client number."""
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
+        # All messages share these records, so each core becomes one only once.
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}
         requests = {
             partition: {

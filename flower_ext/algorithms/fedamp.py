@@ -80,6 +80,7 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
 def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
     squares = np.square(models).sum(axis=1)
     distances = squares[:, None] + squares[None, :] - 2 * models @ models.T
+    # Rounding may leave the distance of two equal models just below 0.
     return np.asarray(np.maximum(distances, 0.0))
 
 
@@ -148,6 +149,7 @@ class FedAMP(Method):
             for name, group in state.server.items()
             if name.startswith(UPLOADED)
         }
+        # A client whose reply was lost keeps the model that it uploaded last.
         for partition, update in released.updates.items():
             received = state.server.get(CLOUD + str(partition), model)
             uploaded[str(partition)] = {

@@ -120,6 +120,7 @@ class Hosted(DPFedAvg):
         self, config: ConfigRecord, model: records.Arrays, state: State, cohort: int
     ) -> FedAvg:
         """Return a copy of the Flower strategy that has begun a round from ``state``."""
+        # A discarded round, or a resumed run, must find the user's strategy as it was given.
         server = deepcopy(self.server)
         self._restore(server, state)
         if isinstance(server, FedAvgM):  # reads the model in its first round only

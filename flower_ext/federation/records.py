@@ -256,6 +256,7 @@ def accept(
                 refused.add(waiting[node])
         else:
             early[waiting.pop(node)] = value
+        # In the order of ``asked`` a sum has the same bits, whoever answers first.
         while due and (due[0] in early or due[0] in refused):
             if (first := due.popleft()) in early:
                 yield first, early.pop(first)

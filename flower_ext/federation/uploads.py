@@ -74,6 +74,7 @@ class UploadReply(Message):
     def metadata(self) -> Metadata:
         """The metadata that Flower's engines would deliver."""
         if self.question is not None:
+            # A caller may change what it gets, so the question no longer speaks for this reply.
             vars(self).update(_metadata=private.answering(self.question), question=None)
         found: Metadata = vars(self)["_metadata"]
         return found

@@ -110,6 +110,7 @@ class Upcycled(Strategy):
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         messages: list[Message] = []
         if server_round % 2 == 0:
+            # A process that resumes in an even round finds the earlier model in the checkpoint.
             self._before = self._before or self._kept_model()
             self._after = to_arrays(arrays)
         else:

@@ -208,6 +208,7 @@ def protected(
         and the plan asks for something else.
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
+    # A sum over units says how far one unit moves it; clipping the whole would not.
     if isinstance(update, BoundedSum | CellSum | HiddenSum) or bounds_units:
         return _noised_sum(update, received, protection, noise)
     released = protection.released(update, noise)

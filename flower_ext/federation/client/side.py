@@ -102,6 +102,7 @@ class ClientSide:
 
         def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
             protection = turn.request.protection
+            # Under noise, a missing upload tells more about a record than an unmoved model does.
             if protection.hides_failures or protection.bounds_models:
                 return unmoved_by_errors(self.method.local_update, turn.work, protection)
             return self.method.local_update(turn.work)
@@ -124,6 +125,7 @@ class ClientSide:
             _device_of(context)
             check_addressee(message, context)
             request = read(message)
+            # Beside others, libraries may round differently: a batch must not show in the bits.
             steady = not alone and request.protection.bounds_uploads
             return Turn(context, request, self._work(request, context, task, steady=steady))
 

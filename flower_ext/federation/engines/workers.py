@@ -130,6 +130,7 @@ class Workers:
         shares: list[list[Message]] = [[] for _ in range(self.count)]
         for node in self._homes.keys() & by_node:
             shares[self._homes[node]] += by_node.pop(node)
+        # Clients with a state have no choice of process; the others even out the shares.
         part = math.ceil(len(messages) / self.count)
         for node in list(by_node):
             if len(usual := shares[self._usual[node]]) < part:

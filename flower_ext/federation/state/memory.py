@@ -197,6 +197,7 @@ class ClientVault:
         if (folder := StateFolder.of(self._context)) is not None:
             with folder.one_at_a_time(SECRETS) as secrets:
                 before = folder.read(self._name)
+                # Another process may have answered meanwhile, under the same masks.
                 if self._loaded and before != self._on_disk:
                     raise ProtocolError(
                         "this client's state changed while it answered, so it answers nothing: "
