@@ -1,12 +1,13 @@
 """Strategies, client sides, engines and records that every method shares, built on Flower."""
 
 from flower_ext.federation.arrays import Arrays
-from flower_ext.federation.client import (
+from flower_ext.federation.client.app import client_app
+from flower_ext.federation.client.client_method import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Question,
-    client_app,
     own_model,
     shared_model,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "HiddenSum",
     "InProcessGrid",
     "LocalResult",
+    "Memory",
     "Method",
     "OpenSum",
     "Opening",

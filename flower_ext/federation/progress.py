@@ -9,7 +9,7 @@ from logging import getLogger
 import numpy as np
 from flwr.app import Message
 
-from flower_ext.federation.uploads import payload_bytes, payload_of
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.metrics import summarize
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.round_metrics import (
@@ -55,7 +55,7 @@ class Progress:
         number = size = 0
         for reply in replies:
             number += 1
-            size += payload_of(reply)
+            size += payload_bytes([reply])
             yield reply
         self._count(_prefix(kind) + "messages", number)
         self._count(_prefix(kind) + "bytes_up", size)
