@@ -6,9 +6,9 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 from rich.markdown import Markdown
@@ -21,6 +21,8 @@ from flower_ext.privacy import ClippedSteps
 from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Count, NotNegative, Positive, ProperFraction, Settings, setting
+
+Part = TypeVar("Part", ClippedSteps, PrivacyBudget, DittoProblem, LinearFairness)
 
 _LINEAR = ("feature_energy", "label_variance", "model_variance")
 
@@ -35,8 +37,8 @@ class ScheduleSettings(Settings):
     # Budget and training
     epsilon: Positive = setting("ε of one record, after all rounds")
     delta: ProperFraction | None = setting("δ; absent: 1/|D|", default=None)
-    clients: Count = setting("N: clients, all of which join every round")
-    examples: Count = setting("|D|: records of each client, equal for all")
+    num_clients: Count = setting("N: clients, all of which join every round")
+    num_examples: Count = setting("|D|: records of each client, equal for all")
     clipping_norm: Positive = setting("C: clipping norm of the local model")
     gradient_clipping_norm: Positive | None = setting(
         "G: clipping norm of each record's gradient; absent: one record may move a model by 2C",
@@ -83,51 +85,25 @@ class ScheduleSettings(Settings):
     @property
     def budget(self) -> PrivacyBudget:
         """The privacy budget, with the bounds on one record's influence."""
-        steps = None
-        if self.gradient_clipping_norm is not None:
-            steps = ClippedSteps(
-                learning_rate=self.learning_rate,
-                gradient_clipping_norm=self.gradient_clipping_norm,
-                num_examples=self.examples,
-                local_steps=self.local_steps,
-                batch_size=self.batch_size,
-            )
-        return PrivacyBudget(
-            epsilon=self.epsilon,
-            delta=self.delta or 1 / self.examples,
-            num_clients=self.clients,
-            num_examples=self.examples,
-            clipping_norm=self.clipping_norm,
-            steps=steps,
-        )
+        steps = self._part(ClippedSteps) if self.gradient_clipping_norm is not None else None
+        return self._part(PrivacyBudget, delta=self.delta or 1 / self.num_examples, steps=steps)
 
     @property
     def problem(self) -> DittoProblem:
         """The constants of Theorem 1."""
-        return DittoProblem(
-            strong_convexity=self.strong_convexity,
-            smoothness=self.smoothness,
-            initial_gap=self.initial_gap,
-            initial_distance=self.initial_distance,
-            dimension=self.dimension,
-            num_clients=self.clients,
-            learning_rate=self.learning_rate,
-            personal_learning_rate=self.personal_learning_rate or self.learning_rate,
-            gradient_bound=math.inf if self.gradient_bound is None else self.gradient_bound,
-            model_spread=math.inf if self.model_spread is None else self.model_spread,
-        )
+        personal = self.personal_learning_rate or self.learning_rate
+        return self._part(DittoProblem, personal_learning_rate=personal)
 
     @property
-    def fairness(self) -> LinearFairness | None:
-        """The Bayesian linear model whose fairest λ is chosen; None if λ is given."""
-        if self.global_weight is not None:
-            return None
-        return LinearFairness(
-            num_clients=self.clients,
-            num_examples=self.examples,
-            dimension=self.dimension,
-            **{name: getattr(self, name) for name in _LINEAR},
-        )
+    def weight(self) -> float | LinearFairness:
+        """λ, or the Bayesian linear model whose fairest λ is chosen."""
+        return self._part(LinearFairness) if self.global_weight is None else self.global_weight
+
+    def _part(self, kind: type[Part], **values: Any) -> Part:
+        """Return the object whose fields are settings of the same names, with other ``values``."""
+        names = {each.name for each in fields(kind)}
+        present = {name: value for name, value in vars(self).items() if value is not None}
+        return kind(**{**{name: present[name] for name in names & present.keys()}, **values})
 
 
 def ditto_schedule(
@@ -146,13 +122,9 @@ def ditto_schedule(
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
     settings = read_settings(settings_file)
-    budget, problem, fairness = settings.budget, settings.problem, settings.fairness
+    budget, problem = settings.budget, settings.problem
     schedules = calibrated_schedules(
-        budget,
-        problem,
-        max_rounds=settings.max_rounds,
-        global_weight=settings.global_weight,
-        fairness=fairness,
+        budget, problem, settings.weight, max_rounds=settings.max_rounds
     )
     if as_json:
         facts = {

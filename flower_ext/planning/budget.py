@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.planning.search import Schedule, best_rounds, joint_search
+from flower_ext.planning.search import Schedule, best_schedule
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.clipped_steps import composed_noise_stddev
@@ -40,25 +37,24 @@ class PrivacyBudget:
                 num_examples=self.num_examples,
                 clipping_norm=self.clipping_norm,
             )
-        # Both bounds hold at once, so the smaller noise keeps the budget.
-        by_model = self._stddev_by_model(rounds)
-        return by_model if self.steps is None else min(by_model, self._stddev_by_steps(rounds))
+        return min(self._provable_stddevs(rounds).values())
 
-    def _stddev_by_model(self, rounds: int) -> float:
-        """Return the σ_u that hides any change of a model within the clipping norm."""
-        return composed_noise_stddev(
-            sensitivity=2 * self.clipping_norm,
-            releases=rounds,
-            epsilon=self.epsilon,
-            delta=self.delta,
-        )
-
-    def _stddev_by_steps(self, rounds: int) -> float:
-        """Return the σ_u of uploads whose local steps clip and noise gradients."""
-        if self.steps is None:
-            return math.inf
-        stddev = self.steps.noise_stddev(epsilon=self.epsilon, delta=self.delta, rounds=rounds)
-        return self.steps.upload_stddev(stddev)
+    def _provable_stddevs(self, rounds: int) -> dict[str, float]:
+        """Return σ_u by each bound on a record's influence; both hold, so the smaller suffices."""
+        target: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}
+        reach, steps = 2 * self.clipping_norm, self.steps
+        stddevs = {
+            f"sensitivity 2C = {reach:g} of a clipped model": composed_noise_stddev(
+                sensitivity=reach, releases=rounds, **target
+            )
+        }
+        if steps is not None:
+            source = (
+                f"records' gradients clipped to {steps.gradient_clipping_norm:g}, sensitivity "
+                f"{steps.sensitivity:.4g} of a local step"
+            )
+            stddevs[source] = steps.upload_stddev(steps.noise_stddev(rounds=rounds, **target))
+        return stddevs
 
     def epsilons(self, noise_stddev: float, rounds: int) -> dict[str, float]:
         """Return ε of uploads with σ_u: as published, at worst, and with clipped gradients.
@@ -82,12 +78,8 @@ class PrivacyBudget:
     @property
     def provable_source(self) -> str:
         """The bound that the provable noise rests on, in words."""
-        if self.steps is None or self._stddev_by_steps(1) >= self._stddev_by_model(1):
-            return f"sensitivity 2C = {2 * self.clipping_norm:g} of a clipped model"
-        return (
-            f"records' gradients clipped to {self.steps.gradient_clipping_norm:g}, sensitivity "
-            f"{self.steps.sensitivity:.4g} of a local step"
-        )
+        stddevs = self._provable_stddevs(1)
+        return min(stddevs, key=lambda source: stddevs[source])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,54 +122,42 @@ class CalibratedSchedule:
 def calibrated_schedules(
     budget: PrivacyBudget,
     problem: DittoProblem,
+    global_weight: float | LinearFairness,
     *,
     max_rounds: int,
-    global_weight: float | None = None,
-    fairness: LinearFairness | None = None,
 ) -> list[CalibratedSchedule]:
     """Return one schedule for each basis, without the published one if G₀ or M is unknown.
 
-    Raises
-    ------
-    ValueError
-        A parameter is out of range, or not exactly one of λ and the fairness problem is given.
+    ``global_weight`` is λ, or the fairness problem that determines it.
     """
-    search: Callable[..., Schedule]
-    if fairness is not None and global_weight is None:
-        search = partial(joint_search, problem, fairness, max_rounds=max_rounds)
-    elif fairness is None and global_weight is not None:
-        search = partial(best_rounds, problem, global_weight=global_weight, max_rounds=max_rounds)
-    else:
-        raise InvalidValue(
-            "global_weight (λ) and fairness: expected one of them, because the fairness problem "
-            "determines λ"
-        )
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
         bases.insert(0, "published")
-    return [_calibrated(budget, search, fairness, basis) for basis in bases]
-
-
-def _calibrated(
-    budget: PrivacyBudget,
-    search: Callable[..., Schedule],
-    fairness: LinearFairness | None,
-    basis: Basis,
-) -> CalibratedSchedule:
-    """Return the schedule that ``search`` finds under the noise of one basis."""
-    schedule = search(variance_per_round=budget.noise_stddev(1, basis) ** 2, basis=basis)
-    conditions = [*schedule.bound.conditions, _one_full_step(budget.steps)]
-    if fairness is not None:
-        conditions.append(fairness.uniqueness(clipping_norm=budget.clipping_norm, basis=basis))
-    rounds = schedule.rounds
-    stddev = budget.noise_stddev(rounds, basis) if rounds else 0.0
-    return CalibratedSchedule(
-        basis=basis,
-        schedule=schedule,
-        noise_stddev=stddev,
-        epsilons=budget.epsilons(stddev, rounds) if rounds else {},
-        not_met=tuple(condition.text for condition in conditions if not condition.holds),
-    )
+    schedules = []
+    for basis in bases:
+        schedule = best_schedule(
+            problem,
+            global_weight,
+            variance_per_round=budget.noise_stddev(1, basis) ** 2,
+            max_rounds=max_rounds,
+            basis=basis,
+        )
+        conditions = [*schedule.bound.conditions, _one_full_step(budget.steps)]
+        if isinstance(global_weight, LinearFairness):
+            norm = budget.clipping_norm
+            conditions.append(global_weight.uniqueness(clipping_norm=norm, basis=basis))
+        rounds = schedule.rounds
+        stddev = budget.noise_stddev(rounds, basis) if rounds else 0.0
+        schedules.append(
+            CalibratedSchedule(
+                basis=basis,
+                schedule=schedule,
+                noise_stddev=stddev,
+                epsilons=budget.epsilons(stddev, rounds) if rounds else {},
+                not_met=tuple(condition.text for condition in conditions if not condition.holds),
+            )
+        )
+    return schedules
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:
