@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from flower_ext.cli.processes import environment
 from flower_ext.cli.reaper import reaped
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.files import LAST_MOMENTS, InUse
 from flower_ext.runs.report import write_report
 
 
@@ -103,12 +103,8 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     if run.path is None or not (run.path / "run.json").is_file():
         return False
     directory = RunDirectory.open(run.path)
-    deadline = time.monotonic() + (GRACE if run.options.superlink else 5)
-    with suppress(NotARun, LedgerCorrupt, OSError):  # an error here must not hide the run's own
-        while not directory.free():
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.2)
+    with suppress(NotARun, LedgerCorrupt, InUse, OSError):  # these must not hide the run's error
+        directory.check_free(seconds=GRACE if run.options.superlink else LAST_MOMENTS)
         if directory.facts["status"] == "running":
             directory.finish("failed", reason)
         if directory.facts["status"] == "failed":

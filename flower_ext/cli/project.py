@@ -55,7 +55,10 @@ def declared_settings(app: Path) -> dict[str, Declaration]:
     defaults = tool.get("flwr", {}).get("app", {}).get("config", {})
     named = tool.get("flower-ext", {}).get("app", {}).get("settings")
     known = _declared(app, named) if named else {}
-    return {name: known.get(name) or Declaration(name, type(defaults[name])) for name in defaults}
+    return {
+        name: known.get(name) or Declaration.of_type(name, type(default))
+        for name, default in defaults.items()
+    }
 
 
 def _tool(app: Path) -> Mapping[str, Any]:

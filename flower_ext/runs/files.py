@@ -105,7 +105,11 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def lock(path: Path) -> IO[str]:
+LAST_MOMENTS = 5
+"""Seconds to wait for a lock: processes that inherited it may outlive a killed run by a moment."""
+
+
+def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
     The lock ends at the latest with this process and those that it forked. Its file names the
@@ -114,10 +118,10 @@ def lock(path: Path) -> IO[str]:
     Raises
     ------
     InUse
-        Another process holds the lock for seconds; the message names it.
+        Another process still holds the lock after ``seconds``; the message names it.
     """
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
-    deadline = time.monotonic() + _LAST_MOMENTS
+    deadline = time.monotonic() + seconds
     while not _locked(stream):
         if time.monotonic() > deadline:
             holder = stream.read() or "another process"
@@ -131,18 +135,6 @@ def lock(path: Path) -> IO[str]:
     stream.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}")
     stream.flush()
     return stream
-
-
-def is_locked(path: Path) -> bool:
-    """Return True if a process holds the lock."""
-    if not path.exists():
-        return False
-    with path.open("r+") as stream:
-        return not _locked(stream)
-
-
-_LAST_MOMENTS = 5
-"""Seconds to wait for a lock: processes that inherited it may outlive a killed run by a moment."""
 
 
 def _locked(stream: IO[str]) -> bool:
