@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from flwr.serverapp.strategy import Strategy
 
 from flower_ext.auditing.experiment import Experiment, Observation
@@ -39,29 +38,23 @@ class Promise(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewAudit:
-    """The audit of one adversary's view: the reported ε, the scores and the bounds from them.
-
-    ``scores`` holds the scores of the world without the canary, and of the world with it.
-    """
+    """The audit of one adversary's view: the bounds on ε that its scores of both worlds prove."""
 
     view: AdversaryView
-    reported: float
-    delta: float
     bounds: tuple[LowerBound, ...]
-    scores: tuple[np.ndarray, np.ndarray]
 
     @property
     def best(self) -> LowerBound:
-        """The largest bound."""
+        """The largest bound; its terms hold the reported ε and its δ."""
         return max(self.bounds, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, without the scores."""
+        """JSON-ready form."""
         best = self.best
         return {
             "view": self.view.value,
-            "reported_epsilon": self.reported,
-            "delta": self.delta,
+            "reported_epsilon": best.terms.reported,
+            "delta": best.terms.delta,
             "lower_bound": best.epsilon,
             "ratio": best.ratio,
             "exceeds": best.exceeds,
@@ -163,39 +156,24 @@ def audit(
             "more noise"
         )
     num_bounds = num_audits * sum(len(promises[view].methods) for view in views)
-    view_audits = [
-        _audit_view(view, promises[view], scores[view], confidence, num_bounds) for view in views
-    ]
+
+    def audit_view(view: AdversaryView) -> ViewAudit:
+        promise, (without, present) = promises[view], scores[view]
+        terms = BoundTerms(
+            delta=promise.delta,
+            confidence=confidence,
+            num_bounds=num_bounds,
+            reported=promise.epsilon,
+        )
+        bounds = tuple(method(without, present, terms) for method in promise.methods)
+        return ViewAudit(view=view, bounds=bounds)
+
     return Audit(
         name=experiment.name,
-        views=tuple(view_audits),
+        views=tuple(map(audit_view, views)),
         trials=trials,
         confidence=confidence,
         seconds=time.monotonic() - started,
-    )
-
-
-def _audit_view(
-    view: AdversaryView,
-    promise: Promise,
-    scores: tuple[list[float], list[float]],
-    confidence: float,
-    num_bounds: int,
-) -> ViewAudit:
-    """Bound the ε of one view from below by the scores of both worlds."""
-    without, present = map(np.asarray, scores)
-    terms = BoundTerms(
-        delta=promise.delta,
-        confidence=confidence,
-        num_bounds=num_bounds,
-        reported=promise.epsilon,
-    )
-    return ViewAudit(
-        view=view,
-        reported=promise.epsilon,
-        delta=promise.delta,
-        bounds=tuple(method(without, present, terms) for method in promise.methods),
-        scores=(without, present),
     )
 
 

@@ -197,39 +197,6 @@ def _histogram(
     _save(figure, folder, name, ("partition", xlabel), rows)
 
 
-def draw_roc(
-    folder: Path,
-    name: str,
-    title: str,
-    without: np.ndarray,
-    present: np.ndarray,
-    *,
-    epsilon: float,
-    delta: float,
-) -> Path:
-    """Draw the rates of an attack over the region that (ε, δ) allows; return the SVG's path.
-
-    The curve shows the trials without their uncertainty, so it may leave the region by chance. The
-    bounds reported beside it account for that.
-    """
-    thresholds = np.unique(np.concatenate([without, present]))
-    rates = [
-        1 - np.searchsorted(np.sort(scores), thresholds, side="left") / len(scores)
-        for scores in (without, present)
-    ]
-    false, true = (np.append(rate, 0.0) for rate in rates)
-    axis = np.linspace(0, 1, 501)
-    factor = np.exp(min(epsilon, 700.0))
-    upper = np.minimum(1, np.minimum(factor * axis + delta, 1 - (1 - delta - axis) / factor))
-    figure, axes = _canvas(title, "false positives", "true positives")
-    allowed = f"allowed by ε = {epsilon:.4g}, δ = {delta:g}"
-    axes.fill_between(axis, 1 - upper[::-1], upper, color=COLOURS[0], alpha=0.15, label=allowed)
-    axes.plot(false, true, color=COLOURS[1], label="attack")
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
-    rows = list(zip(false.tolist(), true.tolist(), strict=True))
-    return _save(figure, folder, name, ("false_positives", "true_positives"), rows)
-
-
 def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
