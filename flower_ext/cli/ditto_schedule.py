@@ -16,13 +16,13 @@ from rich.markdown import Markdown
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness
-from flower_ext.planning.budget import PrivacyBudget, calibrated_schedules
-from flower_ext.privacy import ClippedSteps
-from flower_ext.privacy.guarantee import is_large
+from flower_ext.planning.budget import PlannedSchedule, planned_schedules
+from flower_ext.privacy import ClippedSteps, FullParticipation, RecordLevelPlan
+from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Count, NotNegative, Positive, ProperFraction, Settings, setting
 
-Part = TypeVar("Part", ClippedSteps, PrivacyBudget, DittoProblem, LinearFairness)
+Part = TypeVar("Part", ClippedSteps, DittoProblem, LinearFairness)
 
 _LINEAR = ("feature_energy", "label_variance", "model_variance")
 
@@ -82,11 +82,23 @@ class ScheduleSettings(Settings):
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
 
+    def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
+        """Return the plan that keeps the budget in so many rounds, by one basis."""
+        return RecordLevelPlan.for_target(
+            epsilon=self.epsilon,
+            delta=self.delta or 1 / self.num_examples,
+            sampling=FullParticipation(self.num_clients),
+            num_examples=self.num_examples,
+            rounds=rounds,
+            clipping_norm=self.clipping_norm,
+            basis=basis,
+            steps=self.steps,
+        )
+
     @property
-    def budget(self) -> PrivacyBudget:
-        """The privacy budget, with the bounds on one record's influence."""
-        steps = self._part(ClippedSteps) if self.gradient_clipping_norm is not None else None
-        return self._part(PrivacyBudget, delta=self.delta or 1 / self.num_examples, steps=steps)
+    def steps(self) -> ClippedSteps | None:
+        """The local steps, if they bound the influence of one record."""
+        return None if self.gradient_clipping_norm is None else self._part(ClippedSteps)
 
     @property
     def problem(self) -> DittoProblem:
@@ -122,32 +134,46 @@ def ditto_schedule(
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
     settings = read_settings(settings_file)
-    budget, problem = settings.budget, settings.problem
-    schedules = calibrated_schedules(
-        budget, problem, settings.weight, max_rounds=settings.max_rounds
+    problem, delta = settings.problem, settings.delta or 1 / settings.num_examples
+    schedules = planned_schedules(
+        settings.plan_of, problem, settings.weight, max_rounds=settings.max_rounds
     )
     if as_json:
         facts = {
             "unit": "record",
             "relation": "replace-one",
             "view": "each-upload",
-            "epsilon": budget.epsilon,
-            "delta": budget.delta,
-            "schedules": [answer.to_dict() for answer in schedules],
+            "epsilon": settings.epsilon,
+            "delta": delta,
+            "schedules": [_json_ready(schedule) for schedule in schedules],
         }
         console.print_json(json.dumps(facts))
         return
     bounds = ("gradient_bound", "model_spread")
     text = to_markdown(
         "ditto-schedule",
-        budget=budget,
-        has_large_delta=is_large(budget.delta, budget.num_examples),
-        kinds=["as published", "worst case", *(["gradients clipped"] if budget.steps else [])],
+        settings=settings,
+        steps=settings.steps,
+        delta=delta,
+        has_large_delta=is_large(delta, settings.num_examples),
+        kinds=["as published", "worst case", *(["gradients clipped"] if settings.steps else [])],
         answers=schedules,
         unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
-        max_rounds=settings.max_rounds,
     )
     console.print(Markdown(text))
+
+
+def _json_ready(planned: PlannedSchedule) -> dict[str, Any]:
+    schedule = planned.schedule
+    return {
+        "basis": planned.basis,
+        "rounds": schedule.rounds,
+        "global_weight": schedule.global_weight,
+        "bound": schedule.value if math.isfinite(schedule.value) else None,
+        "noise_stddev": planned.noise_stddev,
+        "epsilon": planned.epsilons,
+        "conditions_not_met": planned.not_met,
+    }
 
 
 def read_settings(file: Path) -> ScheduleSettings:
