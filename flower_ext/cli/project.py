@@ -1,4 +1,6 @@
-"""The settings of an app: the defaults in its ``pyproject.toml``, and the values that users give.
+"""The settings of an app: their defaults in its ``pyproject.toml``, and the values that users give.
+
+``flower-ext settings`` lists them.
 
 An app of this package names its class of settings there, in ``[tool.flower-ext.app]``. The settings
 of any other Flower app have the types of their defaults.
@@ -6,17 +8,54 @@ of any other Flower app have the types of their defaults.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from sys import modules
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from rich.markup import escape
+
+from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.settings import Declaration, declarations, nearest
 
 SECTION = "[tool.flwr.app.config]"
+
+
+def settings(
+    apps: Annotated[list[Path], typer.Argument(metavar="APP", help="Folders of Flower apps.")],
+) -> None:
+    """List the settings of an app: names for --set, defaults, choices and meanings.
+
+    Example: flower-ext settings apps/dp2-fedsam
+    """
+    for app in apps:
+        title = f"Settings of {app.resolve().name}"
+        table = titled_table(title, ("setting", "default", "choices", "meaning"))
+        for name, row in rows_of(app).items():
+            table.add_row(name, *map(escape, row))
+        console.print(table)
+
+
+def rows_of(app: Path) -> dict[str, tuple[str, str, str]]:
+    """Return default, choices and meaning of an app's settings, in ``pyproject.toml``'s order.
+
+    Raises
+    ------
+    InvalidValue
+        The folder is not a Flower app, or the app has no settings.
+    """
+    defaults, _ = checked_settings(app, ())
+    if not defaults:
+        raise InvalidValue(f"{app} has no settings: add {SECTION} to its pyproject.toml")
+    return {
+        name: (_default(defaults[name]), " | ".join(_choices(declaration)), declaration.meaning)
+        for name, declaration in declared_settings(app).items()
+    }
 
 
 def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,3 +133,11 @@ def _declared(app: Path, named: str) -> dict[str, Declaration]:
         spec.loader.exec_module(modules[name])
     declared = declarations(getattr(modules[name], kind))
     return {declaration.name: declaration for declaration in declared.values()}
+
+
+def _default(value: object) -> str:
+    return json.dumps(value).strip('"') or '""'
+
+
+def _choices(declaration: Declaration) -> tuple[str, ...]:
+    return ("true", "false") if declaration.kind is bool else declaration.choices
