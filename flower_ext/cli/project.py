@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from sys import modules
@@ -49,12 +49,12 @@ def rows_of(app: Path) -> dict[str, tuple[str, str, str]]:
     InvalidValue
         The folder is not a Flower app, or the app has no settings.
     """
-    defaults, _ = checked_settings(app, ())
+    defaults, known = declared_settings(app)
     if not defaults:
         raise InvalidValue(f"{app} has no settings: add {SECTION} to its pyproject.toml")
     return {
         name: (_default(defaults[name]), " | ".join(_choices(declaration)), declaration.meaning)
-        for name, declaration in declared_settings(app).items()
+        for name, declaration in known.items()
     }
 
 
@@ -68,8 +68,7 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
     InvalidValue
         There is no app, the app has no such setting, or a value does not fit its setting.
     """
-    defaults = _tool(app).get("flwr", {}).get("app", {}).get("config", {})
-    known = declared_settings(app)
+    defaults, known = declared_settings(app)
     changes = {}
     for setting in settings:
         name, separator, text = setting.partition("=")
@@ -82,39 +81,29 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
     return defaults, changes
 
 
-def declared_settings(app: Path) -> dict[str, Declaration]:
-    """Return the declarations of an app's settings, in the order of its ``pyproject.toml``.
+def declared_settings(app: Path) -> tuple[dict[str, Any], dict[str, Declaration]]:
+    """Return the defaults in an app's ``pyproject.toml``, and the declarations of its settings.
 
     Raises
     ------
     InvalidValue
         There is no app.
     """
-    tool = _tool(app)
+    project = app / "pyproject.toml"
+    if not project.is_file():
+        missing = "no pyproject.toml in it" if app.is_dir() else "no such folder"
+        raise InvalidValue(f"app={app}: expected the folder of a Flower app; there is {missing}")
+    try:
+        tool = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
+    except ValueError as error:
+        raise InvalidValue(f"{project} is not valid TOML: {error}") from None
     defaults = tool.get("flwr", {}).get("app", {}).get("config", {})
     named = tool.get("flower-ext", {}).get("app", {}).get("settings")
     known = _declared(app, named) if named else {}
-    return {
+    return defaults, {
         name: known.get(name) or Declaration.of_type(name, type(default))
         for name, default in defaults.items()
     }
-
-
-def _tool(app: Path) -> Mapping[str, Any]:
-    project = app / "pyproject.toml"
-    if not app.is_dir():
-        raise InvalidValue(
-            f"app={app}: expected the folder of a Flower app; there is no such folder"
-        )
-    if not project.is_file():
-        raise InvalidValue(
-            f"app={app}: expected the folder of a Flower app; there is no pyproject.toml in it"
-        )
-    try:
-        tool: Mapping[str, Any] = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
-    except ValueError as error:
-        raise InvalidValue(f"{project} is not valid TOML: {error}") from None
-    return tool
 
 
 def _declared(app: Path, named: str) -> dict[str, Declaration]:
