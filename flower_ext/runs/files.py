@@ -44,7 +44,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     try:
         _remove_drafts_of_the_dead(path)
         try:
-            _write(draft, content, os.O_EXCL, sync, private)
+            _write(draft, content, os.O_EXCL, sync, private=private)
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def write_rows(
     write_whole(path, stream.getvalue().encode(), **options)
 
 
-def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = True) -> None:
+def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
     """Append a line to a file. A crash may tear this line, but no earlier one.
 
     Raises
@@ -74,7 +74,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = T
         The file could not be written; the message names it.
     """
     try:
-        _write(path, line + b"\n", os.O_APPEND, sync, private)
+        _write(path, line + b"\n", os.O_APPEND, sync, private=True)
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -150,7 +150,7 @@ def not_written(path: Path, error: OSError) -> OSError:
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 
-def _write(path: Path, content: bytes, how: int, sync: bool, private: bool) -> None:
+def _write(path: Path, content: bytes, how: int, sync: bool, *, private: bool) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600 if private else 0o666)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(content)
