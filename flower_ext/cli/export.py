@@ -68,7 +68,7 @@ def export(
     ]
     # A model may tell whether its client ever took part, even where it equals the shared one.
     is_secret = bool(personal) or has_memory
-    guarantee = {
+    guarantee: dict[str, Any] = {
         "file": file.name,
         "run": directory.id,
         "client": client,

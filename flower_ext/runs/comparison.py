@@ -130,8 +130,12 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
     def lines(name: str) -> dict[str, list[Line]]:
         """Return a metric of each group's runs, without groups of which a run lacks it."""
-        measured = {group: [run.series(name) for run in runs] for group, runs in groups.items()}
-        return {g: series for g, series in measured.items() if all(line[0] for line in series)}
+        measured: dict[str, list[Line]] = {}
+        for group, runs in groups.items():
+            series: list[Line] = [run.series(name) for run in runs]
+            if all(rounds for rounds, _ in series):
+                measured[group] = series
+        return measured
 
     def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
         return {
