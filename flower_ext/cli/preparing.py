@@ -29,8 +29,6 @@ class RunOptions:
 
     With ``superlink``, ``nodes`` is the number of its nodes, which also sets the app's number of
     clients. Give it only if all processes of the SuperLink see the files of this machine.
-    ``command`` are the first words of the command that continues an interrupted run, if it is not
-    ``flower-ext run``.
 
     Raises
     ------
@@ -47,7 +45,6 @@ class RunOptions:
     in_process: bool = False
     workers: int = 1
     resume: Path | None = None
-    command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.in_process and self.superlink is not None:
