@@ -73,7 +73,7 @@ class PartySettings(ABC):
         try:
             values = json.loads(data)
             if values.pop("protocol") != cls.protocol:
-                raise ValueError("another protocol")
+                raise InvalidValue(f"settings of another protocol: expected {cls.protocol!r}")
             fields: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in values.items()
