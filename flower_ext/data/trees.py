@@ -7,7 +7,6 @@ as a leaf.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -61,13 +60,6 @@ def first(tree: Tree) -> Tensor:
 def length(tree: Tree) -> int:
     """Return the number of rows."""
     return int(first(tree).shape[0])
-
-
-def row_bytes(tree: Tree) -> int:
-    """Return the size of one row in bytes."""
-    if isinstance(tree, Tensor):
-        return math.prod(tree.shape[1:]) * tree.element_size()
-    return sum(map(row_bytes, _children(tree).values()))
 
 
 def form(tree: Tree) -> tuple[Hashable, ...]:
