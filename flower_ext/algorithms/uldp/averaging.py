@@ -33,7 +33,6 @@ from logging import getLogger
 import numpy as np
 
 from flower_ext.algorithms.uldp.silo_training import (
-    CellTotal,
     ClippedTotal,
     SealedTotal,
     users_training,
@@ -62,6 +61,7 @@ from flower_ext.federation import (
     Connected,
     HiddenSum,
     LocalResult,
+    Memory,
     Method,
     Population,
     Question,
@@ -101,12 +101,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         return (yield from _sealed_update(work, data, num_users, bound))
     weights = read_weights(work).tolist()
     users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
-    cell = work.settings.get(CELL)
-    total = (
-        ClippedTotal(work.received, bound, weights)
-        if cell is None
-        else CellTotal(work.received, bound, weights, cell)
-    )
+    total = ClippedTotal(work.received, bound, weights, work.settings.get(CELL))
     yield users_training(work, users, total, num_users)
     return LocalResult(update=total.value)
 
@@ -166,15 +161,13 @@ class UldpAvg(Method):
         Fields of `Method`.
     """
 
-    units_are_clients = False
     bounds_units = True
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
         local_model=shared_model,
-        memoryless=True,
         answer=answer,
-        keeps_memory=False,  # a resumed run sets up keys of a weighted sum anew
+        memory=Memory.NONE,  # a resumed run sets up keys of a weighted sum anew
     )
 
     num_silos: int
