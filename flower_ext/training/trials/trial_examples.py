@@ -1,4 +1,4 @@
-"""What a trial runs: kinds of trainings, and random and odd examples of the form of real ones.
+"""Kinds of trainings for trials to run, and random and odd examples of the form of real ones.
 
 They depend on nobody's values, so a trial reveals nothing about any record.
 """
