@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.method import Released, State
@@ -109,7 +110,8 @@ class TrainingRound:
             reason = self._round.discard_reason
             log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
             run.progress.row["discarded"] = 1
-        if run.method.client.keeps_memory and not (run.method.client.mirrored and mean is None):
+        mirrored = run.method.client.memory is Memory.MIRRORED
+        if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates.metrics, run.participations.rounds)
         return None if mean is None else self._step(mean, updates)
 
@@ -148,7 +150,7 @@ class TrainingRound:
             slow=self._stragglers(),
             request=self._round.request,
         )
-        if not method.client.mirrored:
+        if method.client.memory is not Memory.MIRRORED:
             return contents
         return with_remembered(
             contents,
@@ -214,7 +216,7 @@ class TrainingRound:
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use."""
-        step = self.run.method.server_step
+        step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
             raise InvalidValue(f"{step}: expected it to return a model and a State")
         model, state = dict(result[0]), result[1]

@@ -194,7 +194,7 @@ def batches(
     device = trees.first(targets).device
     for rows in batch_rows(len(examples), training, generator, fewest=fewest):
         chosen = rows.to(device)
-        x, y = trees.selected(features, chosen), trees.selected(targets, chosen)
+        x, y = trees.rows(features, chosen), trees.rows(targets, chosen)
         # Detached, so that in-place operations of the model stay out of the next gradient.
         yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
 

@@ -37,6 +37,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Memory,
     Method,
     VirtualGrid,
     client_level_dp_mod,
@@ -48,7 +49,7 @@ from flower_ext.federation.engines import workers
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
-from flower_ext.federation.uploads import Upload, UploadReply
+from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
@@ -150,8 +151,7 @@ class Sent(Method):
         name="sent",
         local_update=lambda work: LocalResult(update=update_of(work)),
         local_model=lambda work: work.received,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
     )
     any_client_app = True
 
@@ -388,13 +388,13 @@ PAILLIER = PrivateWeighting(
 )
 PATHS = {
     # One process, where an update stays plain arrays.
-    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "upload"))),
+    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "update"))),
     "arrays, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS),
         through=(ADDED, (ClipUpdate, "released"), (protections, "clip")),
     ),
     "arrays of float64, the server clips": Path(
-        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "upload"))
+        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "update"))
     ),
     "arrays, a few at a time": Path(
         run=partial(sent, memory_limit=1),
@@ -429,11 +429,11 @@ PATHS = {
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
         run=partial(sent, grid=Messages),
-        through=(CLIPPED, (plain.PlainSum, "open"), (Upload, "content")),
+        through=(CLIPPED, (plain.PlainSum, "open"), (Update, "content")),
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),
-        through=(ADDED, (Upload, "content"), (ClipUpdate, "released")),
+        through=(ADDED, (Update, "content"), (ClipUpdate, "released")),
     ),
     "messages of several clients, the server clips": Path(
         run=partial(sent, grid=packed), through=(CLIPPED, (VirtualGrid, "send_and_receive"))

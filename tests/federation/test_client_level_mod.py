@@ -24,6 +24,7 @@ from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
     LocalResult,
+    Memory,
     client_level_dp_mod,
     records,
 )
@@ -127,8 +128,7 @@ class Ours(DPFedAvg):
             model=moved(work.received, int(work.data.train.features[0]))
         ),
         local_model=lambda work: work.received,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
         upload_phase="local",
     )
 

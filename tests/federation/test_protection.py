@@ -20,7 +20,7 @@ from flower_ext.federation import (
     LocalResult,
     records,
 )
-from flower_ext.federation.client.protecting import NodePolicy, protected, protects
+from flower_ext.federation.client.protecting import NodePolicy, Unprotected, protected
 from flower_ext.federation.protection import check_facts, from_facts, to_facts
 from flower_ext.privacy import (
     ClippedSteps,
@@ -91,7 +91,7 @@ def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False)
 def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
     """Return the upload of a client whose request has ``facts``."""
     noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
-    return protected(update, received, from_facts(facts), noise)
+    return protected(update, received, from_facts(facts) or Unprotected(), noise)
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -473,11 +473,13 @@ def test_objective_perturbation_may_need_no_number_of_examples():
 
 
 def test_what_is_protected_is_known_from_the_facts():
-    assert protects(from_facts(facts_of(release_plan())))
-    assert protects(from_facts({"number": 1, "seed": 0, "server-protects": True}))
-    assert not protects(from_facts({"number": 1, "seed": 0, "server-protects": False}))
-    assert not protects(from_facts({"number": 1, "seed": 0, "diagnostics": True}))
-    assert not protects(from_facts({"number": 1, "seed": 0, "seeded-noise": False}))
+    assert from_facts(facts_of(release_plan())).bounds_uploads
+    assert from_facts({"number": 1, "seed": 0, "server-protects": True}).bounds_uploads
+    assert from_facts({"number": 1, "seed": 0, "server-protects": False}) is None
+    assert from_facts({"number": 1, "seed": 0, "diagnostics": True}) is None
+    by_training = from_facts({"number": 1, "seed": 0, "seeded-noise": False})
+    for protection in (by_training, Unprotected()):
+        assert not protection.bounds_uploads
 
 
 PROTECTIONS = [
@@ -501,7 +503,8 @@ def test_every_protection_of_the_package_is_among_those_that_arrive():
 
     named = {type(protection) for protection in PROTECTIONS} - {type(None)}
     own = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
-    assert {kind for kind in own - {Protection} if kind.__name__[0] != "_"} == named
+    public = {kind for kind in own if not kind.__name__.startswith("_")}
+    assert public - {Protection, Unprotected} == named
 
 
 @pytest.mark.parametrize("base", [ClipUpdate, ProtectedByServer, ProtectedByTraining, Protection])
@@ -616,9 +619,9 @@ def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
-                NodePolicy(owned, allow_seeded_noise=False).check(from_facts(facts))
+                NodePolicy(owned, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
         anyone = Context(1, 1, {}, RecordDict(), {})
-        NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts))
+        NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
 
 
 UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
@@ -651,7 +654,7 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
             WHOLE,
             "the plan expects none",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan expects none"),
+        (HiddenSum(bound=2.0, encrypt=dict), Unprotected(), "the plan expects none"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):

@@ -61,6 +61,7 @@ from flower_ext.federation import (
     Connected,
     HiddenSum,
     LocalResult,
+    Memory,
     Method,
     Population,
     Question,
@@ -165,9 +166,8 @@ class UldpAvg(Method):
         name="uldp_avg",
         local_update=local_update,
         local_model=shared_model,
-        memoryless=True,
         answer=answer,
-        keeps_memory=False,  # a resumed run sets up keys of a weighted sum anew
+        memory=Memory.NONE,  # a resumed run sets up keys of a weighted sum anew
     )
 
     num_silos: int

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, is_tellable
-from flower_ext.federation.client.protecting import NodePolicy
+from flower_ext.federation.client.protecting import NodePolicy, Unprotected
 from flower_ext.federation.client.vector_answers import masked_vector, query_of
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.protections import ClipToCells
@@ -62,6 +62,6 @@ def test_the_owner_of_a_node_sets_the_least_noise_of_a_query_too(least, error):
 
 
 def test_no_vector_leaves_a_client_without_noise_in_cells_and_a_secure_sum():
-    for asked in (request(), request(protection=None, **{"secure-sum": {"a": np.zeros(1)}})):
+    for asked in (request(), request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})):
         with pytest.raises(InvalidValue, match="expected a protection by noise in cells"):
             answer(asked)
