@@ -619,7 +619,9 @@ def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
-                NodePolicy(owned, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
+                NodePolicy(owned, allow_seeded_noise=False).check(
+                    from_facts(facts) or Unprotected()
+                )
         anyone = Context(1, 1, {}, RecordDict(), {})
         NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
 
