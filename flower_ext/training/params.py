@@ -18,36 +18,6 @@ Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
 Sizes = tuple[tuple[str, torch.Size], ...]
 
 
-class FlatParams(Params):
-    """Parameters whose numbers lie one after the other in one tensor, or those of many models.
-
-    Parameters
-    ----------
-    numbers : Tensor
-        Shape (numbers,), or (models, numbers).
-    layout : Layout
-        The place and shape of each parameter among the numbers, in order and without gaps.
-    parts : Sequence[Tensor], optional
-        The parameters, as views of ``numbers``.
-    """
-
-    def __init__(
-        self, numbers: Tensor, layout: Layout, parts: Sequence[Tensor] | None = None
-    ) -> None:
-        if parts is None:
-            outer = numbers.shape[:-1]
-            places = layout.values()
-            parts = [numbers[..., place].view(*outer, *shape) for place, shape in places]
-        super().__init__(zip(layout, parts, strict=True))
-        self.numbers, self.layout, self._parts = numbers, layout, parts
-
-    def models(self) -> list[FlatParams]:
-        """Return the parameters of each model."""
-        models = zip(*(part.unbind() for part in self._parts), strict=True)
-        rows = zip(self.numbers.unbind(), models, strict=True)
-        return [FlatParams(numbers, self.layout, parts) for numbers, parts in rows]
-
-
 def clone(params: Mapping[str, Tensor]) -> Params:
     """Return detached copies of all tensors."""
     return {name: tensor.detach().clone() for name, tensor in params.items()}

@@ -54,8 +54,9 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
-from flower_ext.training import LocalTraining, Task, train
+from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
+from tests.support.jobs import train_one
 from tests.support.run_facts import run_facts
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -160,7 +161,7 @@ def uploads(grid) -> dict[int, np.ndarray]:
 def trained(client: int, start: float = 0.5) -> np.ndarray:
     """Return a client's exact local model, without any protection."""
     params = {"weight": torch.full((1, DIMENSION), start).double()}
-    moved = train(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
+    moved = train_one(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
     return moved["weight"].numpy().ravel()
 
 
@@ -616,14 +617,13 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
 def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     for facts in ({}, facts_of(known)):
+        protection = from_facts(facts) or Unprotected()
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
-                NodePolicy(owned, allow_seeded_noise=False).check(
-                    from_facts(facts) or Unprotected()
-                )
+                NodePolicy(owned, allow_seeded_noise=False).check(protection)
         anyone = Context(1, 1, {}, RecordDict(), {})
-        NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
+        NodePolicy(anyone, allow_seeded_noise=False).check(protection)
 
 
 UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
