@@ -185,7 +185,7 @@ class UldpAvg(Method):
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that is not one of users among so many silos."""
-        check_user_plan(plan, self.num_silos, self.weighting)
+        check_user_plan(plan, self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the users, whose parts a weighted sum hides."""
