@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -28,7 +29,6 @@ from torch.nn.functional import cross_entropy
 from benchmarks.uldp.app import load_silos
 from flower_ext.algorithms.uldp.silo_training import ClippedTotal, SiloJob, add_users
 from flower_ext.data import SiloData
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task
 from flower_ext.training.models import mnist_cnn
@@ -92,7 +92,7 @@ def main() -> None:
     chosen = [everyone[at] for at in order[: arguments.sample]]
     few = only(jobs, chosen)
 
-    def batches(given: Sequence[SiloJob]) -> list[BoundedSum]:
+    def batches(given: Sequence[SiloJob]) -> list[Any]:
         limit = arguments.memory_limit * 2**20
         totals = [
             ClippedTotal(dict(job.params), CLIPPING_NORM, [1 / len(silos)] * arguments.users)
@@ -102,7 +102,7 @@ def main() -> None:
         add_users(task, fresh, trained=lambda name: True, memory_limit=limit)
         return [total.value for total in totals]
 
-    def one_at_a_time() -> list[BoundedSum]:
+    def one_at_a_time() -> list[Any]:
         alone = (replace(jobs[silo], users={user: jobs[silo].users[user]}) for silo, user in chosen)
         return [batches([job])[0] for job in alone]
 
@@ -200,7 +200,9 @@ def by_hand(task: Task, jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int
 
 
 def largest_difference(
-    together: Sequence[BoundedSum], alone: Sequence[BoundedSum], silos: Sequence[int]
+    together: Sequence[Any],
+    alone: Sequence[Any],
+    silos: Sequence[int],
 ) -> float:
     """Return the largest difference of a coordinate between sums of batches and of single users."""
     worst = 0.0

@@ -95,7 +95,7 @@ def minimise_envelopes(
                 [job.personal.learning_rate for job in chosen],
             )
         )
-        for batch in stack.batches:
+        for batch in stack.batches():
             active = len(batch.x)
             near, personal = first(w, active), first(theta, active)
             envelope = {}

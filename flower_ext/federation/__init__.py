@@ -21,7 +21,7 @@ from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Remaining
-from flower_ext.federation.recording import first_config, recorded_run, save_outcome, settings_of
+from flower_ext.federation.recording import first_config, record, recorded_run, settings_of
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
@@ -67,11 +67,11 @@ __all__ = [
     "first_config",
     "one_by_one",
     "own_model",
+    "record",
     "recorded",
     "recorded_run",
     "require_unit_rate",
     "run_in_process",
-    "save_outcome",
     "settings_of",
     "shared_model",
 ]

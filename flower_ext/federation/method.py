@@ -183,8 +183,6 @@ class Method:
     """True if a ClientApp that does not use this package can take part."""
     one_model: ClassVar[bool] = True
     """True if the server sends all clients the same shared model; see `begin_round`."""
-    units_are_clients: ClassVar[bool] = True
-    """True if a `ReleasePlan` protects clients, each of which has one upload per round."""
     bounds_units: ClassVar[bool] = False
     """True if an upload is a sum over units, and the client side bounds each unit's part."""
     needs_each_update: ClassVar[bool] = False
@@ -261,7 +259,6 @@ class Method:
         """The method's declarations, by which a plan decides if it can protect the method."""
         return MethodTraits(
             name=self.name,
-            units_are_clients=self.units_are_clients,
             bounds_units=self.bounds_units,
             needs_each_update=self.needs_each_update,
             keeps_memory=self.client.keeps_memory,

@@ -89,13 +89,7 @@ class Progress:
             by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]
             spread = summarize(values, lower_is_better=lower_is_better(name))
-            summary |= {
-                f"{name}_mean": spread.mean,
-                f"{name}_std": spread.std,
-                f"{name}_variance": spread.variance,
-                f"{name}_worst_decile": spread.worst_decile,
-                f"{name}_jain": spread.jain_index,
-            }
+            summary |= {f"{name}_{part}": value for part, value in vars(spread).items()}
             if len(by_client) < len(everyone):
                 summary[f"{name}_clients"] = len(by_client)
             sizes = [scores.get("num-examples", 0.0) for scores in by_client]

@@ -33,6 +33,7 @@ from flower_ext.federation.state.checkpoint import AskedUnits
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
@@ -55,6 +56,7 @@ class TrainingRound:
         if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
             run.count_abandoned(abandoned)
         self.run, self.number = run, run.next_training
+        self._protection: Protection | None = None
         self._round = Round("train", server_round, exchange=run.exchange, spending=run.spending)
 
     @property
@@ -133,7 +135,7 @@ class TrainingRound:
     def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
         """Return the content of the message to each client of the cohort."""
         run, method, number = self.run, self.run.method, self.number
-        protection = self._protection()
+        protection = self._protection_facts()
         shared: Content = {
             records.MODEL: records.to_record(run.model),
             records.ROUND: run.round_record(number, **protection),
@@ -156,11 +158,11 @@ class TrainingRound:
             lambda last: run.round_record(number, **protection, remembered=last),
         )
 
-    def _protection(self) -> dict[str, Any]:
+    def _protection_facts(self) -> dict[str, Any]:
         """Return the facts by which the message asks clients to protect their uploads."""
         run = self.run
-        protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
-        facts = to_facts(protection, seeded_noise=run.seeded_noise)
+        self._protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
+        facts = to_facts(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **facts} if run.mechanism.tells_sizes else facts
 
     def _stragglers(self) -> Mapping[int, float]:
@@ -174,7 +176,9 @@ class TrainingRound:
 
     def _read(self, reply: Message) -> records.Update:
         run = self.run
-        update = read_update(reply, run.mechanism, self.cohort, run.model, run.exchange)
+        update = read_update(
+            reply, run.mechanism, self._protection, self.cohort, run.model, run.exchange
+        )
         run.method.check_update(update)
         return update
 

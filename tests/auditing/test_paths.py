@@ -66,7 +66,6 @@ from flower_ext.privacy.mechanisms import plan as plans
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import (
-    ClipModel,
     ClipSteps,
     ClipToCells,
     ClipUnits,
@@ -413,12 +412,12 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(AVERAGED, (plain, "times_examples"), (plain, "weighted_mean")),
+        through=(AVERAGED, (plain, "as_float64"), (plain, "divided")),
         bound=math.inf,
     ),
     "arrays, whole models": Path(
         run=partial(sent, plan=BY_MODELS, method=SentModels),
-        through=(AVERAGED, (ClipModel, "released"), (PerturbationPlan, "protection")),
+        through=(AVERAGED, (OutputPerturbation, "released"), (PerturbationPlan, "protection")),
     ),
     # Several processes, which share the clients.
     "workers, the server clips": Path(
@@ -578,7 +577,7 @@ def test_a_planted_fault_shows_on_its_path(name, plant, monkeypatch):
 
 
 NOT_HERE = {
-    "PerturbObjective": "bounds nothing: its theorems assume bounded gradients",
+    "ObjectivePerturbation": "bounds nothing: its theorems assume bounded gradients",
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
     "BoundedSum": "returned by sum_clipped and sum_clipped_rows",

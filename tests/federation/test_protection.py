@@ -42,13 +42,11 @@ from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.noise import noise_grid
 from flower_ext.privacy.mechanisms.protections import (
-    ClipModel,
     ClipSteps,
     ClipToCells,
     ClipUnits,
     ClipUnitsToCells,
     ClipUpdate,
-    PerturbObjective,
     ProtectedByServer,
     ProtectedByTraining,
     Protection,
@@ -56,8 +54,9 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
-from flower_ext.training import LocalTraining, Task, train
+from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
+from tests.support.jobs import train_one
 from tests.support.run_facts import run_facts
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -162,7 +161,7 @@ def uploads(grid) -> dict[int, np.ndarray]:
 def trained(client: int, start: float = 0.5) -> np.ndarray:
     """Return a client's exact local model, without any protection."""
     params = {"weight": torch.full((1, DIMENSION), start).double()}
-    moved = train(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
+    moved = train_one(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
     return moved["weight"].numpy().ravel()
 
 
@@ -487,12 +486,12 @@ def test_what_is_protected_is_known_from_the_facts():
 PROTECTIONS = [
     ClipUpdate(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
     ClipUnits(clipping_norm=1.0, noise_stddev=0.5),
-    ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16),
-    ClipUnitsToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16),
-    ClipModel(clipping_norm=2.0, noise_stddev=0.5),
-    ClipModel(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
+    ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
+    ClipUnitsToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
+    OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5),
+    OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
     ClipSteps(clipping_norm=2.0, gradient_clipping_norm=0.5, noise_stddev=0.1, num_examples=12),
-    PerturbObjective(rate=2.0, least_examples=5),
+    ObjectivePerturbation(rate=2.0, least_examples=5),
     ProtectedByServer(),
     ProtectedByTraining(),
     None,
@@ -505,7 +504,8 @@ def test_every_protection_of_the_package_is_among_those_that_arrive():
 
     named = {type(protection) for protection in PROTECTIONS} - {type(None)}
     own = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
-    assert own - {Protection, Unprotected} == named
+    public = {kind for kind in own if not kind.__name__.startswith("_")}
+    assert public - {Protection, Unprotected} == named
 
 
 @pytest.mark.parametrize("base", [ClipUpdate, ProtectedByServer, ProtectedByTraining, Protection])
@@ -617,12 +617,13 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
 def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     for facts in ({}, facts_of(known)):
+        protection = from_facts(facts) or Unprotected()
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
-                NodePolicy(owned, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
+                NodePolicy(owned, allow_seeded_noise=False).check(protection)
         anyone = Context(1, 1, {}, RecordDict(), {})
-        NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts) or Unprotected())
+        NodePolicy(anyone, allow_seeded_noise=False).check(protection)
 
 
 UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
@@ -724,13 +725,13 @@ def perturbed(model, received):
 
 def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatch):
     seen = []
-    apply = OutputPerturbation.apply
+    apply = OutputPerturbation.released
 
     def seeing(self, model, noise):
         seen.append(model)
         return apply(self, model, noise)
 
-    monkeypatch.setattr(OutputPerturbation, "apply", seeing)
+    monkeypatch.setattr(OutputPerturbation, "released", seeing)
     model = {"weight": torch.tensor([[0.1, 0.2]])}
     perturbed(model, {"weight": torch.full((1, DIMENSION), 1e6)})  # their sum loses all digits
     assert torch.equal(seen[0]["weight"], model["weight"])

@@ -33,7 +33,6 @@ from logging import getLogger
 import numpy as np
 
 from flower_ext.algorithms.uldp.silo_training import (
-    CellTotal,
     ClippedTotal,
     SealedTotal,
     users_training,
@@ -102,12 +101,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         return (yield from _sealed_update(work, data, num_users, bound))
     weights = read_weights(work).tolist()
     users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
-    cell = work.settings.get(CELL)
-    total = (
-        ClippedTotal(work.received, bound, weights)
-        if cell is None
-        else CellTotal(work.received, bound, weights, cell)
-    )
+    total = ClippedTotal(work.received, bound, weights, work.settings.get(CELL))
     yield users_training(work, users, total, num_users)
     return LocalResult(update=total.value)
 
@@ -167,7 +161,6 @@ class UldpAvg(Method):
         Fields of `Method`.
     """
 
-    units_are_clients = False
     bounds_units = True
     client = ClientMethod(
         name="uldp_avg",

@@ -49,7 +49,6 @@ class UldpNaive(Method):
         Fields of `Method`.
     """
 
-    units_are_clients = False
     client = ClientMethod(
         name="uldp_naive",
         local_update=dp_fedavg.local_update,  # on all records of the silo (lines 9–13)

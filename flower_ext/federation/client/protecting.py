@@ -19,14 +19,14 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
-from flower_ext.privacy import NoiseSource, ObjectivePerturbation, SecureNoise, SeededNoise
+from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import (
     ClipSteps,
     ClipUnits,
     ClipUnitsToCells,
-    PerturbObjective,
+    ObjectivePerturbation,
     Protection,
 )
 from flower_ext.privacy.mechanisms.quantization import CellSum
@@ -174,7 +174,7 @@ def objective_terms(
     PreconditionFailed
         This client has too few examples for the noise to protect one of them.
     """
-    if not isinstance(protection, PerturbObjective):
+    if not isinstance(protection, ObjectivePerturbation):
         return ()
     if num_examples < protection.least_examples:
         raise tellable(
@@ -185,7 +185,7 @@ def objective_terms(
             )
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
-    direction = ObjectivePerturbation(rate=protection.rate).direction(arrays, noise)
+    direction = protection.direction(arrays, noise)
     return (Linear(direction={n: torch.from_numpy(d).to(params[n]) for n, d in direction.items()}),)
 
 

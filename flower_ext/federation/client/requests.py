@@ -81,7 +81,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
         if not set(received[records.MODEL]) <= set(task.shapes):
             extra, tied = (
                 sorted(set(received[records.MODEL]) - set(task.shapes)),
-                task.factory.tied,
+                task.factory.facts.tied,
             )
             known = [f"{name!r} is tied to {tied[name]!r}" for name in extra if name in tied]
             raise InvalidValue(

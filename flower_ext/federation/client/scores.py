@@ -11,7 +11,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.failures import each
-from flower_ext.training import MEMORY_LIMIT, Params, evaluate_each
+from flower_ext.training import Params, evaluate_each
 
 log = getLogger("flwr")
 
@@ -21,7 +21,6 @@ def scores_of(
     models: Sequence[Params | Exception],
     *,
     also_training: bool,
-    memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float] | Exception]:
     """Return each model's scores on its client's test examples, or the client's error.
 
@@ -29,10 +28,10 @@ def scores_of(
     loss on the client's training examples.
     """
     tests = each(lambda work: work.data.test, works)
-    scores = _scores(works, models, tests, memory_limit)
+    scores = _scores(works, models, tests)
     if not also_training:
         return scores
-    trained = _scores(works, models, each(lambda work: work.data.train, works), memory_limit)
+    trained = _scores(works, models, each(lambda work: work.data.train, works))
     return each(lambda of, on: {**of, "training_loss": on["loss"]} if on else of, scores, trained)
 
 
@@ -40,7 +39,6 @@ def _scores(
     works: Sequence[ClientWork | Exception],
     models: Sequence[Params | Exception],
     examples: Sequence[Examples | Exception],
-    memory_limit: int,
 ) -> list[dict[str, float] | Exception]:
     rows = each(lambda *row: row, works, models, examples)
     scores: list[dict[str, float] | Exception] = [
@@ -52,7 +50,7 @@ def _scores(
     if scored:
         (work, *_), *_ = scored.values()  # all clients of a process share the task
         _, chosen, data = zip(*scored.values(), strict=True)
-        evaluated = evaluate_each(work.task, chosen, data, memory_limit=memory_limit)
+        evaluated = evaluate_each(work.task, chosen, data)
         for index, result in zip(scored, evaluated, strict=True):
             scores[index] = result
     return scores

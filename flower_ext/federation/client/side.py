@@ -248,7 +248,7 @@ class ClientSide:
         works = each(lambda turn: turn.work, turns)
         models = self._used(works, memory_limit)
         wanted = each(lambda turn: bool(turn.request.facts.get("training-loss")), turns)
-        scores = scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
+        scores = scores_of(works, models, also_training=True in wanted)
         return each(scores_record, works, scores)
 
     def _masked_vector(self, turn: Turn) -> RecordDict:
