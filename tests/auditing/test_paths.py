@@ -580,6 +580,7 @@ NOT_HERE = {
     "ObjectivePerturbation": "bounds nothing: its theorems assume bounded gradients",
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
+    "Unprotected": "leaves an upload as it is; nothing is promised",
     "BoundedSum": "returned by sum_clipped and sum_clipped_rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
