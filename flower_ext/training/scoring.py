@@ -135,6 +135,7 @@ def evaluate_each(
     model = _in_evaluation(task) if task.factory.facts.known else None
 
     def scores(params: Mapping[str, Tensor], data: Examples) -> dict[str, float]:
+        # Other code might carry what it saw of one client into the scores of the next.
         evaluated = model or _in_evaluation(task)
         evaluated.set_params(to_device(params, device))
         data = data.to(device)

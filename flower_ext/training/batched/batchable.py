@@ -59,6 +59,7 @@ def _kind(task: Task, job: Job) -> TrainingKind:
 def _random_job(kind: TrainingKind, count: int) -> Job:
     """Return a short training on ``count`` random examples."""
     random = torch.Generator().manual_seed(count)
+    # Images of bytes need all grey values: models divide them by 255.
     most = 256 if kind.features.dtype == torch.uint8 else 2
     features = torch.randint(most, (count, *kind.features.shape[1:]), generator=random)
     features = features.to(kind.features.dtype)
@@ -113,6 +114,7 @@ def _trains_alike(kind: TrainingKind, form: Form) -> bool:
 def _why_other(kind: TrainingKind, minimise: Callable[[Sequence[Job]], Params]) -> str | None:
     """Return how two short trainings by ``minimise`` differ from `train`; None if they agree."""
 
+    # Unlike sizes, so that one of the two is padded.
     def jobs() -> list[Job]:
         return [_random_job(kind, count) for count in (3, 2)]
 

@@ -45,6 +45,7 @@ def _groups_of_alike(
     start = len(order)
     if len(order) > 1 and why_apart(task, [jobs[index] for index in order]) is None:
         steps = [jobs[index].num_steps for index in order]
+        # From the first job on that would keep enough others busy until its own end.
         worth = (
             i for i in range(len(order)) if sum(steps[i:]) >= MappedModel.fewest * max(steps[i], 1)
         )

@@ -131,6 +131,7 @@ class MappedModel:
             )
             inputs = [now.begin, *leaves.values()]
             _, *slopes = torch.autograd.grad(loss(outputs), inputs, allow_unused=True)
+        # The gradients of dense layers are at their targets already, and come as None.
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in now.sent:
                 raise RuntimeError(f"{name!r} is used outside its layer")

@@ -144,6 +144,7 @@ class ClippedGradient:
 
     def _add(self, summed: Params, parts: Parts, passes: Tensor) -> None:
         """Add the clipped gradients of the examples that pass without an error and are finite."""
+        # One norm over all parameters: a bound for each layer alone would allow a longer gradient.
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
         factors = factors.where(passes, 0.0)

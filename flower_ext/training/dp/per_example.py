@@ -190,7 +190,7 @@ Parts = Mapping[str, "GradientRows | Products | Lookups"]
 
 def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
     x, slope = (part.reshape(len(part), -1, part.shape[-1]) for part in (x, slope))
-    bias = GradientRows(slope.sum(dim=1))
+    bias = GradientRows(slope.sum(dim=1))  # one row per example is small, whatever the layer
     if _is_better_unwritten(layer.weight, x.shape[1]):
         return {"weight": Products(slope, x), "bias": bias}
     return {"weight": GradientRows(torch.bmm(slope.mT, x)), "bias": bias}
@@ -239,6 +239,7 @@ def _embedding(layer: nn.Embedding, x: Tensor, slope: Tensor) -> Parts:
     words, slopes = x.reshape(len(x), -1), slope.reshape(len(x), -1, slope.shape[-1])
     if layer.padding_idx is not None:
         slopes = slopes.where((words != layer.padding_idx).unsqueeze(2), 0.0)
+    # Pairs of words cost less than a table of zeros for every example.
     if words.shape[1] < layer.num_embeddings:
         return {"weight": Lookups(slopes, words.long(), layer.num_embeddings)}
     return _sampled(layer, x, slopes.view_as(slope))

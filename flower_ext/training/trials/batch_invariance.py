@@ -11,14 +11,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.dp.per_example import Parts
 from flower_ext.training.model_calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
 from flower_ext.training.trials.single_examples import Loss, gradient_alone, has_rows
@@ -36,7 +35,24 @@ _ALIKE, _ROUNDED = 1e-3, 1e-6
 """The tolerated relative rounding, and the rest of it where the terms of a sum cancel."""
 
 
-Follow = Callable[[Tree, Tree, Loss], Parts]
+class ExampleGradients(Protocol):
+    """Gradients of one parameter, by example (see `training.dp.per_example`)."""
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """Tensors that determine the gradients, with one row per example."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Return the squared norm of every example's gradient."""
+        ...
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Return the sum of factor · gradient over all examples."""
+        ...
+
+
+Follow = Callable[[Tree, Tree, Loss], Mapping[str, ExampleGradients]]
 """Returns every example's gradient from one pass over features and targets."""
 
 
