@@ -19,7 +19,6 @@ from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.progress import Remaining
 from flower_ext.federation.recording import first_config, recorded_run, save_outcome, settings_of
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
@@ -51,7 +50,6 @@ __all__ = [
     "Question",
     "RefusedReply",
     "Released",
-    "Remaining",
     "State",
     "Steps",
     "Stragglers",

@@ -57,6 +57,6 @@ def protocol_of(data: bytes) -> type[WeightingProtocol]:
         The bytes are malformed, or the protocol is not installed.
     """
     values = json.loads(data)
-    if not isinstance(values, dict) or "protocol" not in values:
+    if not isinstance(values, dict) or "kind" not in values:
         raise InvalidValue("settings: expected the name of a protocol")
-    return load_protocol(str(values["protocol"]))
+    return load_protocol(str(values["kind"]))

@@ -32,12 +32,8 @@ from logging import getLogger
 
 import numpy as np
 
-from flower_ext.algorithms.uldp.silo_training import (
-    CellTotal,
-    ClippedTotal,
-    SealedTotal,
-    users_training,
-)
+from flower_ext.algorithms.uldp import silo_part
+from flower_ext.algorithms.uldp.silo_training import CellTotal, ClippedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     USERS,
@@ -72,7 +68,6 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
-from flower_ext.federation.sums import silo_part
 from flower_ext.federation.sums.weighted import STEP, WEIGHTED
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -115,13 +110,14 @@ def _sealed_update(
     work: ClientWork, data: SiloData, num_users: int, bound: float
 ) -> Steps[LocalResult]:
     """Return the silo's part of a weighted sum, in which the protocol weighs each user."""
-    part = silo_part.open_part(work.state, work.vault, number=work.round, users=num_users)
+    part = silo_part.open_part(
+        work.state, work.vault, number=work.round, users=num_users, clipping_norm=bound
+    )
     if part is None:
         lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
         return LocalResult(update=lost)
-    total = SealedTotal(part, bound)
-    yield users_training(work, data.by_user(), total, num_users)
-    return LocalResult(update=total.value)
+    yield users_training(work, data.by_user(), part, num_users)
+    return LocalResult(update=part.value)
 
 
 def answer(question: Question) -> Mapping[str, object]:

@@ -1,7 +1,7 @@
 """The trainings of a silo's users: each user is trained and clipped alone, and only totals remain.
 
-The three totals are a sum in the clear, a sum in whole numbers of cells under a plan with secure
-sums, and the silo's part of a weighted sum.
+The totals are a sum in the clear, a sum in whole numbers of cells under a plan with secure sums,
+and a `SiloPart` of a weighted sum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from flower_ext.data import Examples
-from flower_ext.federation import ClientWork, HiddenSum, Training
-from flower_ext.federation.sums.silo_part import SiloPart
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip_each_row, sum_clipped_rows
+from flower_ext.federation import ClientWork, Training
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
 from flower_ext.privacy.mechanisms.quantization import CellSum, sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
@@ -90,40 +89,6 @@ class CellTotal:
         """Add one row of ``rows`` for each of ``users``."""
         weights = [self._weights[user] for user in users]
         self.value += sum_rows_in_cells(rows, self.value.bound, self.value.cell, weights)
-
-
-class SealedTotal:
-    """A sum that nobody sees: users' clipped updates go into a part of a weighted sum.
-
-    Parameters
-    ----------
-    part : SiloPart
-    clipping_norm : float
-    """
-
-    def __init__(self, part: SiloPart, clipping_norm: float) -> None:
-        self._part, self._norm = part, clipping_norm
-
-    def add(self, users: Sequence[int], rows: Params) -> None:
-        """Add one row of ``rows`` for each of ``users``."""
-        clipped = flat_rows_of(clip_each_row(rows, self._norm))
-        self._part.add(dict(zip(users, clipped, strict=True)))
-
-    @property
-    def value(self) -> HiddenSum:
-        """The sum, which leaves the silo with the silo's noise, masked."""
-
-        def encrypt(noise: Params) -> Mapping[str, np.ndarray]:
-            (row,) = flat_rows_of({name: p[None] for name, p in noise.items()})
-            return self._part.seal(row)
-
-        return HiddenSum(bound=self._norm, encrypt=encrypt)
-
-
-def flat_rows_of(rows: Params) -> np.ndarray:
-    """Return rows as (rows, coordinates), with the parameters in the order of their names."""
-    parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
-    return np.concatenate(parts, axis=1)
 
 
 @dataclass(kw_only=True)

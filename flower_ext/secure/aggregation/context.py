@@ -6,7 +6,6 @@ order (a circulant or Harary graph), of which O(log n) suffice (Bell et al. 2020
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +16,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.json_record import JsonRecord
 
 Graph: TypeAlias = Sequence[Sequence[int]]
 """The neighbours of every member, ascending, in the order of the members."""
 GRAPH_BYTES = 32
-_HEX = ("run", "graph")
-"""Fields of bytes, which are written in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundContext:
+class RoundContext(JsonRecord):
     """Public values that the server announces before a round.
 
     Parameters
@@ -55,6 +53,8 @@ class RoundContext:
     InvalidValue
         A value is out of range; the message names it.
     """
+
+    kind = "secure sum"
 
     run: bytes
     round_number: int
@@ -101,26 +101,6 @@ class RoundContext:
     def digest(self) -> bytes:
         """Return a hash of all fields, 32 bytes, which identifies this round."""
         return sha256(b"flower-ext secure sum 1" + self.to_bytes()).digest()
-
-    def to_bytes(self) -> bytes:
-        """Return the context as bytes, for a message or a file."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps({**values, **{n: values[n].hex() for n in _HEX}}, sort_keys=True).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RoundContext:
-        """Undo `to_bytes`; raise `InvalidValue` for anything else."""
-        try:
-            values = json.loads(data)
-            numbers = {n: values[n] for n in cls.__dataclass_fields__ if n not in _HEX}
-            if not all(type(number) is int for number in numbers.values()):
-                raise TypeError("expected integers")
-            run, graph = (bytes.fromhex(values[name]) for name in _HEX)
-            return cls(run=run, graph=graph, **numbers)
-        except InvalidValue:
-            raise
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue("context: expected bytes from RoundContext.to_bytes") from error
 
 
 def degree(members: int, neighbours: int) -> int:

@@ -21,6 +21,7 @@ from flower_ext.algorithms.uldp import (
     silo_training,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
+from flower_ext.algorithms.uldp.silo_part import SiloPart
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
@@ -466,10 +467,10 @@ def test_naive_leaves_the_given_plan_as_it_is_and_accounts_by_that_of_its_silos(
 def test_a_lost_silos_noise_is_topped_up_and_the_ledger_says_so(method, scale, tmp_path):
     strategy, entries, _ = with_absence(tmp_path, method)
     commits = [e for e in entries if e["kind"] == "commit"]
-    assert [e["answered"] for e in commits] == [2, 3, 2]
+    assert [e["notes"]["answered"] for e in commits] == [2, 3, 2]
     missing = strategy.run.mechanism.noise_stddev * math.sqrt(1 / 3)
     assert missing == pytest.approx(0.4 * 0.3 * scale * math.sqrt(1 / 3))
-    assert [e["topped_up_stddev"] for e in commits] == pytest.approx([missing, 0, missing])
+    assert [e["notes"]["topped_up_stddev"] for e in commits] == pytest.approx([missing, 0, missing])
 
 
 def test_who_sees_the_sums_of_fewer_silos_sees_less_noise(tmp_path):
@@ -696,8 +697,9 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    part = SimpleNamespace(add=clipped.update)
-    hidden = replace(job, total=silo_training.SealedTotal(part, 0.1))
+    silo = SimpleNamespace(counted=tuple(job.users))
+    part = SiloPart(silo, lambda: SimpleNamespace(add=clipped.update), 0.1)
+    hidden = replace(job, total=part)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]
