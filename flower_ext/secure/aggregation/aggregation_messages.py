@@ -28,6 +28,7 @@ from flower_ext.secure.messages import Message
 
 KEY_BYTES = 32
 SEALED_BYTES = 12 + 2 * SHARE_BYTES + 16  # nonce, two shares, tag
+HASH_BYTES = 32
 OF_SEED, OF_KEY = b"s", b"k"  # first byte of a revealed share: its kind
 REVEALED_BYTES = 1 + SHARE_BYTES
 _DIGEST_BYTES = 32
@@ -103,10 +104,16 @@ class Keys(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class SealedShares(_RoundMessage):
-    """A hash of the member's seed, and shares of seed and mask key that neighbours can open."""
+    """A hash of the member's seed, and shares of seed and mask key that neighbours can open.
+
+    Behind each pair of sealed shares come their hashes, by which the server knows a wrong share.
+    """
 
     kind = b"S"
-    sizes: ClassVar[Mapping[str, int]] = {"commitment": 32, "sealed": SEALED_BYTES}
+    sizes: ClassVar[Mapping[str, int]] = {
+        "commitment": HASH_BYTES,
+        "sealed": SEALED_BYTES + 2 * HASH_BYTES,
+    }
     member: int
     commitment: bytes
     sealed: Mapping[int, bytes]

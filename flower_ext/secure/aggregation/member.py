@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.aggregation_messages import (
     KEY_BYTES,
+    OF_KEY,
     OF_SEED,
     Advert,
     Delivery,
@@ -34,6 +35,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     pair_mask_key,
     public_of,
     self_mask_key,
+    share_hash,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
 from flower_ext.secure.json_record import JsonRecord
@@ -195,6 +197,10 @@ class Member:
             text = of_seed[other + 1] + of_key[other + 1]
             cipher = self._cipher(keys[other], sender=state.index, receiver=other)
             sealed[other] = nonce + cipher.encrypt(nonce, text, context.digest)
+            for kind, share in ((OF_SEED, of_seed[other + 1]), (OF_KEY, of_key[other + 1])):
+                sealed[other] += share_hash(
+                    context.digest, share, owner=state.index, holder=other, kind=kind
+                )
         self._state = replace(state, stage=MemberStage.SHARED, keys=keys)
         hashed = commitment(context.digest, state.seed, state.index)
         return SealedShares(

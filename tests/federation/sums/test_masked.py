@@ -345,8 +345,8 @@ def test_who_reveals_wrong_shares_is_named_and_the_sum_is_right(logged):
 
 
 def test_whose_sealed_shares_cannot_be_opened_is_named_and_the_sum_is_right(logged):
-    def wrong(data):  # in the tag of the last sealed share
-        return data[:-1] + bytes([data[-1] ^ 1])
+    def wrong(data):  # in the tag of the last sealed share, before its two hashes
+        return data[:-65] + bytes([data[-65] ^ 1]) + data[-64:]
 
     strategy = strategy_of()
     _, found = run(strategy, Crafting, stage=[KEYS], craft=[wrong])
