@@ -9,9 +9,8 @@ from gmpy2 import invert, mpz, powmod
 
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
     PaillierSum,
-    SealedWeights,
+    PaillierWeights,
 )
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
@@ -110,8 +109,7 @@ class World:
     def begin(self, number, places=None):
         """Return the weights of a round that begins."""
         data = self.play(self.server.begin_round(number, places))
-        kind = EncryptedWeights if self.settings.draw_choices is None else SealedWeights
-        return kind.from_bytes(data, self.settings)
+        return PaillierWeights.from_bytes(data, self.settings)
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return updates (silos × users × coordinates) and noise (silos × coordinates)."""

@@ -38,7 +38,7 @@ from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     USERS,
     answer_counts,
-    ask_company,
+    ask_one_by_one,
     ask_silos,
     check_weighting,
     check_weights,
@@ -206,7 +206,7 @@ class UldpAvg(Method):
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""
         sums, clients = _of_users(connected.summation.mechanism), connected.clients
-        silos = {ONE_BY_ONE: ask_company(clients, self.training, self.num_silos)}
+        silos = {ONE_BY_ONE: ask_one_by_one(clients, self.training, self.num_silos)}
         if connected.summation.brings_weights:
             return State(server={SILOS: silos})
         is_asked = self.weighting == "by-records"

@@ -213,7 +213,7 @@ def ask_silos(clients: Clients, num_users: int, *, histogram: bool) -> np.ndarra
     return np.stack([counts[silo] for silo in sorted(counts)])
 
 
-def ask_company(
+def ask_one_by_one(
     clients: Clients, trainings: Mapping[str, LocalTraining], num_silos: int
 ) -> np.ndarray:
     """Ask each silo if its users train one by one; the answer depends on its machine only.
@@ -228,18 +228,18 @@ def ask_company(
     FederationNotReady
         A silo does not answer.
     """
-    content = {records.COMPANY: ConfigRecord(), **records.training_records(trainings)}
-    answers = clients.query(dict.fromkeys(range(num_silos), content), _read_company)
+    content = {records.ONE_BY_ONE: ConfigRecord(), **records.training_records(trainings)}
+    answers = clients.query(dict.fromkeys(range(num_silos), content), _read_one_by_one)
     return np.array([answers[silo] for silo in range(num_silos)])
 
 
-def _read_company(reply: Message) -> bool:
+def _read_one_by_one(reply: Message) -> bool:
     arrays = records.read_answer(reply)
-    if set(arrays) != {records.COMPANY} or arrays[records.COMPANY].shape != ():
+    if set(arrays) != {records.ONE_BY_ONE} or arrays[records.ONE_BY_ONE].shape != ():
         raise RefusedReply(
-            f"arrays {sorted(arrays)}: expected only {records.COMPANY!r}, one number"
+            f"arrays {sorted(arrays)}: expected only {records.ONE_BY_ONE!r}, one number"
         )
-    return bool(arrays[records.COMPANY])
+    return bool(arrays[records.ONE_BY_ONE])
 
 
 def _read_counts(reply: Message, num_users: int) -> np.ndarray:

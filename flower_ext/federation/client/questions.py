@@ -64,7 +64,7 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
 
 
-def _company(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+def _one_by_one(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Answer 1 if the described trainings would run one by one on this machine, else 0.
 
     The answer depends on the shape of the data only.
@@ -73,7 +73,7 @@ def _company(side: ClientSide, message: Message, context: Context) -> ArrayRecor
     data = data_of(task, partition_of(context.node_config), hidden=True).train
     trainings = records.read_trainings(message.content).values()
     apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
-    return records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})
+    return records.to_record({records.ONE_BY_ONE: np.array(apart, dtype=np.int64)})
 
 
 def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
@@ -90,4 +90,4 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
 
 
 # By the record that asks; a message with none of them asks for the state.
-_ANSWERS = {records.QUESTION: _of_method, records.COMPANY: _company, records.FROZEN: _frozen}
+_ANSWERS = {records.QUESTION: _of_method, records.ONE_BY_ONE: _one_by_one, records.FROZEN: _frozen}

@@ -37,37 +37,29 @@ class PaillierKey(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncryptedWeights(Message):
-    """One ciphertext per user, for all silos. It encrypts zero for a user that takes no part."""
+class PaillierWeights(Message):
+    """The weights of one round, for all silos; a user that takes no part has a weight of zero.
+
+    Without a secret draw, ``weights`` holds one ciphertext per user, and ``offer`` is empty. With
+    one, it holds P sealed ciphertexts per user, of which the silos can open one, and ``offer`` is
+    the server's offer for which silo 0 made all silos' choices.
+    """
 
     kind = b"PPew"
 
     round_number: int
+    offer: bytes
     weights: bytes
 
     @classmethod
     def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
-        return {"weights": settings.users * settings.ciphertext_bytes}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SealedWeights(Message):
-    """P sealed ciphertexts per user, for all silos. The silos can open one of each P.
-
-    ``public`` is the server's offer for which silo 0 made all silos' choices.
-    """
-
-    kind = b"PPsw"
-
-    round_number: int
-    public: bytes
-    sealed: bytes
-
-    @classmethod
-    def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
-        texts = settings.users * (settings.draw_choices or 0)
-        sealed = texts * (settings.ciphertext_bytes + SEAL_BYTES)
-        return {"public": POINT_BYTES, "sealed": sealed}
+        size, users = settings.ciphertext_bytes, settings.users
+        if settings.draw_choices is None:
+            return {"offer": 0, "weights": users * size}
+        return {
+            "offer": POINT_BYTES,
+            "weights": users * settings.draw_choices * (size + SEAL_BYTES),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,9 @@ from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
     PaillierKey,
     PaillierSum,
-    SealedWeights,
+    PaillierWeights,
     pack_ciphertexts,
     unpack_ciphertexts,
 )
@@ -69,7 +68,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
             self._last_round = self._open_round = number
             inverses = [x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]
             weights = pack_ciphertexts(self._encrypt(inverses), self.settings)
-            return EncryptedWeights(round_number=number, weights=weights).to_bytes()
+            return PaillierWeights(round_number=number, offer=b"", weights=weights).to_bytes()
         sender, choices = yield from self._draw(number)
         self._last_round = self._open_round = number
         return self._sealed_weights(number, sender, choices).to_bytes()
@@ -114,7 +113,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     def _count_modulus(self) -> int:
         return int(self._key.public.n)
 
-    def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> SealedWeights:
+    def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
         """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
 
         Only the server knows their order, and only the silos know which one they open. No party
@@ -128,7 +127,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         texts = [pack_ciphertexts([text], settings) for text in self._encrypt(messages)]
         of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
         sealed = sender.seal(choices, of_users, workers=self._workers)
-        return SealedWeights(round_number=number, public=sender.public, sealed=sealed)
+        return PaillierWeights(round_number=number, offer=sender.public, weights=sealed)
 
     def _encrypt(self, messages: list[mpz]) -> list[mpz]:
         name = f"round {self._open_round}: encryptions"

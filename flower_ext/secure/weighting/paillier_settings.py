@@ -102,18 +102,14 @@ class PaillierSettings(PartySettings):
         """Encoding of noise, with the same step and its own bound."""
         return FixedPoint(step=self.step, bound=self.noise_bound)
 
-    def contribution_bound(self, clipping_norm: float) -> float:
-        """Return the largest L2 norm by which one user with ``clipping_norm`` moves the sum.
+    @property
+    def sensitivity(self) -> float:
+        """Most clipping norms by which one user moves a decoded sum.
 
         Encoding moves each coordinate of an update by half a step at most. The dither amounts to
         rounding the sum to whole steps at random, which moves a coordinate by less than one step.
         """
-        return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
-
-    @property
-    def sensitivity(self) -> float:
-        """Most clipping norms by which one user moves a decoded sum."""
-        return self.contribution_bound(self.update_bound) / self.update_bound
+        return 1 + 1.5 * math.sqrt(self.coordinates) * self.step / self.update_bound
 
     @property
     def insecurity(self) -> str:

@@ -23,10 +23,9 @@ from flower_ext.secure.weighting.encoding import FixedPoint
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
     PaillierKey,
     PaillierSum,
-    SealedWeights,
+    PaillierWeights,
     pack_ciphertexts,
     unpack_ciphertexts,
 )
@@ -73,8 +72,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
     def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
         """Begin this silo's sum of round ``number``."""
         self._expect(SetUpStage.COUNTED)
-        kind = EncryptedWeights if self.settings.draw_choices is None else SealedWeights
-        message = kind.from_bytes(weights, self.settings)
+        message = PaillierWeights.from_bytes(weights, self.settings)
         if message.round_number != number:
             raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
         check_later("round", number, self._state.last_round)
@@ -82,7 +80,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
 
     def weigh(
         self,
-        message: EncryptedWeights | SealedWeights,
+        message: PaillierWeights,
         updates: NDArray[np.int64],
         noise: NDArray[np.int64],
     ) -> PaillierSum:
@@ -90,7 +88,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
 
         Parameters
         ----------
-        message : EncryptedWeights or SealedWeights
+        message : PaillierWeights
             The weights of the round.
         updates : ndarray
             Encoded updates, of shape (users with records here, coordinates).
@@ -124,7 +122,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
             ciphertexts=pack_ciphertexts(ciphertexts, settings),
         )
 
-    def _powers(self, message: EncryptedWeights | SealedWeights) -> FixedBaseProducts:
+    def _powers(self, message: PaillierWeights) -> FixedBaseProducts:
         """Return Enc(n_su / N_u · C_LCM) of each user with records here, as bases of products.
 
         Each takes one full exponentiation, instead of one for each coordinate.
@@ -153,12 +151,12 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
             workers=self._workers,
         )
 
-    def _opened(self, message: EncryptedWeights | SealedWeights) -> bytes:
+    def _opened(self, message: PaillierWeights) -> bytes:
         """Return one ciphertext per user, by place in the secret order."""
-        if isinstance(message, EncryptedWeights):
+        if self.settings.draw_choices is None:
             return message.weights
-        receiver = self._draw_receiver(message.round_number, message.public)
-        return b"".join(receiver.open(message.sealed, self.settings.ciphertext_bytes))
+        receiver = self._draw_receiver(message.round_number, message.offer)
+        return b"".join(receiver.open(message.weights, self.settings.ciphertext_bytes))
 
     @property
     def _count_modulus(self) -> int:
@@ -194,7 +192,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
 class PaillierOpenSum:
     """A silo's sum of one round. It keeps all encoded updates, because it works by coordinates."""
 
-    def __init__(self, silo: PaillierSilo, weights: EncryptedWeights | SealedWeights) -> None:
+    def __init__(self, silo: PaillierSilo, weights: PaillierWeights) -> None:
         self._silo, self._settings, self._weights = silo, silo.settings, weights
         self._updates: dict[int, NDArray[np.int64]] = {}
 

@@ -14,7 +14,7 @@ from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
-from flower_ext.secure.weighting.protocol import WeightingProtocol, winning_choices
+from flower_ext.secure.weighting.protocol import WeightingProtocol
 
 _NOISE_ROOM = 64.0
 """Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
@@ -123,7 +123,7 @@ class PrivateWeighting(WeightingProtocol):
             users=plan.sampling.population,
             silos=silos,
             coordinates=coordinates,
-            winning_choices=winning_choices(plan, self.draw_choices),
+            winning_choices=self.winning_choices(plan),
             update_bound=plan.clipping_norm,
             noise_bound=_NOISE_ROOM * stddev,
         )

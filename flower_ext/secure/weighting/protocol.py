@@ -82,27 +82,22 @@ class WeightingProtocol(ABC):
             The protocol does not fit the plan; the message says what to change.
         """
 
+    def winning_choices(self, plan: NoisedSum) -> int:
+        """Return the number of ``draw_choices`` that mean taking part, or 1 if the server draws.
 
-def winning_choices(plan: NoisedSum, choices: int | None) -> int:
-    """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
-
-    Parameters
-    ----------
-    choices : int, optional
-        ``draw_choices`` of the protocol; None if the server names the drawn users.
-
-    Raises
-    ------
-    ValueError
-        ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``choices``.
-    """
-    if choices is None:
-        return 1
-    rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
-    drawn = round(rate * choices)
-    if not (0 < drawn < choices and abs(rate - drawn / choices) < 1e-12):
-        raise InvalidValue(
-            f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a multiple "
-            f"of 1/{choices} below 1"
-        )
-    return drawn
+        Raises
+        ------
+        ValueError
+            ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``draw_choices``.
+        """
+        choices = self.draw_choices
+        if choices is None:
+            return 1
+        rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
+        winning = round(rate * choices)
+        if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
+            raise InvalidValue(
+                f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a "
+                f"multiple of 1/{choices} below 1"
+            )
+        return winning

@@ -161,7 +161,7 @@ def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcrip
     sizes["sum"] = LatticeSum.size(facts)
     seen = set()
     for _, name, array in arrays(m for m in grid.received if "query.id" not in str(m.metadata)):
-        if name == "company":
+        if name == "one-by-one":
             assert array.shape == ()
             continue
         assert (array.dtype, array.shape) == (np.uint8, (sizes[name],))
@@ -342,7 +342,7 @@ def asked(grid, number):
         for m in grid.sent
         if m.metadata.dst_node_id == 1_000 + number
         and m.metadata.message_type in (f"query.{METHOD}", f"train.{METHOD}")
-        and "company" not in m.content
+        and "one-by-one" not in m.content
     ]
 
 

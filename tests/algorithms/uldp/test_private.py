@@ -301,7 +301,7 @@ def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothi
         assert set(reply.content.keys()) <= {"answer", "update"}
         for record in reply.content.array_records.values():
             for name, array in records.to_arrays(record).items():
-                if name == "company":
+                if name == "one-by-one":
                     assert array.shape == ()
                     assert int(array) in (0, 1)
                     continue
@@ -486,7 +486,7 @@ def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
 
 
 @pytest.mark.parametrize(
-    ("step", "asked"), [("company", 1), ("begin", 2), ("keys", 3), ("count", 4)]
+    ("step", "asked"), [("one-by-one", 1), ("begin", 2), ("keys", 3), ("count", 4)]
 )
 @pytest.mark.parametrize("lose", ["silent", "malformed"])
 def test_a_silo_that_is_lost_in_the_set_up_ends_the_run_by_its_number(step, asked, lose):
@@ -689,7 +689,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     coarse = replace(SMALL, precision=0.05)
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := make(protocol=coarse, ledger=ledger))
-    bound = strategy.run.summation.server.settings.contribution_bound(0.3) / 0.3
+    bound = strategy.run.summation.server.settings.sensitivity
     assert strategy.run.mechanism.sensitivity == bound > 1.05
     assert strategy.run.plan.mechanism().sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}

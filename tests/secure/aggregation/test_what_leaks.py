@@ -116,7 +116,10 @@ class Equivocating:
             sealed[index] = self.members[index].share(Keys(digest=context.digest, keys=keys)).sealed
         self.masking = set()
         for index in self.around:
-            shares = {other: sealed[other][index][:SEALED_BYTES] for other in {*graph[index]} & self.around}
+            shares = {
+                other: sealed[other][index][:SEALED_BYTES]
+                for other in {*graph[index]} & self.around
+            }
             if len(shares) < parameters.threshold:
                 continue
             masked = self.members[index].mask(

@@ -9,9 +9,9 @@ from flower_ext.secure import IncompleteRound, ProtocolError
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
     PaillierKey,
     PaillierSum,
+    PaillierWeights,
 )
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
@@ -223,7 +223,7 @@ def test_malformed_weights_are_refused(world, rng):
         bytes(size) + good.weights[size:],
         b"\xff" * size + good.weights[size:],
     ):
-        with pytest.raises(ValueError, match=r"ciphertext|EncryptedWeights of"):
+        with pytest.raises(ValueError, match=r"ciphertext|PaillierWeights of"):
             weigh(
                 world.silos[0],
                 dataclasses.replace(good, weights=weights),
@@ -258,7 +258,7 @@ def ones(limit):
 
 def test_a_silo_refuses_steps_out_of_order():
     silos = silos_of(weighting_settings())
-    weights = EncryptedWeights(round_number=1, weights=b"")
+    weights = PaillierWeights(round_number=1, offer=b"", weights=b"")
     offer = bytes(40)
     for step, question in (("count", bytes(60)), ("draw", offer), ("open", b"")):
         with pytest.raises(ProtocolError):

@@ -11,7 +11,7 @@ from scipy import stats
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting import paillier_silo
 from flower_ext.secure.weighting.encoding import from_residue
-from flower_ext.secure.weighting.paillier_messages import EncryptedWeights, PaillierSum
+from flower_ext.secure.weighting.paillier_messages import PaillierSum, PaillierWeights
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo, dithered
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 
@@ -49,7 +49,7 @@ def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcrip
     sent = []
     for counts in world.answers("count"):
         sent += numbers(counts, facts.count_bytes)
-    for message in of_kind(world, EncryptedWeights):
+    for message in of_kind(world, PaillierWeights):
         sent += numbers(message.weights, facts.ciphertext_bytes)
     for message in of_kind(world, PaillierSum):
         sent += numbers(message.ciphertexts, facts.ciphertext_bytes)
@@ -77,7 +77,7 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
         received += ciphertexts + key().decrypt(ciphertexts)
     assert not secret & set(received)
     assert min(x.bit_length() for x in received) > 400
-    for message in of_kind(world, EncryptedWeights):  # silos receive these, and cannot decrypt them
+    for message in of_kind(world, PaillierWeights):  # silos receive these, and cannot decrypt them
         weights = numbers(message.weights, facts.ciphertext_bytes)
         assert not secret & {x % n for x in weights}
     raw = b"".join(message.to_bytes() for message in world.sent)
