@@ -23,6 +23,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
 )
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import (
+    Invitation,
     RoundContext,
     degree,
     draw_order,
@@ -34,6 +35,7 @@ from flower_ext.secure.aggregation.member import Member
 __all__ = [
     "Advert",
     "Delivery",
+    "Invitation",
     "Keys",
     "MaskedInput",
     "Member",

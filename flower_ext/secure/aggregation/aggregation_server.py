@@ -23,7 +23,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
     UnmaskRequest,
     key_pair,
 )
-from flower_ext.secure.aggregation.context import Graph, RoundContext, graph_digest
+from flower_ext.secure.aggregation.context import Graph, Invitation, RoundContext, graph_digest
 from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,
@@ -58,8 +58,6 @@ class SumServer:
 
     Attributes
     ----------
-    graph : Sequence[Sequence[int]]
-        As above, for the members' own copies of their row.
     unopened : dict[int, set[int]]
         For each member, the neighbours that could not open its shares.
     wrong : dict[int, set[int]]
@@ -72,7 +70,7 @@ class SumServer:
     def __init__(self, context: RoundContext, graph: Graph) -> None:
         if graph_digest(graph) != context.graph or len(graph) != context.members:
             raise InvalidValue("graph: expected the one whose digest is in the context")
-        self._context, self.graph = context, graph
+        self._context, self._graph = context, graph
         self.unopened: dict[int, set[int]] = {}
         self.wrong: dict[int, set[int]] = {}
         self.unfit: set[int] = set()
@@ -91,6 +89,13 @@ class SumServer:
     def answered(self) -> frozenset[int]:
         """Return the members whose vectors are in the sum."""
         return frozenset(self._answered)
+
+    def invitations(self) -> dict[int, Invitation]:
+        """Return the first message to each member."""
+        return {
+            member: Invitation(context=self._context, index=member, neighbours=tuple(neighbours))
+            for member, neighbours in enumerate(self._graph)
+        }
 
     def add_advert(self, message: Advert) -> None:
         """Take a member's public keys.
@@ -284,7 +289,7 @@ class SumServer:
         }
 
     def _near(self, member: int, among: Collection[int]) -> list[int]:
-        return [other for other in self.graph[member] if other in among]
+        return [other for other in self._graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
         """Drop members with too few neighbours until all have enough; open the next stage."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -101,6 +101,27 @@ class RoundContext(JsonRecord):
     def digest(self) -> bytes:
         """Return a hash of all fields, 32 bytes, which identifies this round."""
         return sha256(b"flower-ext secure sum 1" + self.to_bytes()).digest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation(JsonRecord):
+    """The first message of a round to one member: the context, and the member's place in it.
+
+    Parameters
+    ----------
+    context : RoundContext
+    index : int
+        Number of the member, from 0.
+    neighbours : tuple of int
+        Numbers of its neighbours.
+    """
+
+    kind = "invitation"
+    readers: ClassVar = {"RoundContext": RoundContext.from_plain}
+
+    context: RoundContext
+    index: int
+    neighbours: tuple[int, ...]
 
 
 def degree(members: int, neighbours: int) -> int:

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     SecureSum,
     SeededNoise,
 )
-from flower_ext.secure.aggregation import RoundContext, member
+from flower_ext.secure.aggregation import Invitation, member
 from flower_ext.training import LocalTraining
 from tests.faults.malformed import copied
 from tests.support.losing import STAGES, Losing, stage_of
@@ -123,12 +123,12 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
     strategy = strategy_of()
     grid, _ = run(strategy, Losing, rounds=2, answers=[(0, KEYS)])
     rounds = {
-        m.content[records.SECURE_SUM][BEGIN].numpy().tobytes()
+        Invitation.from_bytes(m.content[records.SECURE_SUM][BEGIN].numpy().tobytes()).context
         for m in grid.sent
         if stage_of(m) == BEGIN
     }
     assert len(rounds) == 2
-    one, two = map(RoundContext.from_bytes, rounds)
+    one, two = rounds
     assert one.run != two.run
     assert one.digest != two.digest
 
