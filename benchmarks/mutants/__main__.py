@@ -52,7 +52,7 @@ _OF_ROUNDS = (
 )
 _OF_MASKS = (
     "auditing/test_secure_rounds.py",
-    "federation/client/test_masked_scores.py",
+    "federation/client/test_vector_answers.py",
     "federation/sums/test_masked.py",
     "federation/test_score_round.py",
 )
@@ -72,9 +72,8 @@ TESTS = {
             "privacy/accounting/test_renyi.py",
             "privacy/accounting/test_accountant.py",
         )
-        for module in ("accountant", "events", "gaussian", "pld", "rdp")
+        for module in ("accountant", "events", "gaussian", "pld", "renyi")
     },
-    "privacy/accounting/renyi.py": ("privacy/accounting/test_renyi.py",),
     "privacy/mechanisms/bounds.py": ("privacy/mechanisms/test_bounds.py",),
     "privacy/mechanisms/updates.py": (
         "privacy/mechanisms/test_updates.py",
@@ -121,7 +120,7 @@ TESTS = {
     ),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
-    "federation/client/masked_scores.py": _OF_MASKS,
+    "federation/client/vector_answers.py": _OF_MASKS,
     "federation/client/unmoved.py": (
         "federation/client/test_failed_trainings.py",
         "federation/client/test_unmoved.py",

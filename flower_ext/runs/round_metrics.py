@@ -1,4 +1,4 @@
-"""What the metrics of rounds and clients say: scores, who reported them, and a round in words."""
+"""Metrics of rounds and clients: scores, the clients that reported them, and a round in words."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     ReleasePlan,
+    SecureSum,
 )
 from flower_ext.privacy.mechanisms.plan import Aggregate
 from tests.support.dying_runs import Died
@@ -80,6 +81,7 @@ def test_a_discarded_round_leaves_nothing_on_either_side():
         noise_multiplier=1e-3,
         rounds=10,
         delta=1e-3,
+        noise_placement=SecureSum(colluding=0.0, dropouts=0.0),
     )
     strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
     _, mean = play(strategy, 10, lost={3: {1}, 4: {1}, 6: {0}})

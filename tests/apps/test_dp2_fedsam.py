@@ -164,7 +164,7 @@ def test_scores_in_secure_sums_are_paid_for_and_reported_as_means(tmp_path):
     by_view = {one.view: one for one in run_.guarantees() if one.basis == "provable"}
     models = by_view[AdversaryView.RELEASED_MODELS]
     assert 2.9 < models.epsilon <= 3.0
-    assert "2 evaluations" in models.source
+    assert "2 sums of scores" in models.source
     assert not any("scores" in text for one in by_view.values() for text in one.not_covered)
     entries = Ledger.read(run_.ledger_path)
     assert [e["kind"] for e in entries].count("reserve") == 3 + 2

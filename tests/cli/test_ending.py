@@ -86,7 +86,7 @@ def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
     assert status == -signal.SIGKILL, errors
     assert command.left() == []
     run = RunDirectory.open(path)
-    assert run.free()
+    run.check_free()  # processes that inherited its lock may outlive it by a moment
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
     done = len(run.metrics())
     assert reserved <= done + 1  # the round under way

@@ -32,7 +32,7 @@ ENORMOUS = 1e9
 
 
 def _not_clipped(update, clipping_norm):
-    return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=clipping_norm)
+    return BoundedUpdate(value=dict(update), bound=clipping_norm)
 
 
 def _sum_not_clipped(uploads, clipping_norm, *, like):

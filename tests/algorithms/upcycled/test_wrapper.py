@@ -49,6 +49,7 @@ from flower_ext.privacy import (
     Ledger,
     NonPrivatePlan,
     ReleasePlan,
+    SecureSum,
     privacy_loss_of,
 )
 from flower_ext.runs import RunDirectory
@@ -548,7 +549,7 @@ def test_rounds_go_on_until_the_budget_ends_and_the_last_model_is_the_result(aff
     plan = release_plan()
 
     def epsilon(releases):
-        return privacy_loss_of({plan.release: releases}, delta=0.1).epsilon
+        return privacy_loss_of({DPFedAvg().mechanism(plan).release: releases}, delta=0.1).epsilon
 
     budget = Budget(epsilon=(epsilon(affordable) + epsilon(affordable + 1)) / 2, delta=0.1)
     run = RunDirectory.create(tmp_path / "run", {})
@@ -571,7 +572,7 @@ def test_rounds_go_on_until_the_budget_ends_and_the_last_model_is_the_result(aff
 
 def test_the_result_of_a_run_that_its_budget_stops_is_the_last_extrapolated_model(tmp_path):
     plan = release_plan()
-    once = privacy_loss_of({plan.release: 1}, delta=0.1).epsilon
+    once = privacy_loss_of({DPFedAvg().mechanism(plan).release: 1}, delta=0.1).epsilon
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=1.001 * once, delta=0.1))
     strategy, seen = Upcycled(private(DPFedAvg, plan=plan, ledger=ledger), 0.5), {}
     result = strategy.start(
@@ -587,7 +588,7 @@ def test_the_result_of_a_run_that_its_budget_stops_is_the_last_extrapolated_mode
 
 def test_a_round_that_the_budget_forbids_is_not_counted_among_the_rounds(tmp_path):
     plan = release_plan()
-    once = privacy_loss_of({plan.release: 1}, delta=0.1).epsilon
+    once = privacy_loss_of({DPFedAvg().mechanism(plan).release: 1}, delta=0.1).epsilon
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=1.001 * once, delta=0.1))
     strategy = Upcycled(private(DPFedAvg, plan=plan, ledger=ledger), 0.5)
     strategy.start(recorder(), initial(), num_rounds=9)
@@ -609,7 +610,7 @@ def test_after_a_round_that_nobody_answers_the_even_round_changes_nothing():
 
 def test_after_a_discarded_private_round_the_even_round_changes_nothing(tmp_path):
     ledger = Ledger(tmp_path / "ledger")
-    plan = release_plan()
+    plan = release_plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0))
     lost = set()
 
     def one_of_round_three(seen):
