@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, TypeVar
 
@@ -38,7 +38,15 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.failures import printable
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import (
+    Opening,
+    OpenSum,
+    SealedUpdate,
+    Summation,
+    bytes_record,
+    message_of,
+    shaped,
+)
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
@@ -55,7 +63,6 @@ from flower_ext.secure.aggregation import (
     SumServer,
     UnmaskRequest,
     degree,
-    draw_order,
     graph_digest,
     graph_of,
 )
@@ -88,13 +95,6 @@ class MaskedSum(Summation):
         return OpenMaskedSum(self.mechanism, opening)
 
 
-@dataclass(frozen=True)
-class MaskedUpdate(records.Update):
-    """A masked contribution and the metrics that came with it."""
-
-    message: MaskedInput
-
-
 class OpenMaskedSum(OpenSum):
     """The masked sum of one round, whose members have agreed on masks.
 
@@ -112,7 +112,7 @@ class OpenMaskedSum(OpenSum):
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
         neighbours = degree(size, parameters.neighbors)
-        graph = graph_of(draw_order(size, secure_generator()), neighbours)
+        graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)
         self._context = RoundContext(
             run=secrets.token_bytes(16),  # a repeated round is a new one
             round_number=opening.number,
@@ -144,13 +144,13 @@ class OpenMaskedSum(OpenSum):
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record of the sum for one client's request."""
         delivery = self._deliveries[self._members[partition]]
-        return {records.SECURE_SUM: _record(DELIVERY, delivery.to_bytes())}
+        return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
-    def read(self, reply: Message) -> MaskedUpdate:
+    def read(self, reply: Message) -> SealedUpdate:
         """Read a masked contribution; raise `RefusedReply` for anything else."""
         metrics = records.read_metrics(reply)
         message = self._read(reply, MaskedInput, records.UPDATE)
-        return MaskedUpdate({}, metrics, message)
+        return SealedUpdate({}, metrics, message)
 
     def aggregate(self, contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
         """Add masked contributions up as they arrive, unmask their sum, and release its mean.
@@ -161,7 +161,8 @@ class OpenMaskedSum(OpenSum):
             Too few clients answered in one of the stages, so nobody learns any part of a sum; or
             the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
         """
-        self._take(map(_message_of, contributions), self._server.add_masked)
+        messages = (message_of(update) for _, update in contributions)
+        self._take(messages, self._server.add_masked)
         try:
             requests = self._server.unmask_requests()
             self._unmasking = True
@@ -171,8 +172,9 @@ class OpenMaskedSum(OpenSum):
             raise RoundDiscarded(str(error)) from error
         finally:
             self._report_bad_shares()
+        signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
         return self._mechanism.aggregate_sum(
-            self._shaped(total),
+            shaped(signed.astype(np.int64), self._opening.like),
             answered=len(self._server.answered),
             noise=self._opening.noise,
             like=self._opening.like,
@@ -185,22 +187,12 @@ class OpenMaskedSum(OpenSum):
         self._take(self._ask(KEYS, server.keys(), SealedShares), server.add_shares)
         return server.deliveries()
 
-    def _shaped(self, total: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the sum, modulo a power of two, as signed whole numbers by array name."""
-        signed = total.view(np.int32 if self._context.bits == 32 else np.int64).astype(np.int64)
-        cells, start = {}, 0
-        for name in sorted(self._opening.like):
-            array = self._opening.like[name]
-            cells[name] = signed[start : start + array.size].reshape(array.shape)
-            start += array.size
-        return cells
-
     def _ask(
         self, stage: str, requests: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
     ) -> list[T]:
         """Send members the messages of a stage, and return the accepted answers."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: _record(stage, request.to_bytes())}
+            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, request.to_bytes())}
             for member, request in requests.items()
         }
         number = self._opening.server_round
@@ -265,11 +257,6 @@ class OpenMaskedSum(OpenSum):
         self._exchange.refusals.append(refusal)
 
 
-def _message_of(update: tuple[int, records.Update]) -> MaskedInput:
-    assert isinstance(update[1], MaskedUpdate)
-    return update[1].message
-
-
 # The client's end ------------------------------------------------------------------------------
 
 
@@ -297,7 +284,9 @@ def answer(message: Message, context: Context, method: str) -> Message:
         else:
             raise ProtocolError(f"stage {stage!r}: expected {BEGIN}, {KEYS} or {QUESTION}")
         vault.store(member.to_bytes())
-    return Message(RecordDict({records.ANSWER: _record(SENT, reply.to_bytes())}), reply_to=message)
+    return Message(
+        RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
+    )
 
 
 def seal(
@@ -327,7 +316,7 @@ def seal(
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())
-    return _record(SENT, upload.to_bytes())
+    return bytes_record(SENT, upload.to_bytes())
 
 
 def _vault(context: Context, method: str) -> ClientVault:
@@ -369,7 +358,3 @@ def _stored(vault: ClientVault) -> Member:
             "in its node config"
         )
     return Member.from_bytes(stored)
-
-
-def _record(name: str, data: bytes) -> ArrayRecord:
-    return records.to_record({name: records.to_bytes_array(data)})

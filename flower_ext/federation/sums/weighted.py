@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +39,15 @@ from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import (
+    Opening,
+    OpenSum,
+    SealedUpdate,
+    Summation,
+    bytes_record,
+    message_of,
+    shaped,
+)
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -183,7 +191,7 @@ class WeightedSum(Summation):
             self.keys_lost = self.keys_lost or self.hidden_draw != ""
             raise RoundDiscarded(f"{stage} failed without a silo's answer: {missing}") from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
-        return OpenWeightedSum(self, opening, _record(WEIGHTS, weights), seconds)
+        return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the protocol's costs in privacy beyond the plan's noise."""
@@ -224,13 +232,6 @@ class WeightedSum(Summation):
         )
 
 
-@dataclass(frozen=True)
-class WeightedUpdate(Update):
-    """A silo's masked sum, or None if the silo has lost its keys."""
-
-    message: Any = None
-
-
 class OpenWeightedSum(OpenSum):
     """The weighted sum of one round, whose weights are encrypted."""
 
@@ -249,11 +250,11 @@ class OpenWeightedSum(OpenSum):
         """Return the encrypted weights, the same for all silos."""
         return {WEIGHTED: self._weights}
 
-    def read(self, reply: Message) -> WeightedUpdate:
+    def read(self, reply: Message) -> SealedUpdate:
         """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
-            return WeightedUpdate({}, {})
+            return SealedUpdate({}, {})
         if set(arrays) != {SUM}:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
         server = self._summation.server
@@ -263,7 +264,7 @@ class OpenWeightedSum(OpenSum):
             message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
-        return WeightedUpdate({}, records.read_metrics(reply), message)
+        return SealedUpdate({}, records.read_metrics(reply), message)
 
     def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -275,7 +276,7 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        messages = {silo: _message_of(update) for silo, update in contributions}
+        messages = {silo: message_of(update) for silo, update in contributions}
         if lost := [silo for silo, message in messages.items() if message is None]:
             self._summation.keys_lost = True
             raise RoundDiscarded(
@@ -291,7 +292,7 @@ class OpenWeightedSum(OpenSum):
         )
         bound = norms * mechanism.clipping_norm
         try:
-            total = _shaped(summation.server.close_round([*messages.values()]), like)
+            total = shaped(summation.server.close_round([*messages.values()]), like)
             mechanism.refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
@@ -351,24 +352,8 @@ def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
         return records.read_bytes(arrays, step.name, step.length)
 
     messages = {
-        silo: {WEIGHTED: _record(step.name, message)} for silo, message in step.questions.items()
+        silo: {WEIGHTED: bytes_record(step.name, message)}
+        for silo, message in step.questions.items()
     }
     question = ConfigRecord({STEP: step.name})
     return clients.ask(question, read, messages, partitions=[*step.questions])
-
-
-def _record(name: str, message: bytes) -> ArrayRecord:
-    return records.to_record({name: records.to_bytes_array(message)})
-
-
-def _message_of(update: Update) -> Any:
-    assert isinstance(update, WeightedUpdate)
-    return update.message
-
-
-def _shaped(total: np.ndarray, like: Arrays) -> dict[str, np.ndarray]:
-    """Return all coordinates as arrays, in the order of their names."""
-    names = sorted(like)
-    ends = np.cumsum([like[name].size for name in names])[:-1]
-    parts = zip(names, np.split(total, ends), strict=True)
-    return {name: part.reshape(like[name].shape) for name, part in parts}

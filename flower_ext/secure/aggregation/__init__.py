@@ -26,7 +26,6 @@ from flower_ext.secure.aggregation.context import (
     Invitation,
     RoundContext,
     degree,
-    draw_order,
     graph_digest,
     graph_of,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "SumServer",
     "UnmaskRequest",
     "degree",
-    "draw_order",
     "graph_digest",
     "graph_of",
 ]

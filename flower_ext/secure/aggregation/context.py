@@ -143,19 +143,11 @@ def degree(members: int, neighbours: int) -> int:
     return min(neighbours + neighbours % 2, members - 1)
 
 
-def draw_order(members: int, generator: np.random.Generator) -> tuple[int, ...]:
-    """Return the members from 0 to ``members - 1`` in a random order, uniform over all orders.
-
-    Seed ``generator`` from the operating system, because an adversary that predicts the order can
-    place colluders.
-    """
-    return tuple(int(member) for member in generator.permutation(members))
-
-
 def graph_of(order: Sequence[int], neighbours: int) -> Graph:
     """Return each member's neighbours on the circle of ``order``, ascending.
 
-    The relation is symmetric. ``neighbours`` must come from `degree`.
+    The relation is symmetric. ``neighbours`` must come from `degree`. Draw ``order`` uniformly with
+    randomness of the operating system: an adversary that predicts it can place colluders.
     """
     size = len(order)
     if neighbours >= size - 1:
