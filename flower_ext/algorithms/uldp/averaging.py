@@ -33,7 +33,7 @@ from logging import getLogger
 import numpy as np
 
 from flower_ext.algorithms.uldp import silo_part
-from flower_ext.algorithms.uldp.silo_training import CellTotal, ClippedTotal, users_training
+from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     USERS,
@@ -48,7 +48,6 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
-from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
@@ -92,32 +91,21 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
     num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
     data = owned(work.data, num_users)
-    if WEIGHTED in work.state:
-        return (yield from _sealed_update(work, data, num_users, bound))
-    weights = read_weights(work).tolist()
-    users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
-    cell = work.settings.get(CELL)
-    total = (
-        ClippedTotal(work.received, bound, weights)
-        if cell is None
-        else CellTotal(work.received, bound, weights, cell)
-    )
+    total: WeightedTotal | silo_part.SiloPart
+    if WEIGHTED in work.state:  # the protocol of a weighted sum weighs each user
+        part = silo_part.open_part(
+            work.state, work.vault, number=work.round, users=num_users, clipping_norm=bound
+        )
+        if part is None:
+            lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
+            return LocalResult(update=lost)
+        users, total = data.by_user(), part
+    else:
+        weights = read_weights(work).tolist()
+        users = {user: records for user, records in data.by_user().items() if weights[user] > 0}
+        total = WeightedTotal(work.received, bound, weights, work.settings.get(CELL))
     yield users_training(work, users, total, num_users)
     return LocalResult(update=total.value)
-
-
-def _sealed_update(
-    work: ClientWork, data: SiloData, num_users: int, bound: float
-) -> Steps[LocalResult]:
-    """Return the silo's part of a weighted sum, in which the protocol weighs each user."""
-    part = silo_part.open_part(
-        work.state, work.vault, number=work.round, users=num_users, clipping_norm=bound
-    )
-    if part is None:
-        lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
-        return LocalResult(update=lost)
-    yield users_training(work, data.by_user(), part, num_users)
-    return LocalResult(update=part.value)
 
 
 def answer(question: Question) -> Mapping[str, object]:

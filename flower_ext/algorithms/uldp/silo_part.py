@@ -144,7 +144,7 @@ def open_part(
         if users != silo.settings.users:
             raise ProtocolError(f"{users} users: expected {silo.settings.users}")
         weights = np.asarray(arrays[WEIGHTED][WEIGHTS]).tobytes()
-        return SiloPart(silo, partial(silo.open_sum, number, weights), clipping_norm)
+        return SiloPart(silo, number, partial(silo.open_sum, number, weights), clipping_norm)
 
 
 class SiloPart:
@@ -157,19 +157,25 @@ class SiloPart:
     Parameters
     ----------
     silo : SiloParty
+    number : int
+        Number of the round.
     begin : Callable[[], SiloSum]
         Begins the sum of the round; a second sum may replace the first one, which never leaves.
     clipping_norm : float
     """
 
     def __init__(
-        self, silo: SiloParty[Any, Any], begin: Callable[[], SiloSum], clipping_norm: float
+        self,
+        silo: SiloParty[Any, Any],
+        number: int,
+        begin: Callable[[], SiloSum],
+        clipping_norm: float,
     ) -> None:
-        self._silo, self._begin, self._norm = silo, begin, clipping_norm
+        self._silo, self._number, self._begin, self._norm = silo, number, begin, clipping_norm
         self._sum = begin()
         self._missing = set(silo.counted)
         self._error: Exception | None = None
-        self._seconds = 0.0
+        self._started, self._seconds = time.monotonic(), 0.0
 
     @property
     def value(self) -> HiddenSum:
@@ -207,8 +213,14 @@ class SiloPart:
         (row,) = flat_rows_of({name: part[None] for name, part in noise.items()})
         with _protocol_errors():
             masked = self._finished(row)
-        seconds = self._seconds + time.monotonic() - started
-        log.info("silo %d: %.1f s of encryption", self._silo.index, seconds)
+        encryption = self._seconds + time.monotonic() - started
+        log.info(
+            "silo %d, round %d: %.1f s of training, %.1f s of encryption",
+            self._silo.index,
+            self._number,
+            time.monotonic() - self._started - encryption,
+            encryption,
+        )
         return {SUM: records.to_bytes_array(masked)}
 
     def _finished(self, noise: np.ndarray) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, WARNING, getLogger
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,8 +38,8 @@ class UsersTotal(Protocol):
         ...
 
 
-class ClippedTotal:
-    """The weighted sum of users' clipped updates.
+class WeightedTotal:
+    """The weighted sum of users' clipped updates, in float64 or in whole numbers of cells.
 
     Parameters
     ----------
@@ -48,47 +48,43 @@ class ClippedTotal:
     clipping_norm : float
     weights : Sequence[float]
         w_{s,u} of every user.
+    cell : float, optional
+        Width of a cell, if each user's part consists of whole numbers of cells.
     """
 
-    def __init__(self, params: Params, clipping_norm: float, weights: Sequence[float]) -> None:
-        self._norm, self._weights, self._count = clipping_norm, weights, 0
-        self._sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+    def __init__(
+        self,
+        params: Params,
+        clipping_norm: float,
+        weights: Sequence[float],
+        cell: float | None = None,
+    ) -> None:
+        self._norm, self._weights, self._cell, self._count = clipping_norm, weights, cell, 0
+        self._sums: dict[str, Any] = {
+            name: torch.zeros_like(part, dtype=torch.float64)
+            if cell is None
+            else np.zeros(tuple(part.shape), np.int64)
+            for name, part in params.items()
+        }
 
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Add one row of ``rows`` for each of ``users``."""
         weights = [self._weights[user] for user in users]
-        for name, part in sum_clipped_rows(rows, self._norm, weights).value.items():
+        added = (
+            sum_clipped_rows(rows, self._norm, weights)
+            if self._cell is None
+            else sum_rows_in_cells(rows, self._norm, self._cell, weights)
+        )
+        for name, part in added.value.items():
             self._sums[name] += part
         self._count += len(users)
 
     @property
-    def value(self) -> BoundedSum:
+    def value(self) -> BoundedSum | CellSum:
         """The sum."""
-        return BoundedSum(value=self._sums, bound=self._norm, count=self._count)
-
-
-class CellTotal:
-    """The same sum, in which each user's part consists of whole numbers of cells.
-
-    Parameters
-    ----------
-    cell : float
-        Width of a cell.
-    params, clipping_norm, weights
-        As for `ClippedTotal`.
-    """
-
-    def __init__(
-        self, params: Params, clipping_norm: float, weights: Sequence[float], cell: float
-    ) -> None:
-        none = {name: np.zeros(tuple(p.shape), np.int64) for name, p in params.items()}
-        self.value = CellSum(value=none, bound=clipping_norm, cell=cell, count=0)
-        self._weights = weights
-
-    def add(self, users: Sequence[int], rows: Params) -> None:
-        """Add one row of ``rows`` for each of ``users``."""
-        weights = [self._weights[user] for user in users]
-        self.value += sum_rows_in_cells(rows, self.value.bound, self.value.cell, weights)
+        if self._cell is None:
+            return BoundedSum(value=self._sums, bound=self._norm, count=self._count)
+        return CellSum(value=self._sums, bound=self._norm, cell=self._cell, count=self._count)
 
 
 @dataclass(kw_only=True)

@@ -578,7 +578,7 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
         generator=draw,
         users=users,
         seeds=list(users),
-        total=silo_training.ClippedTotal(params, 0.1, [0.5] * len(sizes)),
+        total=silo_training.WeightedTotal(params, 0.1, [0.5] * len(sizes)),
     )
 
 
@@ -698,7 +698,7 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
     silo = SimpleNamespace(counted=tuple(job.users))
-    part = SiloPart(silo, lambda: SimpleNamespace(add=clipped.update), 0.1)
+    part = SiloPart(silo, 1, lambda: SimpleNamespace(add=clipped.update), 0.1)
     hidden = replace(job, total=part)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
