@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -92,7 +93,7 @@ def main() -> None:
     chosen = [everyone[at] for at in order[: arguments.sample]]
     few = only(jobs, chosen)
 
-    def batches(given: Sequence[SiloJob]) -> list[BoundedSum]:
+    def batches(given: Sequence[SiloJob]) -> list[Any]:
         limit = arguments.memory_limit * 2**20
         totals = [
             WeightedTotal(dict(job.params), CLIPPING_NORM, [1 / len(silos)] * arguments.users)
@@ -102,7 +103,7 @@ def main() -> None:
         add_users(task, fresh, trained=lambda name: True, memory_limit=limit)
         return [total.value for total in totals]
 
-    def one_at_a_time() -> list[BoundedSum]:
+    def one_at_a_time() -> list[Any]:
         alone = (replace(jobs[silo], users={user: jobs[silo].users[user]}) for silo, user in chosen)
         return [batches([job])[0] for job in alone]
 

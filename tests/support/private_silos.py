@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, RecordDict
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
 from flower_ext.federation import ClientVault, InProcessGrid, records
 from flower_ext.privacy import FullParticipation
-from flower_ext.secure.protocols import load_protocol, protocols
+from flower_ext.secure.weighting.protocol import load_protocol, protocols
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
 from tests.support.strategies import private_strategy_of, strategy_of
 

@@ -21,7 +21,8 @@ from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, cores
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
-from flower_ext.secure.protocols import protocol_of
+from flower_ext.secure.weighting.protocol import protocol_of
+from flower_ext.secure.weighting.weighting_steps import BEGIN
 from flower_ext.training import Params
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
@@ -64,8 +65,6 @@ def answer(
     InvalidValue
         The server's message is malformed.
     """
-    from flower_ext.secure.weighting.weighting_steps import BEGIN  # needs the extra
-
     with _protocol_errors():
         if WEIGHTED not in arrays or step not in arrays[WEIGHTED]:
             raise ProtocolError(f"step={step!r}: expected a message of that name")

@@ -56,12 +56,11 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
-from flower_ext.secure.protocols import load_protocol
+from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
+from flower_ext.secure.weighting.weighting_steps import Dialogue, Step
 
-if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
-    from flower_ext.secure.weighting.protocol import WeightingProtocol
+if TYPE_CHECKING:  # it needs the extra ``weighting``
     from flower_ext.secure.weighting.server_party import ServerParty
-    from flower_ext.secure.weighting.weighting_steps import Dialogue, Step
 
 T = TypeVar("T")
 log = getLogger("flwr")

@@ -42,13 +42,3 @@ in order. What does not depend on the scheme is in `ServerParty` and `SiloParty`
 scheme adds its arithmetic only. `weighting_messages` and `paillier_messages` define the messages
 between them. This package uses neither torch nor Flower.
 """
-
-try:
-    import gmpy2 as _gmpy2  # noqa: F401
-    import nacl as _nacl  # noqa: F401
-    import phe as _phe  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"flower_ext.secure.weighting needs {error.name}: pip install 'flower-ext[weighting]'",
-        name=error.name,
-    ) from error

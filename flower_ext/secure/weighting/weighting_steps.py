@@ -16,8 +16,6 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from flower_ext.secure.weighting.oblivious import POINT_BYTES
-
 T = TypeVar("T")
 
 BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
@@ -25,7 +23,7 @@ BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
 KEY_BYTES = SEED_BYTES = 32
 SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
 NUMBER_BYTES = 8
-OFFER_BYTES = NUMBER_BYTES + POINT_BYTES
+OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 
 
 @dataclass(frozen=True, kw_only=True)
