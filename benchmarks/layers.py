@@ -294,7 +294,7 @@ def trained(kind: Kind) -> Cell:
     try:
         start = task.initial_params(1)
         draw = torch.Generator().manual_seed(7)
-        ours = train(task, start, data, TRAINING, generator=draw)
+        ours = train(task, Job(params=start, examples=data, training=TRAINING, generator=draw))
     except ValueError as error:
         return Cell(str(error), refused=True)
     theirs = by_pytorch(kind, start, data, torch.Generator().manual_seed(7))
@@ -359,9 +359,7 @@ def by_dp_sgd(kind: Kind) -> Cell:
     except ValueError as error:
         return Cell(str(error), refused=True)
     theirs = clipped_by_pytorch(kind, start, data, names, width=gradient.width)
-    one_by_one = "by vmap" if gradient.by_vmap else "one by one"
-    how = "in one pass" if gradient.in_one_pass else one_by_one
-    return Cell(f"equal, {how}", _off(ours, theirs, {}))
+    return Cell(f"equal, {gradient.way}", _off(ours, theirs, {}))
 
 
 def clipped_by_pytorch(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from benchmarks.runs import Config, over_seeds, run_all, settings
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.planning import best_rounds
+from flower_ext.planning import best_schedule
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.figures import Line
@@ -133,9 +133,9 @@ class Experiment:
             config = self._config({**change, "planner": "pilot", "seed": seed})
             settings = server.Settings.of(config)
             task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
-            plan = best_rounds(
+            plan = best_schedule(
                 planner.problem_of(settings, task, planner.pilot_of(settings, task)),
-                global_weight=float(config["global-weight"]),
+                float(config["global-weight"]),
                 variance_per_round=server.plan_of(settings, 1).upload_stddev ** 2,
                 max_rounds=most,
                 basis=basis,

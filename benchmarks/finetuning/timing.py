@@ -75,7 +75,7 @@ def _jobs(task: Task, training: LocalTraining) -> list[Job]:
 
 def _one_by_one(task: Task, waiting: list[Job]) -> None:
     for job in waiting:
-        train(task, job.params, job.examples, job.training, generator=job.generator)
+        train(task, job)
 
 
 def _in_batches(task: Task, waiting: list[Job]) -> None:

@@ -29,6 +29,7 @@ from benchmarks.speed.workload import CLASSES, convolutional, logistic_regressio
 from flower_ext.data import ClientData, trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
+from flower_ext.training.dp.clipped_gradient import Way
 from flower_ext.training.model_calls import call_model
 from flower_ext.training.models import cifar10_cnn, mnist_cnn
 
@@ -142,7 +143,7 @@ def ours(
     params = task.initial_params(0)
     clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM)
     if one_by_one:
-        clipped.in_one_pass = clipped.by_vmap = False
+        clipped.way = Way.ONE_BY_ONE
     return lambda: clipped(params, x, y)
 
 

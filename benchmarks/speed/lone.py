@@ -79,15 +79,15 @@ def row(name: str, build: Callable[[], nn.Module]) -> tuple[str, ...]:
         train_in_place(model, client)
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
+    def job(client: int) -> Job:
+        own, random = Examples(*examples(client)), torch.Generator().manual_seed(client)
+        return Job(params=start, examples=own, training=TRAINING, generator=random)
+
     def alone(client: int) -> Params:
-        random = torch.Generator().manual_seed(client)
-        return train(task, start, Examples(*examples(client)), TRAINING, generator=random)
+        return train(task, job(client))
 
     def as_one_of_many(client: int) -> Params:
-        own, random = Examples(*examples(client)), torch.Generator().manual_seed(client)
-        (trained,) = train_each(
-            task, [Job(params=start, examples=own, training=TRAINING, generator=random)]
-        )
+        (trained,) = train_each(task, [job(client)])
         return trained
 
     ways = [bare, alone, as_one_of_many]

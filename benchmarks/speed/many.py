@@ -14,11 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.speed.workload import convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData, Examples
@@ -50,20 +48,6 @@ def small_perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 25), nn.ReLU(), nn.Linear(25, CLASSES))
 
 
-class Sequences(nn.Module):
-    """A recurrent layer over the 28 rows of an image, and a dense one."""
-
-    def __init__(self, kind: Callable[..., nn.RNNBase], neurons: int) -> None:
-        super().__init__()
-        self.recurrent = kind(28, neurons, batch_first=True)
-        self.head = nn.Linear(neurons, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores, of the last state."""
-        outputs, _ = self.recurrent(x.squeeze(1))
-        return cast(Tensor, self.head(outputs[:, -1]))
-
-
 def fraud() -> nn.Module:
     """Two blocks of 64 neurons on 30 features, and two classes: 6,530 parameters."""
 
@@ -79,8 +63,6 @@ CASES = [
         ("logistic regression, 7,850", logistic_regression),
         ("perceptron, 50,890", perceptron),
         ("convolutional, 147,146", convolutional),
-        ("LSTM of 32, 8,266", partial(Sequences, nn.LSTM, 32)),
-        ("GRU of 64, 18,698", partial(Sequences, nn.GRU, 64)),
     )
 ] + [
     Case(name="tiny, " + name, build=build, trainings=10_000, examples=(1, 2, 3), epochs=2)
@@ -164,7 +146,7 @@ def no_partitions(partition: int) -> ClientData:
 def one_by_one(task: Task, waiting: list[Job]) -> None:
     """Train jobs one after the other, which a batch replaces."""
     for job in waiting:
-        train(task, job.params, job.examples, job.training, generator=job.generator)
+        train(task, job)
 
 
 def in_batches(task: Task, waiting: list[Job], steady: bool) -> None:

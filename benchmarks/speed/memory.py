@@ -26,8 +26,14 @@ from benchmarks.speed.contest import Contender, Measured
 from benchmarks.speed.workload import Workload, parse
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy, run_in_process
-from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    Memory,
+    run_in_process,
+)
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task
@@ -50,7 +56,7 @@ class MadeUp(DPFedAvg):
     """Clients answer without training."""
 
     client = ClientMethod(
-        name="made_up", local_update=made_up, local_model=received, keeps_memory=False
+        name="made_up", local_update=made_up, local_model=received, memory=Memory.NONE
     )
 
 

@@ -56,9 +56,9 @@ def group_conversion(experiment: Experiment, scale: Scale) -> str:
 
 
 def _published(size: int) -> float:
-    published, _ = uldp_group_guarantees([TRAINING], group_size=size, delta=DELTA)
+    published, _ = uldp_group_guarantees(TRAINING, group_size=size, delta=DELTA)
     return published.epsilon
 
 
 def _epsilon(bound: Callable[..., PrivacyLoss], size: int) -> float:
-    return bound([TRAINING], group_size=size, delta=DELTA).epsilon
+    return bound(TRAINING, group_size=size, delta=DELTA).epsilon

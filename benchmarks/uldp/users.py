@@ -29,7 +29,6 @@ from torch.nn.functional import cross_entropy
 from benchmarks.uldp.app import load_silos
 from flower_ext.algorithms.uldp.silo_training import SiloJob, WeightedTotal, add_users
 from flower_ext.data import SiloData
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task
 from flower_ext.training.models import mnist_cnn
@@ -201,7 +200,9 @@ def by_hand(task: Task, jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int
 
 
 def largest_difference(
-    together: Sequence[BoundedSum], alone: Sequence[BoundedSum], silos: Sequence[int]
+    together: Sequence[Any],
+    alone: Sequence[Any],
+    silos: Sequence[int],
 ) -> float:
     """Return the largest difference of a coordinate between sums of batches and of single users."""
     worst = 0.0

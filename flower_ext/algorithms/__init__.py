@@ -3,7 +3,7 @@
 from flower_ext.algorithms.apple import Apple
 from flower_ext.algorithms.dp2_fedsam import Centaur, DP2FedSAM
 from flower_ext.algorithms.dp_ditto import DPDitto
-from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
+from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedSAM
 from flower_ext.algorithms.fedala import FedALA
 from flower_ext.algorithms.fedamp import FedAMP
 from flower_ext.algorithms.feddyn import FedDyn
@@ -19,9 +19,7 @@ __all__ = [
     "DP2FedSAM",
     "DPDitto",
     "DPFedAvg",
-    "DPFedAvgFT",
     "DPFedSAM",
-    "DPFedSAMFT",
     "FedALA",
     "FedAMP",
     "FedDyn",

@@ -49,7 +49,6 @@ from flower_ext.federation import (
     records,
     require_unit_rate,
 )
-from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -65,7 +64,6 @@ from flower_ext.training import (
 from flower_ext.training.params import flat_rows
 
 CORE, PERSONAL, RELATION = "core", "personal", "relation"
-RATE, PENALTY, ROUNDS, POPULATION = "relation-rate", "penalty", "penalty-rounds", "population"
 
 
 @dataclass(kw_only=True)
@@ -84,11 +82,13 @@ class Mixture(Job):
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i, by the gradient at the personal model."""
-    population = int(work.settings[POPULATION])
-    others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
+    start = f"{CORE}."
+    cores = {name: core for name, core in work.state.items() if name.startswith(start)}
+    others = {int(name.removeprefix(start)): core for name, core in cores.items()}
+    population = len(others) + 1
     (index,) = set(range(population)) - set(others)
     kept = work.memory or {}
-    last, rounds = work.round - 1, work.settings[ROUNDS]
+    last, rounds = work.round - 1, work.settings["penalty_rounds"]
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
     types = [p.dtype for p in work.received.values() if p.is_floating_point()]
     dtype = reduce(torch.promote_types, types, torch.float32)
@@ -101,8 +101,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         others=others,
         own=index,
         relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
-        relation_rate=work.settings[RATE],
-        penalty=fading * work.settings[PENALTY],
+        relation_rate=work.settings["relation_learning_rate"],
+        penalty=fading * work.settings["penalty"],
     )
     core, relation, personal = yield Training(
         task=work.task, job=job, trained=lambda name: True, solve=train_mixture
@@ -121,6 +121,7 @@ def train_mixture(
     """
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
     models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
+    # One stack for each name makes the mix, and the gradient along p, single products.
     cores = {
         name: torch.stack([model[name].to(problem.device) for model in models])
         for name in problem.start
@@ -194,15 +195,6 @@ class Apple(Method):
                 "leave it out"
             )
 
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return η_2, μ, L, and the number N of clients, for the clients."""
-        return {
-            RATE: self.relation_learning_rate,
-            PENALTY: self.penalty,
-            ROUNDS: self.penalty_rounds,
-            POPULATION: plan.sampling.population,
-        }
-
     def init(self, model: Arrays, population: int) -> State:
         """Return the core models, each of which begins as the initial model."""
         return State(server={str(client): model for client in range(population)})
@@ -210,6 +202,7 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models: its own as its model, the others by client number."""
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
+        # All messages share these records, so each core becomes one only once.
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}
         requests = {
             partition: {

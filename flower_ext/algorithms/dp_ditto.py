@@ -33,15 +33,13 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     Steps,
     own_model,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
-from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Params, Proximal
-
-GLOBAL_WEIGHT = "global-weight"
 
 local_model = own_model
 
@@ -55,7 +53,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 def personal_model(work: ClientWork) -> Steps[Params]:
     """Take the steps ϖ ← ϖ − η_L ((1 − λ/2) ∇F_n(ϖ) + λ (ϖ − ω)) of line 10."""
-    start, weight = work.memory or work.received, work.settings[GLOBAL_WEIGHT]
+    start, weight = work.memory or work.received, work.settings["global_weight"]
     if weight == LARGEST_WEIGHT:
         return drawn(start, work)
     # An equal form of these steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
@@ -101,7 +99,7 @@ class DPDitto(Method):
         name="dp_ditto",
         local_update=local_update,
         local_model=local_model,
-        memoryless=True,  # the personal model, which the client remembers, is not in the update
+        memory=Memory.BESIDE_UPDATES,  # the personal model
         upload_phase="local",
     )
 
@@ -120,10 +118,7 @@ class DPDitto(Method):
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training: the local model, then the personal model."""
+        # At λ = 2 this rate is 0, which no training takes; `drawn` needs none.
         rate = self.personal_training.learning_rate * (1 - self.global_weight / 2)
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}
-
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return λ, for the clients."""
-        return {GLOBAL_WEIGHT: float(self.global_weight)}

@@ -19,13 +19,14 @@ With a `NonPrivatePlan` the same methods are FedAvg and FedSAM without DP.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     State,
     Steps,
@@ -73,8 +74,7 @@ class DPFedAvg(Method):
         name="dp_fedavg",
         local_update=local_update,
         local_model=local_model,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
         upload_phase="local",
     )
     any_client_app = True
@@ -100,15 +100,6 @@ class DPFedAvg(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPFedAvgFT(DPFedAvg):
-    """DP-FedAvg whose clients fine-tune the received model, by default with ``local``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "fine_tuning", self.fine_tuning or self.local)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DPFedSAM(DPFedAvg):
     """DP-FedAvg with sharpness-aware local training."""
 
@@ -120,13 +111,3 @@ class DPFedSAM(DPFedAvg):
             raise InvalidValue(
                 "local.sam_radius=0: expected a radius > 0; use DPFedAvg to train without SAM"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPFedSAMFT(DPFedSAM):
-    """DP-FedSAM whose clients fine-tune the received model, by default with ``local`` by SGD."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        tuning = self.fine_tuning or replace(self.local, sam_radius=0.0)
-        object.__setattr__(self, "fine_tuning", tuning)

@@ -56,7 +56,7 @@ from flower_ext.training import (
 from flower_ext.training.params import require_modules
 
 MODEL, WEIGHTS = "model", "weights"
-SHARE, FIRST, ADAPTIVE = "sample-share", "first-passes", "adaptive."
+ADAPTIVE = "adaptive."
 
 
 @dataclass(kw_only=True)
@@ -91,12 +91,13 @@ def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
     """
     modules = [name.removeprefix(ADAPTIVE) for name in work.settings if name.startswith(ADAPTIVE)]
     names = {name for name in local if matches(name, modules)}
-    size = max(1, round(work.settings[SHARE] * len(work.data.train)))
+    size = max(1, round(work.settings["sample_share"] * len(work.data.train)))
     rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
     training = work.training["weights"]
     if not weights:
+        # Ones begin at the shared layers, from which training moves towards the client's own.
         weights = {name: torch.ones_like(local[name]) for name in local if name in names}
-        training = replace(training, epochs=int(work.settings[FIRST]))
+        training = replace(training, epochs=int(work.settings["first_passes"]))
     job = Aggregation(
         params=local,
         examples=work.data.train.subset(rows.numpy()),
@@ -195,6 +196,6 @@ class FedALA(Method):
         return {"local": self.local, "weights": weights}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return s, the first passes, and the modules with weights, for the clients."""
+        """Return the numbers, and the names of the modules with weights, for the clients."""
         modules = {ADAPTIVE + module: 1.0 for module in self.adaptive}
-        return {SHARE: self.sample_share, FIRST: self.first_passes, **modules}
+        return {**super().settings(plan), **modules}

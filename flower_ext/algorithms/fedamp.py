@@ -20,7 +20,6 @@ w_i itself stays on the client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -48,7 +47,6 @@ from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")
 
-ATTRACTION = "attraction"
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
 """Groups of the state: w_i and u_i by client, and a mark that the server has warned."""
 _LEAST_SHARE = 0.01
@@ -58,7 +56,7 @@ _LEAST_SHARE = 0.01
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's own model, with a proximal term towards the received cloud model."""
     start = work.memory or work.received
-    pull = Proximal(weight=work.settings[ATTRACTION], anchor=work.received)
+    pull = Proximal(weight=work.settings["attraction"], anchor=work.received)
     trained = yield work.train("local", start, terms=[pull])
     return LocalResult(model=trained, memory=trained)
 
@@ -82,6 +80,7 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
 def _squared_distances(models: NDArray[np.float64]) -> NDArray[np.float64]:
     squares = np.square(models).sum(axis=1)
     distances = squares[:, None] + squares[None, :] - 2 * models @ models.T
+    # Rounding may leave the distance of two equal models just below 0.
     return np.asarray(np.maximum(distances, 0.0))
 
 
@@ -134,10 +133,6 @@ class FedAMP(Method):
                 "model a negative weight"
             )
 
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return λ/α, for the clients."""
-        return {ATTRACTION: self.attraction}
-
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client its cloud model u_i; a client without one gets the shared model."""
         requests = {
@@ -154,6 +149,7 @@ class FedAMP(Method):
             for name, group in state.server.items()
             if name.startswith(UPLOADED)
         }
+        # A client whose reply was lost keeps the model that it uploaded last.
         for partition, update in released.updates.items():
             received = state.server.get(CLOUD + str(partition), model)
             uploaded[str(partition)] = {
@@ -163,13 +159,11 @@ class FedAMP(Method):
         flat = np.stack([_flat(uploaded[client]) for client in clients])
         step = self._mixing_step(released.population)
         weights = attention(flat, step=step, width=self.attention_width)
-        is_fading = self._is_fading(weights)
-        if is_fading and FADING not in state.server:
-            self._warn_of_fading(flat, weights, step)
+        has_warned = FADING in state.server or self._warns_of_fading(flat, weights, step)
         groups = {UPLOADED + client: uploaded[client] for client in clients}
         for client, cloud in zip(clients, weights @ flat, strict=True):
             groups[CLOUD + client] = _shaped(cloud, model)
-        if is_fading or FADING in state.server:
+        if has_warned:
             groups[FADING] = {}
         return _shaped(flat.mean(axis=0), model), State(server=groups)
 
@@ -178,14 +172,13 @@ class FedAMP(Method):
         step = self.attention_step
         return self.attention_width / population if step is None else step
 
-    @staticmethod
-    def _is_fading(weights: NDArray[np.float64]) -> bool:
-        """Return True if every client's cloud model is almost its own model."""
-        return len(weights) >= 2 and bool(1.0 - np.diag(weights).min() < _LEAST_SHARE)
-
-    def _warn_of_fading(
+    def _warns_of_fading(
         self, models: NDArray[np.float64], weights: NDArray[np.float64], step: float
-    ) -> None:
+    ) -> bool:
+        """Warn if every client's cloud model is almost its own model; return True if so."""
+        most = 1.0 - float(np.diag(weights).min())
+        if len(models) < 2 or most >= _LEAST_SHARE:
+            return False
         pairs = np.triu_indices(len(models), k=1)
         median = float(np.median(_squared_distances(models)[pairs]))
         log.warning(
@@ -195,9 +188,10 @@ class FedAMP(Method):
             "near attention_width / clients",
             self.attention_width,
             step,
-            1.0 - float(np.diag(weights).min()),
+            most,
             median,
         )
+        return True
 
 
 def _flat(arrays: Arrays) -> NDArray[np.float64]:

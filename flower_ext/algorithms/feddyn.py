@@ -18,7 +18,6 @@ of the gradients in the clients' memories, unless the server itself clips or add
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +30,7 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     Released,
     State,
@@ -41,12 +41,11 @@ from flower_ext.privacy import NonPrivatePlan, PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 H = "h"
-REGULARIZATION = "regularization"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then update the gradient."""
-    alpha, server = work.settings[REGULARIZATION], work.received
+    alpha, server = work.settings["regularization"], work.received
     gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
     terms: list[Term] = [
         Linear(direction={name: -g for name, g in gradient.items()}),
@@ -75,7 +74,10 @@ class FedDyn(Method):
     """
 
     client = ClientMethod(
-        name="feddyn", local_update=local_update, local_model=shared_model, mirrored=True
+        name="feddyn",
+        local_update=local_update,
+        local_model=shared_model,
+        memory=Memory.MIRRORED,
     )
 
     regularization: float = 0.1
@@ -98,10 +100,6 @@ class FedDyn(Method):
         """The regularizer's weight α."""
         return self.regularization
 
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return α, for the clients."""
-        return {REGULARIZATION: self.regularization}
-
     def init(self, model: Arrays, population: int) -> State:
         """Return h = 0."""
         return State(server={H: {name: np.zeros_like(array) for name, array in model.items()}})
@@ -109,6 +107,7 @@ class FedDyn(Method):
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Update h ← h − (α/m) Σ (θ_k − θ); return θ ← mean θ_k − h/α."""
         alpha, mean = self.regularization, released.mean
+        # Clients that did not answer count as unmoved, because h is a mean over all m.
         share = alpha * released.fraction
         h = {name: array - share * mean[name] for name, array in state.server[H].items()}
         moved, _ = super().step(model, released, state)

@@ -101,11 +101,6 @@ class Hosted(DPFedAvg):
         """Name of the Flower strategy."""
         return type(self.server).__name__
 
-    @property
-    def server_step(self) -> str:
-        """Name of the Flower strategy's step."""
-        return f"the server's step of {self.label}"
-
     def init(self, model: records.Arrays, population: int) -> State:
         """Return no steps, and the moments with which the Flower strategy begins."""
         return self._state(self.server, steps=0)
@@ -125,6 +120,7 @@ class Hosted(DPFedAvg):
         self, config: ConfigRecord, model: records.Arrays, state: State, cohort: int
     ) -> FedAvg:
         """Return a copy of the Flower strategy that has begun a round from ``state``."""
+        # A discarded round, or a resumed run, must find the user's strategy as it was given.
         server = deepcopy(self.server)
         self._restore(server, state)
         if isinstance(server, FedAvgM):  # reads the model in its first round only

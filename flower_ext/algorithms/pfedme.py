@@ -16,7 +16,7 @@ K, η_p                ``personal_training``: steps on each mini-batch, learning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,6 @@ from flower_ext.federation import (
     one_by_one,
     own_model,
 )
-from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
@@ -43,8 +42,6 @@ from flower_ext.training.batched.grouping import groups
 from flower_ext.training.local import gradient, job_batches
 from flower_ext.training.problem import local_problem
 from flower_ext.training.seeding import seeded_by
-
-ATTRACTION = "attraction"
 
 
 @dataclass(kw_only=True)
@@ -66,7 +63,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         generator=work.generator,
         terms=work.terms,
         personal=work.training["personal_training"],
-        attraction=work.settings[ATTRACTION],
+        attraction=work.settings["attraction"],
     )
     solve = minimise_apart if work.steady else minimise_envelopes
     moved, personal = yield Training(
@@ -98,7 +95,7 @@ def minimise_envelopes(
                 [job.personal.learning_rate for job in chosen],
             )
         )
-        for batch in stack.batches:
+        for batch in stack.batches():
             active = len(batch.x)
             near, personal = first(w, active), first(theta, active)
             envelope = {}
@@ -177,7 +174,3 @@ class PFedMe(Method):
             raise InvalidValue(f"{name} is set: expected plain SGD, as in pFedMe; leave it out")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
-
-    def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return λ, for the clients."""
-        return {ATTRACTION: self.attraction}

@@ -31,6 +31,7 @@ from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Method,
     RefusedReply,
     Released,
@@ -81,7 +82,10 @@ class Scaffold(Method):
     """
 
     client = ClientMethod(
-        name="scaffold", local_update=local_update, local_model=shared_model, mirrored=True
+        name="scaffold",
+        local_update=local_update,
+        local_model=shared_model,
+        memory=Memory.MIRRORED,
     )
     needs_each_update = True
 
@@ -94,11 +98,8 @@ class Scaffold(Method):
                 "local.epochs=0: expected at least one epoch or step, from which SCAFFOLD computes "
                 "a control variate"
             )
-        for name, value, expected in (
-            ("tolerance", self.local.tolerance, 0.0),
-            ("optimizer", self.local.optimizer, SGD),
-        ):
-            if value != expected:
+        for name, expected in {"optimizer": SGD, "tolerance": 0.0}.items():
+            if (value := getattr(self.local, name)) != expected:
                 raise InvalidValue(
                     f"local.{name}={value!r}: expected {expected!r}, because SCAFFOLD computes "
                     "control variates from steps of SGD"
@@ -115,18 +116,13 @@ class Scaffold(Method):
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Move x along the mean of y_i − x, and c by (1/N) Σ Δc_i (lines 16–17)."""
-        c = state.everyone[CONTROL]
+        updates = released.updates.values()
         learning_rate = self.local.in_round(released.round).learning_rate
-        changes = [
-            {
-                name: -c[name] - update.arrays[name] / (update.metrics[STEPS] * learning_rate)
-                for name in c
-            }
-            for update in released.updates.values()
-        ]
-        moved = {
-            name: (c[name] + sum(change[name] for change in changes) / released.population)
-            for name in c
-        }
-        control = {name: moved[name].astype(c[name].dtype) for name in c}
+
+        def moved(name: str, c: np.ndarray) -> np.ndarray:
+            lengths = [update.metrics[STEPS] * learning_rate for update in updates]
+            gaps = [c + u.arrays[name] / t for u, t in zip(updates, lengths, strict=True)]  # −Δc_i
+            return np.asarray(c - sum(gaps) / released.population).astype(c.dtype)
+
+        control = {name: moved(name, c) for name, c in state.everyone[CONTROL].items()}
         return super().step(model, released, state)[0], State(everyone={CONTROL: control})

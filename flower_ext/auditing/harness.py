@@ -2,7 +2,8 @@
 
 An audit never looks inside a strategy. The adversary sees the uploads on the grid and the models
 that `Strategy.start` returns after each round. It can therefore audit any Flower strategy. It tests
-the ε in the strategy's ``guarantees()``, or the ε that the experiment names.
+the ε in the strategy's ``guarantees()``, or the ε that the experiment names. `audit_in_one_run` is
+cheap, and far looser: it includes each of many canaries with probability one half.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.auditing.experiment import Experiment, Observation
+from flower_ext.auditing.experiment import Experiment, Observation, World
 from flower_ext.auditing.observing import observe
 from flower_ext.errors import InvalidValue
-from flower_ext.metrics import BoundTerms, LowerBound, by_rates, if_gaussian
-from flower_ext.privacy import AdversaryView, Guarantee
+from flower_ext.metrics import BoundTerms, LowerBound, by_rates, if_gaussian, in_one_run
+from flower_ext.privacy import AdversaryView, Guarantee, secure_generator
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 
 
@@ -39,29 +41,23 @@ class Promise(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewAudit:
-    """The audit of one adversary's view: the reported ε, the scores and the bounds from them.
-
-    ``scores`` holds the scores of the world without the canary, and of the world with it.
-    """
+    """The audit of one adversary's view: the bounds on ε that its scores of both worlds prove."""
 
     view: AdversaryView
-    reported: float
-    delta: float
     bounds: tuple[LowerBound, ...]
-    scores: tuple[np.ndarray, np.ndarray]
 
     @property
     def best(self) -> LowerBound:
-        """The largest bound."""
+        """The largest bound; its terms hold the reported ε and its δ."""
         return max(self.bounds, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, without the scores."""
+        """JSON-ready form."""
         best = self.best
         return {
             "view": self.view.value,
-            "reported_epsilon": self.reported,
-            "delta": self.delta,
+            "reported_epsilon": best.terms.reported,
+            "delta": best.terms.delta,
             "lower_bound": best.epsilon,
             "ratio": best.ratio,
             "exceeds": best.exceeds,
@@ -163,39 +159,24 @@ def audit(
             "more noise"
         )
     num_bounds = num_audits * sum(len(promises[view].methods) for view in views)
-    view_audits = [
-        _audit_view(view, promises[view], scores[view], confidence, num_bounds) for view in views
-    ]
+
+    def audit_view(view: AdversaryView) -> ViewAudit:
+        promise, (without, present) = promises[view], scores[view]
+        terms = BoundTerms(
+            delta=promise.delta,
+            confidence=confidence,
+            num_bounds=num_bounds,
+            reported=promise.epsilon,
+        )
+        bounds = tuple(method(without, present, terms) for method in promise.methods)
+        return ViewAudit(view=view, bounds=bounds)
+
     return Audit(
         name=experiment.name,
-        views=tuple(view_audits),
+        views=tuple(map(audit_view, views)),
         trials=trials,
         confidence=confidence,
         seconds=time.monotonic() - started,
-    )
-
-
-def _audit_view(
-    view: AdversaryView,
-    promise: Promise,
-    scores: tuple[list[float], list[float]],
-    confidence: float,
-    num_bounds: int,
-) -> ViewAudit:
-    """Bound the ε of one view from below by the scores of both worlds."""
-    without, present = map(np.asarray, scores)
-    terms = BoundTerms(
-        delta=promise.delta,
-        confidence=confidence,
-        num_bounds=num_bounds,
-        reported=promise.epsilon,
-    )
-    return ViewAudit(
-        view=view,
-        reported=promise.epsilon,
-        delta=promise.delta,
-        bounds=tuple(method(without, present, terms) for method in promise.methods),
-        scores=(without, present),
     )
 
 
@@ -220,3 +201,59 @@ def promises_of(experiment: Experiment, strategy: Strategy) -> dict[AdversaryVie
                 gaussian = experiment.gaussian
             promises[guarantee.view] = Promise(guarantee.epsilon, guarantee.delta, gaussian)
     return promises
+
+
+def audit_in_one_run(
+    world: Callable[[np.ndarray], World],
+    *,
+    initial: ArrayRecord,
+    scores: Callable[[Observation], np.ndarray],
+    canaries: int,
+    guesses: int,
+    view: AdversaryView,
+    rounds: int = 1,
+    confidence: float = 0.95,
+) -> LowerBound:
+    """Bound ε of a strategy with ``guarantees()`` by one run (Steinke, Nasr, Jagielski 2023).
+
+    It is far looser than `audit`, which takes thousands of runs: canaries disturb each other, and m
+    canaries prove an ε of at most about log m.
+
+    Parameters
+    ----------
+    world : Callable[[numpy.ndarray], World]
+        Returns the world with the canaries that a mask (m,) selects.
+    scores : Callable[[Observation], numpy.ndarray]
+        Returns one score per canary (m,), higher if it seems to be included.
+    guesses : int
+        Number of canaries whose inclusion is guessed: even, from 2 to ``canaries``.
+
+    Raises
+    ------
+    ValueError
+        The view has no finite ε; also as `in_one_run`.
+    """
+    # The bound holds for fair coins that nobody can predict, so they come from the secure source.
+    included = secure_generator().random(canaries) < 0.5
+    both = world(included)
+    # Only one world is ever run; the experiment carries views and rounds.
+    experiment = Experiment(
+        name="one run",
+        without=both,
+        present=both,
+        initial=initial,
+        score=lambda seen, view: 0.0,
+        rounds=rounds,
+        views=[view],
+    )
+    bounds: list[LowerBound] = []
+
+    def take(seen: Observation, strategy: Strategy) -> None:
+        promise = promises_of(experiment, strategy)[view]
+        if math.isinf(promise.epsilon):
+            raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
+        terms = BoundTerms(delta=promise.delta, confidence=confidence, reported=promise.epsilon)
+        bounds.append(in_one_run(scores(seen), included, terms, guesses=guesses))
+
+    observe(experiment, both, take, trials=1)
+    return bounds[0]

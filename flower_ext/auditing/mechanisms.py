@@ -87,7 +87,7 @@ def _dp_fedavg(plan: ReleasePlan, evaluate_every: int = 0) -> FederatedStrategy:
 
 
 _CLIENT_NOISE = LinearMechanism(
-    name="client level, noise by the client",
+    name="client-noise",
     plan=_release_plans(FullParticipation(2)),
     strategy=_dp_fedavg,
     without=[client_data(0.0), client_data(0.0)],
@@ -96,17 +96,17 @@ _CLIENT_NOISE = LinearMechanism(
 )
 _SERVER_NOISE = replace(
     _CLIENT_NOISE,
-    name="client level, noise by the server",
+    name="server-noise",
     plan=_release_plans(FullParticipation(2), noise_placement="server"),
 )
 _FOREIGN_APP = replace(
     _CLIENT_NOISE,
-    name="client level, noise by the client, in a mod around a foreign ClientApp",
+    name="client-noise-mod",
     app=plain_app,
 )
 _POISSON_CLIENT_NOISE = replace(
     _CLIENT_NOISE,
-    name="client level, Poisson sampling, noise by the client",
+    name="client-noise-poisson",
     # Sampling amplifies ε against an adversary that sees released models.
     plan=_release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0),
     # The server refuses uploads that are improbably large for their noise.
@@ -115,11 +115,11 @@ _POISSON_CLIENT_NOISE = replace(
 )
 _POISSON_SERVER_NOISE = replace(
     _POISSON_CLIENT_NOISE,
-    name="client level, Poisson sampling, noise by the server",
+    name="server-noise-poisson",
     plan=_release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"),
 )
 _SECURE_SUM = LinearMechanism(
-    name="client level, secure sums",
+    name="secure-sum",
     # The server sees all messages of the protocol, and computes the sum from them.
     plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
     strategy=_dp_fedavg,
@@ -137,7 +137,7 @@ def _scored(*accuracies: float) -> ClientData:
 
 
 _SECURE_SCORES = LinearMechanism(
-    name="scores in secure sums",
+    name="secure-scores",
     # Training has so much noise that the evaluations determine ε.
     plan=lambda noise, rounds: ReleasePlan(
         sampling=FullParticipation(3),
@@ -161,7 +161,7 @@ _SECURE_SCORES = LinearMechanism(
 # One user with records in several silos
 
 _ULDP_AVG = LinearMechanism(
-    name="ULDP-AVG",
+    name="uldp-avg",
     plan=_release_plans(FullParticipation(3)),
     strategy=lambda plan: _run(UldpAvg(num_silos=2, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 2,
@@ -169,11 +169,11 @@ _ULDP_AVG = LinearMechanism(
 )
 _ULDP_SGD = replace(
     _ULDP_AVG,
-    name="ULDP-SGD",
+    name="uldp-sgd",
     strategy=lambda plan: _run(UldpSgd(num_silos=2), plan),
 )
 _ULDP_SECURE_SUM = LinearMechanism(
-    name="ULDP-AVG, secure sums",
+    name="uldp-secure-sum",
     plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
     strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 3,
@@ -183,14 +183,14 @@ _ULDP_SECURE_SUM = LinearMechanism(
 )
 _ULDP_BY_RECORDS = replace(
     _ULDP_AVG,
-    name="ULDP-AVG, weighted by records",
+    name="uldp-avg-by-records",
     strategy=lambda plan: _run(UldpAvg(num_silos=2, weighting="by-records", local=ONE_STEP), plan),
     # The canary has all its weight in one silo, as it may under encrypted weights.
     present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
     partitions=[0],
 )
 _ULDP_NAIVE = LinearMechanism(
-    name="ULDP-NAIVE",
+    name="uldp-naive",
     plan=_release_plans(FullParticipation(2), noise_multiplier=1.0),
     strategy=lambda plan: _run(UldpNaive(num_silos=2, local=ONE_STEP), plan),
     # With the canary, both silos' updates point the other way.
@@ -205,7 +205,7 @@ def _grouped(local: DpSgdTraining) -> FederatedStrategy:
 
 
 _ULDP_GROUP = LinearMechanism(
-    name="ULDP-GROUP-2",
+    name="uldp-group",
     plan=lambda noise, rounds: DpSgdTraining(
         steps=1,
         sampling_rate=1.0,
@@ -230,7 +230,7 @@ def _dp_ditto(plan: RecordLevelPlan, local: LocalTraining = ONE_STEP) -> Federat
 
 
 _DITTO_UPLOADS = LinearMechanism(
-    name="DP-Ditto, uploads",
+    name="ditto-uploads",
     # One record reverses the direction of the clipped model.
     plan=lambda noise, rounds: _record_plan(rounds=rounds, clipping_norm=1.0, noise_stddev=noise),
     strategy=_dp_ditto,
@@ -239,7 +239,7 @@ _DITTO_UPLOADS = LinearMechanism(
     whole=True,
 )
 _DITTO_STEPS = LinearMechanism(
-    name="DP-Ditto, clipped steps",
+    name="ditto-steps",
     # One record's clipped gradients reverse the direction of both noised steps.
     plan=lambda noise, rounds: _record_plan(
         rounds=rounds,
@@ -255,7 +255,7 @@ _DITTO_STEPS = LinearMechanism(
 )
 _ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 _OUTPUT_PERTURBATION = LinearMechanism(
-    name="output perturbation",
+    name="output-perturbation",
     plan=lambda noise, rounds: PerturbationPlan(
         sampling=FullParticipation(1),
         perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
@@ -267,7 +267,7 @@ _OUTPUT_PERTURBATION = LinearMechanism(
     whole=True,
 )
 _OBJECTIVE_PERTURBATION = LinearMechanism(
-    name="objective perturbation",
+    name="objective-perturbation",
     # One record changes the sign of the perturbed exact minimiser, in one dimension.
     plan=lambda noise, rounds: PerturbationPlan(
         sampling=FullParticipation(1),
@@ -290,23 +290,26 @@ _OBJECTIVE_PERTURBATION = LinearMechanism(
 )
 
 
-MECHANISMS: dict[str, LinearMechanism] = {
-    "client-noise": _CLIENT_NOISE,
-    "server-noise": _SERVER_NOISE,
-    "client-noise-mod": _FOREIGN_APP,
-    "client-noise-poisson": _POISSON_CLIENT_NOISE,
-    "server-noise-poisson": _POISSON_SERVER_NOISE,
-    "secure-sum": _SECURE_SUM,
-    "secure-scores": _SECURE_SCORES,
-    "uldp-avg": _ULDP_AVG,
-    "uldp-sgd": _ULDP_SGD,
-    "uldp-secure-sum": _ULDP_SECURE_SUM,
-    "uldp-avg-by-records": _ULDP_BY_RECORDS,
-    "uldp-naive": _ULDP_NAIVE,
-    "uldp-group": _ULDP_GROUP,
-    "ditto-uploads": _DITTO_UPLOADS,
-    "ditto-steps": _DITTO_STEPS,
-    "output-perturbation": _OUTPUT_PERTURBATION,
-    "objective-perturbation": _OBJECTIVE_PERTURBATION,
+MECHANISMS = {
+    mechanism.name: mechanism
+    for mechanism in (
+        _CLIENT_NOISE,
+        _SERVER_NOISE,
+        _FOREIGN_APP,
+        _POISSON_CLIENT_NOISE,
+        _POISSON_SERVER_NOISE,
+        _SECURE_SUM,
+        _SECURE_SCORES,
+        _ULDP_AVG,
+        _ULDP_SGD,
+        _ULDP_SECURE_SUM,
+        _ULDP_BY_RECORDS,
+        _ULDP_NAIVE,
+        _ULDP_GROUP,
+        _DITTO_UPLOADS,
+        _DITTO_STEPS,
+        _OUTPUT_PERTURBATION,
+        _OBJECTIVE_PERTURBATION,
+    )
 }
 """Mechanisms by their names in ``flower-ext audit``."""

@@ -131,8 +131,8 @@ def _upload(reply: Message, sent: Arrays) -> Arrays | None:
     if reply.has_error():
         return None
     # The content would turn an upload into records, and the server would go another way.
-    if isinstance(reply, UploadReply) and (upload := reply.upload) is not None:
-        return _wide(upload.arrays)
+    if isinstance(reply, UploadReply) and (update := reply.update) is not None:
+        return _wide(update.arrays)
     if records.UPDATE in reply.content:
         return _arrays(reply.content[records.UPDATE])
     model = _arrays(reply.content.get(records.MODEL))

@@ -18,7 +18,6 @@ from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import epsilon_text
-from flower_ext.runs.figures import draw_roc
 from flower_ext.runs.files import write_whole
 
 _BROKEN, _NO_AUDIT, _INTERRUPTED = 1, 2, 130
@@ -37,9 +36,7 @@ def audit(
     confidence: Annotated[
         float, typer.Option(help="Probability that all bounds hold together, between 0 and 1.")
     ] = 0.99,
-    output: Annotated[
-        Path, typer.Option(help="Folder for audit.json and one figure for each view.")
-    ] = Path("audit"),
+    output: Annotated[Path, typer.Option(help="Folder for audit.json.")] = Path("audit"),
 ) -> None:
     """Attack a strategy to prove a lower bound on its ε.
 
@@ -70,8 +67,10 @@ def audit(
         traceback.print_exc()
         raise typer.Exit(_NO_AUDIT) from None
     print_audit(result)
-    for path in write_audit(result, output):
-        console.print(str(path), soft_wrap=True)
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / "audit.json"
+    write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
+    console.print(str(file), soft_wrap=True)
     if result.broken:
         raise typer.Exit(_BROKEN)
 
@@ -106,28 +105,6 @@ def experiment_of(target: str) -> Experiment:
     return experiment
 
 
-def write_audit(result: Audit, folder: Path) -> list[Path]:
-    """Write ``audit.json`` and one ROC figure for each view; return the paths.
-
-    A figure shows the attack's ROC curve next to the region that (ε, δ)-DP allows.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "audit.json"
-    write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
-    drawn = [
-        draw_roc(
-            folder,
-            view.view.value,
-            f"{result.name}: {view.view.value}",
-            *view.scores,
-            epsilon=view.reported,
-            delta=view.delta,
-        )
-        for view in result.views
-    ]
-    return [file, *drawn]
-
-
 def print_audit(result: Audit) -> None:
     """Print a table with one line for each view, and a sentence on how to read it."""
     columns = ("view", "reported ε", "δ", "lower bound", "ratio", "by")
@@ -136,8 +113,8 @@ def print_audit(result: Audit) -> None:
         best = view.best
         table.add_row(
             view.view.value,
-            epsilon_text(view.reported),
-            f"{view.delta:g}",
+            epsilon_text(best.terms.reported),
+            f"{best.terms.delta:g}",
             f"{best.epsilon:.3f}",
             f"{best.ratio:.2f}" + (" EXCEEDED" if best.exceeds else ""),
             best.method,

@@ -38,8 +38,6 @@ def deploy(
 
     Example: flower-ext deploy apps/dp2-fedsam --nodes 4 --set rounds=3
     """
-    again = ["flower-ext", "deploy", str(app_folder), "--nodes", str(nodes)]
-    again += [] if folder is None else ["--folder", str(folder)]
     run = prepare(  # fail now, not after a minute of starting
         RunOptions(
             app=app_folder,
@@ -48,7 +46,6 @@ def deploy(
             settings=settings or (),
             runs=runs,
             resume=resume,
-            command=again,
         )
     )
     with signals_as_interrupts(), TemporaryDirectory() as temporary, reaped():

@@ -6,9 +6,9 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 from rich.markdown import Markdown
@@ -16,11 +16,13 @@ from rich.markdown import Markdown
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness
-from flower_ext.planning.budget import PrivacyBudget, calibrated_schedules
-from flower_ext.privacy import ClippedSteps
-from flower_ext.privacy.guarantee import is_large
+from flower_ext.planning.budget import PlannedSchedule, planned_schedules
+from flower_ext.privacy import ClippedSteps, FullParticipation, RecordLevelPlan
+from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Count, NotNegative, Positive, ProperFraction, Settings, setting
+
+Part = TypeVar("Part", ClippedSteps, DittoProblem, LinearFairness)
 
 _LINEAR = ("feature_energy", "label_variance", "model_variance")
 
@@ -35,8 +37,8 @@ class ScheduleSettings(Settings):
     # Budget and training
     epsilon: Positive = setting("ε of one record, after all rounds")
     delta: ProperFraction | None = setting("δ; absent: 1/|D|", default=None)
-    clients: Count = setting("N: clients, all of which join every round")
-    examples: Count = setting("|D|: records of each client, equal for all")
+    num_clients: Count = setting("N: clients, all of which join every round")
+    num_examples: Count = setting("|D|: records of each client, equal for all")
     clipping_norm: Positive = setting("C: clipping norm of the local model")
     gradient_clipping_norm: Positive | None = setting(
         "G: clipping norm of each record's gradient; absent: one record may move a model by 2C",
@@ -80,54 +82,40 @@ class ScheduleSettings(Settings):
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
 
-    @property
-    def budget(self) -> PrivacyBudget:
-        """The privacy budget, with the bounds on one record's influence."""
-        steps = None
-        if self.gradient_clipping_norm is not None:
-            steps = ClippedSteps(
-                learning_rate=self.learning_rate,
-                gradient_clipping_norm=self.gradient_clipping_norm,
-                num_examples=self.examples,
-                local_steps=self.local_steps,
-                batch_size=self.batch_size,
-            )
-        return PrivacyBudget(
+    def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
+        """Return the plan that keeps the budget in so many rounds, by one basis."""
+        return RecordLevelPlan.for_target(
             epsilon=self.epsilon,
-            delta=self.delta or 1 / self.examples,
-            num_clients=self.clients,
-            num_examples=self.examples,
+            delta=self.delta or 1 / self.num_examples,
+            sampling=FullParticipation(self.num_clients),
+            num_examples=self.num_examples,
+            rounds=rounds,
             clipping_norm=self.clipping_norm,
-            steps=steps,
+            basis=basis,
+            steps=self.steps,
         )
+
+    @property
+    def steps(self) -> ClippedSteps | None:
+        """The local steps, if they bound the influence of one record."""
+        return None if self.gradient_clipping_norm is None else self._part(ClippedSteps)
 
     @property
     def problem(self) -> DittoProblem:
         """The constants of Theorem 1."""
-        return DittoProblem(
-            strong_convexity=self.strong_convexity,
-            smoothness=self.smoothness,
-            initial_gap=self.initial_gap,
-            initial_distance=self.initial_distance,
-            dimension=self.dimension,
-            num_clients=self.clients,
-            learning_rate=self.learning_rate,
-            personal_learning_rate=self.personal_learning_rate or self.learning_rate,
-            gradient_bound=math.inf if self.gradient_bound is None else self.gradient_bound,
-            model_spread=math.inf if self.model_spread is None else self.model_spread,
-        )
+        personal = self.personal_learning_rate or self.learning_rate
+        return self._part(DittoProblem, personal_learning_rate=personal)
 
     @property
-    def fairness(self) -> LinearFairness | None:
-        """The Bayesian linear model whose fairest λ is chosen; None if λ is given."""
-        if self.global_weight is not None:
-            return None
-        return LinearFairness(
-            num_clients=self.clients,
-            num_examples=self.examples,
-            dimension=self.dimension,
-            **{name: getattr(self, name) for name in _LINEAR},
-        )
+    def weight(self) -> float | LinearFairness:
+        """λ, or the Bayesian linear model whose fairest λ is chosen."""
+        return self._part(LinearFairness) if self.global_weight is None else self.global_weight
+
+    def _part(self, kind: type[Part], **values: Any) -> Part:
+        """Return the object whose fields are settings of the same names, with other ``values``."""
+        names = {each.name for each in fields(kind)}
+        present = {name: value for name, value in vars(self).items() if value is not None}
+        return kind(**{**{name: present[name] for name in names & present.keys()}, **values})
 
 
 def ditto_schedule(
@@ -146,36 +134,46 @@ def ditto_schedule(
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
     settings = read_settings(settings_file)
-    budget, problem, fairness = settings.budget, settings.problem, settings.fairness
-    schedules = calibrated_schedules(
-        budget,
-        problem,
-        max_rounds=settings.max_rounds,
-        global_weight=settings.global_weight,
-        fairness=fairness,
+    problem, delta = settings.problem, settings.delta or 1 / settings.num_examples
+    schedules = planned_schedules(
+        settings.plan_of, problem, settings.weight, max_rounds=settings.max_rounds
     )
     if as_json:
         facts = {
             "unit": "record",
             "relation": "replace-one",
             "view": "each-upload",
-            "epsilon": budget.epsilon,
-            "delta": budget.delta,
-            "schedules": [answer.to_dict() for answer in schedules],
+            "epsilon": settings.epsilon,
+            "delta": delta,
+            "schedules": [_json_ready(schedule) for schedule in schedules],
         }
         console.print_json(json.dumps(facts))
         return
     bounds = ("gradient_bound", "model_spread")
     text = to_markdown(
         "ditto-schedule",
-        budget=budget,
-        has_large_delta=is_large(budget.delta, budget.num_examples),
-        kinds=["as published", "worst case", *(["gradients clipped"] if budget.steps else [])],
+        settings=settings,
+        steps=settings.steps,
+        delta=delta,
+        has_large_delta=is_large(delta, settings.num_examples),
+        kinds=["as published", "worst case", *(["gradients clipped"] if settings.steps else [])],
         answers=schedules,
         unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
-        max_rounds=settings.max_rounds,
     )
     console.print(Markdown(text))
+
+
+def _json_ready(planned: PlannedSchedule) -> dict[str, Any]:
+    schedule = planned.schedule
+    return {
+        "basis": planned.basis,
+        "rounds": schedule.rounds,
+        "global_weight": schedule.global_weight,
+        "bound": schedule.value if math.isfinite(schedule.value) else None,
+        "noise_stddev": planned.noise_stddev,
+        "epsilon": planned.epsilons,
+        "conditions_not_met": planned.not_met,
+    }
 
 
 def read_settings(file: Path) -> ScheduleSettings:

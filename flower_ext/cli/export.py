@@ -9,8 +9,7 @@ that trained a personal part, because that part never left the client and carrie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,20 +29,6 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.files import write_whole
 from flower_ext.training import Params, clone
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Model:
-    """A model to write to a file.
-
-    ``personal`` names the parameters that differ from the shared model. ``is_secret`` is True if
-    the model may tell whether its client ever took part.
-    """
-
-    params: Params
-    client: int | None = None
-    personal: tuple[str, ...] = ()
-    is_secret: bool = False
 
 
 def export(
@@ -72,15 +57,29 @@ def export(
     file = output or Path(f"{run.resolve().name}-{whose}.safetensors")
     guarantee_file = file.with_suffix(".guarantee.json")
     _check_files(directory, file, guarantee_file)
-    shared = load_file(directory.path / "model.safetensors")
-    model = _Model(params=shared)
+    shared = params = load_file(directory.path / "model.safetensors")
+    has_memory = False
     if client is not None:
-        model = _of_client(directory, shared, client, app)
-    guarantee = _guarantee(directory, model, file.name)
+        params, has_memory = _client_model(directory, shared, client, app)
+    personal = [
+        name
+        for name, value in params.items()
+        if name not in shared or not torch.equal(value, shared[name])
+    ]
+    # A model may tell whether its client ever took part, even where it equals the shared one.
+    is_secret = bool(personal) or has_memory
+    guarantee: dict[str, Any] = {
+        "file": file.name,
+        "run": directory.id,
+        "client": client,
+        "for": f"client {client} alone" if is_secret else "everyone who may have the run's models",
+        "parameters": {"shared": [n for n in params if n not in personal], "personal": personal},
+        **_promises(directory, _about_client(client, personal, is_secret)),
+    }
     tags = {"run": directory.id, "frozen": str(directory.use().get("frozen", ""))}
     # The guarantee first, so that no model is ever on disk without it.
     write_whole(guarantee_file, json.dumps(guarantee, indent=2, ensure_ascii=False).encode())
-    write_whole(file, save(model.params, tags), private=client is not None)
+    write_whole(file, save(params, tags), private=client is not None)
     for line in (f"Model: {file}", f"Guarantee: {guarantee_file}", *guarantee["statements"]):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -100,8 +99,10 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
         )
 
 
-def _of_client(run: RunDirectory, shared: Params, client: int, app: Path | None) -> _Model:
-    """Return the model that the client's side of the app builds from the shared one."""
+def _client_model(
+    run: RunDirectory, shared: Params, client: int, app: Path | None
+) -> tuple[Params, bool]:
+    """Return the model that a client builds from the shared one, and if its memory is in it."""
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -130,14 +131,7 @@ def _of_client(run: RunDirectory, shared: Params, client: int, app: Path | None)
     request[records.MODEL] = records.to_record(shared)
     kind = f"evaluate.{side.method.name}"
     model = side.used(grid.create_message(request, kind, context.node_id, "1"), context)
-    params = clone({name: value.cpu() for name, value in model.items()})
-    personal = tuple(
-        name
-        for name, value in params.items()
-        if name not in shared or not torch.equal(value, shared[name])
-    )
-    is_secret = bool(personal) or side.method.keeps_memory
-    return _Model(params=params, client=client, personal=personal, is_secret=is_secret)
+    return clone({name: value.cpu() for name, value in model.items()}), side.method.keeps_memory
 
 
 def _client_side(
@@ -175,43 +169,33 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
         )
 
 
-def _guarantee(run: RunDirectory, model: _Model, name: str) -> dict[str, Any]:
+def _promises(run: RunDirectory, about_client: list[str]) -> dict[str, list[Any]]:
+    """Return the run's guarantees for a file, and sentences that say what they cover."""
     guarantees = run.guarantees()
     # A guarantee for uploads covers the models, too, because models are computed from uploads.
     against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
     covering = against_models or guarantees
-    statements = [g.statement() for g in covering] or [
+    statements = [each.statement() for each in covering] or [
         "The run gave no guarantee: no ε covers anybody's records in this file."
     ]
     return {
-        "file": name,
-        "run": run.id,
-        "client": model.client,
-        "for": f"client {model.client} alone"
-        if model.is_secret
-        else "everyone who may have the run's models",
-        "statements": [*_about_client(model), *statements],
-        "parameters": {
-            "shared": [name for name in model.params if name not in model.personal],
-            "personal": list(model.personal),
-        },
-        "guarantees": [g.to_dict() for g in covering],
+        "statements": [*about_client, *statements],
+        "guarantees": [each.to_dict() for each in covering],
     }
 
 
-def _about_client(model: _Model) -> list[str]:
+def _about_client(client: int | None, personal: Sequence[str], is_secret: bool) -> list[str]:
     """Return sentences on what the file reveals of its client and of all others."""
-    client = f"client {model.client}"
-    if model.is_secret:
+    if is_secret:
         return [
-            f"This file holds parameters of {client} that carry no noise: no ε covers the records "
-            f"that trained them, and the file is for {client} alone. These parameters are: "
-            f"{', '.join(model.personal) or 'none'}.",
+            f"This file holds parameters of client {client} that carry no noise: no ε covers the "
+            f"records that trained them, and the file is for client {client} alone. These "
+            f"parameters are: {', '.join(personal) or 'none'}.",
             "About all other clients this file reveals what the run's released models reveal, and "
-            f"whether and when {client} took part. The guarantees below cover these other clients, "
-            f"not {client}.",
+            f"whether and when client {client} took part. The guarantees below cover these other "
+            f"clients, not client {client}.",
         ]
-    unchanged = "" if model.client is None else f", which {client} uses as it is"
+    unchanged = "" if client is None else f", which client {client} uses as it is"
     return [
         f"This file holds the model that clients share{unchanged}: the last of the run's released "
         "models. The guarantees below cover it."

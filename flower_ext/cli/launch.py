@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import signal
-import time
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,6 +21,7 @@ from flower_ext.cli.processes import environment
 from flower_ext.cli.reaper import reaped
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.files import LAST_MOMENTS, InUse
 from flower_ext.runs.report import write_report
 
 
@@ -103,12 +104,8 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     if run.path is None or not (run.path / "run.json").is_file():
         return False
     directory = RunDirectory.open(run.path)
-    deadline = time.monotonic() + (GRACE if run.options.superlink else 5)
-    with suppress(NotARun, LedgerCorrupt, OSError):  # an error here must not hide the run's own
-        while not directory.free():
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.2)
+    with suppress(NotARun, LedgerCorrupt, InUse, OSError):  # these must not hide the run's error
+        directory.check_free(seconds=GRACE if run.options.superlink else LAST_MOMENTS)
         if directory.facts["status"] == "running":
             directory.finish("failed", reason)
         if directory.facts["status"] == "failed":
@@ -117,21 +114,11 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 
 
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the words of the command that continues a run.
-
-    The run directory has the settings that the run began with. They are repeated only if this
-    machine cannot read that directory.
-    """
-    words = [*options.command] or ["flower-ext", "run", str(options.app)]
-    if not options.command and options.superlink is not None:
-        words.append(options.superlink)
-    if options.in_process:
-        words += ["--in-process", "--workers", str(options.workers)]
-    if options.clients is not None:
-        words += ["--clients", str(options.clients)]
+    """Return the words of the command that continues a run: this command, and the run's place."""
+    words = ["flower-ext", *sys.argv[1:]]
+    if options.resume is not None:
+        return words
     if options.is_local:
-        words += ["--resume", str(path)]
-        changes = () if options.resume is None else options.settings
-    else:  # only the machine of the ServerApp can read the run directory
-        changes = (*options.settings, f"run-directory={path}", "resume=true")
-    return [*words, *(word for setting in changes for word in ("--set", setting))]
+        return [*words, "--resume", str(path)]
+    # Only the machine of the ServerApp can read the run directory.
+    return [*words, "--set", f"run-directory={path}", "--set", "resume=true"]

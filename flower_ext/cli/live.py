@@ -27,7 +27,6 @@ from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.round_metrics import describe_round
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
-_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|\x1b")
 _BEGIN = "Traceback (most recent call last):"
 _CHAINED = ("The above exception was", "During handling of the above exception")
 _EXPLAINED = re.compile(r"flower_ext\.[\w.]+: |ModuleNotFoundError: .*pip install 'flower-ext")
@@ -50,7 +49,9 @@ class RunView:
         """Path of the run directory as the log names it; it may be on another machine."""
         self.refused = False
         """True once the log has ended, if one of its tracebacks ended with an `InvalidValue`."""
-        self._progress = RunProgress(path, config) if path is not None and cursor_moves() else None
+        console = Console(highlight=False)  # measures the terminal as it is now
+        is_live = path is not None and console.is_interactive and not console.no_color
+        self._progress = RunProgress(path, config, console) if path and is_live else None
 
     def __enter__(self) -> RunView:
         if self._progress is not None:
@@ -68,20 +69,17 @@ class RunView:
 
     def show(self, line: str, stream: IO[str]) -> None:
         """Print a line of the log, above the progress if it is shown."""
-        plain = without_codes(line)
-        if directory := _NAMED.search(plain):
+        text = Text.from_ansi(line)
+        if directory := _NAMED.search(text.plain):
             self.named = directory[1].strip()
-        if self._progress is not None:
-            self._progress.console.print(Text.from_ansi(line), soft_wrap=True)
-            return
-        stream.write((line if stream.isatty() and cursor_moves() else plain) + "\n")
-        stream.flush()
+        console = Console(file=stream) if self._progress is None else self._progress.console
+        console.print(text, soft_wrap=True)
 
 
 class RunProgress(Progress):
     """The rounds of a run, the time that is left, and the last measurements."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], console: Console) -> None:
         self._run, self._config = RunDirectory(path), config
         self._measured = ""
         super().__init__(
@@ -89,8 +87,7 @@ class RunProgress(Progress):
             MofNCompleteColumn(separator=" of "),
             BarColumn(40),
             TimeRemainingColumn(compact=True),
-            # A new console measures the terminal as it is now; the commands' may be older.
-            console=Console(highlight=False),
+            console=console,
             refresh_per_second=2,
             speed_estimate_period=float("inf"),  # a round may take longer than any period
             redirect_stdout=False,
@@ -163,11 +160,6 @@ class Followed:
         return status
 
 
-def without_codes(line: str) -> str:
-    """Return a line without codes that set colours or move the cursor."""
-    return _CODES.sub("", line)
-
-
 def _is_refusal(error: str) -> bool:
     """Return True if the last line of a traceback names an `InvalidValue` of this package."""
     module, _, name = error.partition(":")[0].rpartition(".")
@@ -192,7 +184,7 @@ class Tracebacks:
 
     def shown(self, line: str) -> list[str]:
         """Take a line; return the lines that can be shown now."""
-        plain = without_codes(line)
+        plain = Text.from_ansi(line).plain
         if not self._held:
             if plain != _BEGIN:
                 return [line]
@@ -212,12 +204,6 @@ class Tracebacks:
         self.refused = self.refused or _is_refusal(self._error)
         self._held, self._error = [], ""
         return held
-
-
-def cursor_moves() -> bool:
-    """Return True if standard output is a terminal that can redraw a picture."""
-    dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
-    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:

@@ -33,7 +33,7 @@ COMMANDS = {
     "audit": "audit",
     "ledger": "population_account",
     "export": "export",
-    "settings": "settings_table",
+    "settings": "project",
 }
 """Names of the commands, each with the module of this package that has a function of that name."""
 

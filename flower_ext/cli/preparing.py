@@ -29,8 +29,6 @@ class RunOptions:
 
     With ``superlink``, ``nodes`` is the number of its nodes, which also sets the app's number of
     clients. Give it only if all processes of the SuperLink see the files of this machine.
-    ``command`` are the first words of the command that continues an interrupted run, if it is not
-    ``flower-ext run``.
 
     Raises
     ------
@@ -47,7 +45,6 @@ class RunOptions:
     in_process: bool = False
     workers: int = 1
     resume: Path | None = None
-    command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.in_process and self.superlink is not None:
@@ -101,45 +98,54 @@ def prepare(options: RunOptions) -> PreparedRun:
     InUse
         A process still writes the run to resume.
     """
-    app, superlink, is_local = options.app, options.superlink, options.is_local
-    defaults, changes = checked_settings(app, options.settings)
+    defaults, changes = checked_settings(options.app, options.settings)
     if options.resume is not None:
-        changes = {**begun_with(options.resume, app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # sees every later change
-    setting, nodes = clients_setting(defaults), options.clients
-    if setting is not None:
-        if options.clients is not None:
-            changes[setting] = options.clients
-        elif options.nodes is not None and setting not in changes:
-            changes[setting] = options.nodes * (config.get("clients-per-node") or 1)
-    if (is_local or options.runs is not None) and not config.get("run-directory", True):
-        name, folder = str(config.get("method", app.name)), options.runs or Path("runs")
-        folder = folder.absolute() if is_local else folder
-        changes["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
-    changes |= _absolute(config, is_local=is_local)
-    path = Path(config["run-directory"]) if config.get("run-directory") else None
-    if is_local and path and defaults.get("state-folder") == "" and superlink is None:
-        changes.setdefault("state-folder", _state_in(path))  # for --resume
-    # In one process a client is its own node: batches of clients are made by the engine.
-    if options.in_process and "clients-per-node" in config:
-        changes["clients-per-node"] = 1
-    if superlink is None and config.get("clients-per-node") == 0:
-        changes["clients-per-node"] = per_node = clients_per_node(config)
-        console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
-    if setting is not None:
-        nodes = num_nodes(config)
-    if superlink is None and nodes is None:
+        changes = {**begun_with(options.resume, options.app, defaults), **changes}
+    config = ChainMap(changes, defaults)  # what is set in it is a change
+    _choose_clients(options, config)
+    path = _choose_paths(options, config)
+    nodes = options.clients if clients_setting(config) is None else num_nodes(config)
+    if options.superlink is None and nodes is None:
         raise InvalidValue(
-            f"{app} has no setting 'clients', so the number of clients is unknown; add clients = N "
-            "to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
+            f"{options.app} has no setting 'clients', so the number of clients is unknown; add "
+            "clients = N to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
         )
-    if is_local and not config.get("data-folder", True):
-        from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds
-
-        changes |= _absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True)
     return PreparedRun(
         options=options, config=dict(config), changes=changes, path=path, nodes=nodes
     )
+
+
+def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
+    """Set the number of clients as the options say, and how many of them a node simulates."""
+    per_node, setting = config.get("clients-per-node"), clients_setting(config)
+    if setting is not None and options.clients is not None:
+        config[setting] = options.clients
+    elif setting is not None and options.nodes is not None and setting not in config.maps[0]:
+        config[setting] = options.nodes * (per_node or 1)
+    # In one process a client is its own node: batches of clients are made by the engine.
+    if options.in_process and per_node is not None:
+        config["clients-per-node"] = 1
+    elif options.superlink is None and per_node == 0:
+        config["clients-per-node"] = per_node = clients_per_node(config)
+        console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
+
+
+def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
+    """Set the places of a run; return its directory, if the command or the settings name it."""
+    is_local = options.is_local
+    if (is_local or options.runs is not None) and not config.get("run-directory", True):
+        name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")
+        folder = folder.absolute() if is_local else folder
+        config["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
+    config.update(_absolute(config, is_local=is_local))
+    path = Path(config["run-directory"]) if config.get("run-directory") else None
+    if options.superlink is None and path and config.parents.get("state-folder") == "":
+        config.maps[0].setdefault("state-folder", _state_in(path))  # for --resume
+    if is_local and not config.get("data-folder", True):
+        from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds
+
+        config.update(_absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True))
+    return path
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:

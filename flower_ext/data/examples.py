@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.data.users import Allocation, choose
+from flower_ext.data.users import choose
 from flower_ext.errors import InvalidValue
 
 
@@ -166,39 +166,6 @@ class SiloData(ClientData):
         rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
         kept = torch.from_numpy(owners[rows])
         return SiloData(train=self.train.subset(rows), owners=kept, test=self.test)
-
-
-def deal_silos(
-    pool: ClientData, allocation: Allocation, rng: np.random.Generator
-) -> list[SiloData]:
-    """Return silos with their allocated training examples and equal shares of the test examples."""
-    tests = np.array_split(rng.permutation(len(pool.test)), len(allocation.rows))
-    return [
-        SiloData(
-            train=pool.train.subset(rows),
-            test=pool.test.subset(np.sort(test)),
-            owners=torch.from_numpy(owners),
-        )
-        for rows, owners, test in zip(allocation.rows, allocation.owners, tests, strict=True)
-    ]
-
-
-def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
-    """Return n_{s,u} as int64 (silos, users).
-
-    Raises
-    ------
-    ValueError
-        A silo has a user number that is not below ``num_users``.
-    """
-    counts = [torch.bincount(silo.owners.cpu(), minlength=num_users) for silo in silos]
-    most = max(map(len, counts), default=0)
-    if most > num_users:
-        raise InvalidValue(
-            f"num_users={num_users!r}: expected at least {most}, because the silos number their "
-            "users from 0 up to one less"
-        )
-    return torch.stack(counts).numpy()
 
 
 def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:

@@ -7,7 +7,6 @@ as a leaf.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -63,13 +62,6 @@ def length(tree: Tree) -> int:
     return int(first(tree).shape[0])
 
 
-def row_bytes(tree: Tree) -> int:
-    """Return the size of one row in bytes."""
-    if isinstance(tree, Tensor):
-        return math.prod(tree.shape[1:]) * tree.element_size()
-    return sum(map(row_bytes, _children(tree).values()))
-
-
 def form(tree: Tree) -> tuple[Hashable, ...]:
     """Return the shape and type of one row. The order of a mapping's names does not matter."""
     if isinstance(tree, Tensor):
@@ -91,13 +83,8 @@ def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
 
 
 def rows(tree: Tree, indices: Tensor) -> Tree:
-    """Return the rows at ``indices``, in this order."""
-    return mapped(lambda leaf: leaf[indices.to(leaf.device)], tree)
-
-
-def selected(tree: Tree, indices: Tensor) -> Tree:
-    """Return the rows at ``indices``, integers >= 0 on the tree's device; faster than `rows`."""
-    return mapped(lambda leaf: torch.index_select(leaf, 0, indices), tree)
+    """Return the rows at ``indices``, integers >= 0, in this order."""
+    return mapped(lambda leaf: torch.index_select(leaf, 0, indices.to(leaf.device)), tree)
 
 
 def split(tree: Tree, sizes: int | list[int]) -> Sequence[Tree]:

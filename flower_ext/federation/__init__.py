@@ -1,12 +1,13 @@
 """Strategies, client sides, engines and records that every method shares, built on Flower."""
 
 from flower_ext.federation.arrays import Arrays
-from flower_ext.federation.client import (
+from flower_ext.federation.client.app import client_app
+from flower_ext.federation.client.client_method import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Memory,
     Question,
-    client_app,
     own_model,
     shared_model,
 )
@@ -19,7 +20,7 @@ from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.recording import first_config, recorded_run, save_outcome, settings_of
+from flower_ext.federation.recording import first_config, record, recorded_run, settings_of
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
@@ -42,6 +43,7 @@ __all__ = [
     "HiddenSum",
     "InProcessGrid",
     "LocalResult",
+    "Memory",
     "Method",
     "OpenSum",
     "Opening",
@@ -63,11 +65,11 @@ __all__ = [
     "first_config",
     "one_by_one",
     "own_model",
+    "record",
     "recorded",
     "recorded_run",
     "require_unit_rate",
     "run_in_process",
-    "save_outcome",
     "settings_of",
     "shared_model",
 ]

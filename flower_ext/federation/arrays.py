@@ -157,15 +157,10 @@ def record_bytes(record: ArrayRecord) -> int:
     )
 
 
+@lru_cache(maxsize=1024)
 def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Return the bytes of one array as Flower serialises it: a header and its numbers."""
-    return math.prod(shape) * dtype.itemsize + _header_bytes(shape, dtype)
-
-
-@lru_cache(maxsize=1024)
-def _header_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Return the number of bytes that NumPy's format puts before the numbers of such an array."""
     file = BytesIO()
     facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, facts)
-    return file.tell()
+    return file.tell() + math.prod(shape) * dtype.itemsize

@@ -328,7 +328,7 @@ def start(
     with recorded_run(recorded, "-".join(name) or "run", callbacks) as run:
         strategy = strategy_of(settings, run)
         base = base_of(strategy)
-        require_modules("personal", base.method.personal, task.shapes, task.factory.tied)
+        require_modules("personal", base.method.personal, task.shapes, task.factory.facts.tied)
         check_shareable(task.model(), base.method.personal)
         # Nodes whose frozen part differs are refused before the first round.
         base.run.frozen = base.run.frozen or task.fingerprint

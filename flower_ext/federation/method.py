@@ -31,10 +31,12 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
+from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
-from flower_ext.federation.client import ClientMethod, client_app
+from flower_ext.federation.client.app import client_app
+from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update
@@ -181,8 +183,6 @@ class Method:
     """True if a ClientApp that does not use this package can take part."""
     one_model: ClassVar[bool] = True
     """True if the server sends all clients the same shared model; see `begin_round`."""
-    units_are_clients: ClassVar[bool] = True
-    """True if a `ReleasePlan` protects clients, each of which has one upload per round."""
     bounds_units: ClassVar[bool] = False
     """True if an upload is a sum over units, and the client side bounds each unit's part."""
     needs_each_update: ClassVar[bool] = False
@@ -221,8 +221,10 @@ class Method:
         return 0.0
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return numbers that the client side needs; none by default."""
-        return {}
+        """Return numbers that the client side needs; by default all fields that are numbers."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["server_learning_rate"]  # the clients do not take the server's step
+        return {name: float(value) for name, value in values.items() if is_number(value)}
 
     def configure(
         self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan
@@ -257,7 +259,6 @@ class Method:
         """The method's declarations, by which a plan decides if it can protect the method."""
         return MethodTraits(
             name=self.name,
-            units_are_clients=self.units_are_clients,
             bounds_units=self.bounds_units,
             needs_each_update=self.needs_each_update,
             keeps_memory=self.client.keeps_memory,
@@ -274,13 +275,8 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name of what runs, for the first line of the log."""
+        """Name of what runs, for the log and for errors of the step."""
         return self.name
-
-    @property
-    def server_step(self) -> str:
-        """Name of the server's step, for errors."""
-        return f"the server's step of {self.name}"
 
     def check_model(self, model: Arrays) -> None:
         """Refuse a shared model that the method cannot train; by default none."""

@@ -139,6 +139,7 @@ class HiddenUsers(UsersInSilos):
 
     def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
         """Count the round for all users alike, because the order that it drew from is lost."""
+        # Neither the counts so far nor this round may be pinned to a user of the lost order.
         self.forget_order()
         self.participations.record(units, self.num_silos, asked=self.num_silos)
         self.forget_order()

@@ -8,7 +8,7 @@ from logging import getLogger
 import numpy as np
 from flwr.app import Message
 
-from flower_ext.federation.uploads import payload_bytes, payload_of
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.metrics import summarize
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.round_metrics import (
@@ -54,7 +54,7 @@ class Progress:
         number = size = 0
         for reply in replies:
             number += 1
-            size += payload_of(reply)
+            size += payload_bytes([reply])
             yield reply
         self._count(_prefix(kind) + "messages", number)
         self._count(_prefix(kind) + "bytes_up", size)
@@ -88,13 +88,7 @@ class Progress:
             by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]
             spread = summarize(values, lower_is_better=lower_is_better(name))
-            summary |= {
-                f"{name}_mean": spread.mean,
-                f"{name}_std": spread.std,
-                f"{name}_variance": spread.variance,
-                f"{name}_worst_decile": spread.worst_decile,
-                f"{name}_jain": spread.jain_index,
-            }
+            summary |= {f"{name}_{part}": value for part, value in vars(spread).items()}
             if len(by_client) < len(everyone):
                 summary[f"{name}_clients"] = len(by_client)
             sizes = [scores.get("num-examples", 0.0) for scores in by_client]

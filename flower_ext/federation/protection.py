@@ -12,26 +12,26 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.protections import (
-    ClipModel,
     ClipSteps,
     ClipToCells,
     ClipUnits,
     ClipUnitsToCells,
     ClipUpdate,
-    PerturbObjective,
+    ObjectivePerturbation,
+    OutputPerturbation,
     ProtectedByServer,
     ProtectedByTraining,
     Protection,
 )
 
 _SHARE = {"noise-stddev": "noise_stddev", "noise-grid": "noise_grid"}
-_IN_CELLS = {"share-stddev": "share_stddev", "cell": "cell"}
+_IN_CELLS = {"share-stddev": "noise_stddev", "cell": "cell"}
 _NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
     ClipUpdate: {"clipping-norm": "clipping_norm", **_SHARE},
     ClipUnits: {"unit-clipping-norm": "clipping_norm", **_SHARE},
     ClipUnitsToCells: {"unit-clipping-norm": "clipping_norm", **_IN_CELLS},
     ClipToCells: {"clipping-norm": "clipping_norm", **_IN_CELLS},
-    ClipModel: {
+    OutputPerturbation: {
         "model-clipping-norm": "clipping_norm",
         "model-noise-stddev": "noise_stddev",
         "agreed-examples": "num_examples",
@@ -42,7 +42,7 @@ _NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
         "step-noise-stddev": "noise_stddev",
         "agreed-examples": "num_examples",
     },
-    PerturbObjective: {"objective-rate": "rate", "least-examples": "least_examples"},
+    ObjectivePerturbation: {"objective-rate": "rate", "least-examples": "least_examples"},
     ProtectedByTraining: {},
 }
 """For each protection, its fields by their names in a message."""

@@ -112,7 +112,7 @@ class QueryRound:
             return {}
         total = np.asarray(released.value[VECTOR]) * size
         # The server adds the noise shares of silent clients, so every sum has as many shares.
-        stddev = self._mechanism.cells_protection.share_stddev * size**0.5
+        stddev = self._mechanism.cells_protection.noise_stddev * size**0.5
         answer = self._query.answer(total, stddev)
         self._run.progress.row |= answer
         self._run.answers[name] = answer

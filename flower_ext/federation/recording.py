@@ -180,10 +180,12 @@ def record(
     initial_arrays: ArrayRecord,
     **options: Any,
 ) -> Result:
-    """Run a strategy, or a wrapper with a ``base``; save records and outcome in a run directory.
+    """Run a strategy, or a wrapper with a ``base``, and record the run in a directory.
 
-    If the plan releases noised sums and the strategy has no ledger yet, ``run`` receives the
-    ledger, too. ``options`` are those of ``strategy.start``.
+    The directory receives metrics and checkpoints during the run; after it, the final model and its
+    use, guarantees and clients' scores. If the plan releases noised sums and the strategy has no
+    ledger yet, the directory receives the ledger, too. ``options`` are those of
+    ``strategy.start``.
 
     Raises
     ------
@@ -194,29 +196,24 @@ def record(
     if base.run.checkpoints.run is not run:
         base.run.attach(run)
     result = strategy.start(grid, initial_arrays, **options)
-    save_outcome(run, base, result)
-    return result
-
-
-def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result) -> None:
-    """Save the outcome of a run: its final model and its use, guarantees and clients' scores."""
     run.save_model(result.arrays.to_torch_state_dict())
-    run.save_guarantees(strategy.guarantees())
+    run.save_guarantees(base.guarantees())
     run.save_client_metrics(
-        [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
+        [{**scores, "partition": i} for i, scores in sorted(base.client_metrics.items())]
     )
-    requests = use_records(strategy.run)
+    requests = use_records(base.run)
     run.save_use(
         {
-            "method": strategy.method.client.name,
-            "clients": strategy.run.population.num_nodes,
+            "method": base.method.client.name,
+            "clients": base.run.population.num_nodes,
             "records": {name: dict(record) for name, record in requests.items()},
-            "remembered": strategy.run.remembered,
-            "frozen": strategy.run.frozen,
+            "remembered": base.run.remembered,
+            "frozen": base.run.frozen,
         }
     )
-    status: Status = "budget-exhausted" if strategy.stopped else "completed"
-    run.finish(status, strategy.stopped, refused=len(strategy.refusals))
+    status: Status = "budget-exhausted" if base.stopped else "completed"
+    run.finish(status, base.stopped, refused=len(base.refusals))
+    return result
 
 
 def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:

@@ -11,7 +11,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from logging import getLogger
 from typing import TypeVar
@@ -28,7 +27,8 @@ from flower_ext.federation.arrays import to_record as to_record
 from flower_ext.federation.failures import printable, said
 from flower_ext.federation.uploads import METRICS as METRICS
 from flower_ext.federation.uploads import UPDATE as UPDATE
-from flower_ext.federation.uploads import UploadReply
+from flower_ext.federation.uploads import Update as Update
+from flower_ext.federation.uploads import UploadReply, sender_of
 from flower_ext.federation.uploads import metrics_record as metrics_record
 from flower_ext.training import LocalTraining, UnshareableModel
 
@@ -52,7 +52,7 @@ SECURE_SUM = "secure-sum"
 QUERY = "query"
 """Config record of a query beside the training: its name and its fields, as JSON."""
 QUESTION = "question"
-"""Record of a method's question to its client side before the first round."""
+"""Record of a method's question to its client side, beside the rounds."""
 ANSWER = "answer"
 """Record of a client's arrays, without noise, in answer to a question."""
 CONFIG = "config"
@@ -238,30 +238,25 @@ def accept(
         Called with the reason for each refusal.
     """
     waiting = {node: partition for partition, node in asked.items()}
-    number = str(server_round)
     early: dict[int, T] = {}
     due, refused = deque(asked), set[int]()
     for reply in replies:
-        question_here = reply.question if isinstance(reply, UploadReply) else None
-        metadata = reply.metadata if question_here is None else question_here.metadata
-        node = metadata.src_node_id if question_here is None else metadata.dst_node_id
+        node = sender_of(reply)
         try:
             if node not in waiting:
                 if reply.has_error():  # from the SuperLink, for a node
                     raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
                 raise RefusedReply("not asked in this round, or answered already")
-            if metadata.group_id != number:
-                raise RefusedReply(f"answers round {metadata.group_id}")
-            question = questions.get(node) if questions else None
-            if question_here is None or question_here is not question:
-                _check_answers(reply, question)
-            early[waiting[node]] = read(reply)
-            del waiting[node]
+            _check_origin(reply, questions.get(node) if questions else None, str(server_round))
+            value = read(reply)
         except Exception as error:
             reason = printable(_reason(error)[:LONGEST_REASON])
             refuse(f"round {server_round}, node {node}: {reason}"[:LONGEST_REASON])
             if node in waiting:  # stop waiting for it, though it may answer again
                 refused.add(waiting[node])
+        else:
+            early[waiting.pop(node)] = value
+        # In the order of ``asked`` a sum has the same bits, whoever answers first.
         while due and (due[0] in early or due[0] in refused):
             if (first := due.popleft()) in early:
                 yield first, early.pop(first)
@@ -276,23 +271,20 @@ def _reason(error: Exception) -> str:
     return f"the reply cannot be read: {type(error).__name__}: {error}"
 
 
-def _check_answers(reply: Message, question: Message | None) -> None:
-    """Refuse a reply to another message than ``question``, as far as its message id is known."""
+def _check_origin(reply: Message, question: Message | None, number: str) -> None:
+    """Refuse a reply of another round, or to another message than ``question``, if one is known."""
+    if question is not None and isinstance(reply, UploadReply) and reply.question is question:
+        return  # made in this process, for this message
+    received = reply.metadata
+    if received.group_id != number:
+        raise RefusedReply(f"answers round {received.group_id}")
     if question is None:
         return
-    expected, received = question.metadata, reply.metadata
+    expected = question.metadata
     if received.message_type != expected.message_type:
         raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
     if expected.message_id and received.reply_to_message_id != expected.message_id:
         raise RefusedReply("answers another message of this round")
-
-
-@dataclass(frozen=True)
-class Update:
-    """One accepted reply: the difference to the global model, and its metrics."""
-
-    arrays: Mapping[str, np.ndarray]
-    metrics: dict[str, float]
 
 
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
@@ -313,11 +305,11 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
         unreadable, not finite or beyond `LARGEST_VALUE`.
     """
-    if isinstance(reply, UploadReply) and (upload := reply.upload) is not None:
-        return Update(_checked(upload.arrays, base), _checked_metrics(upload.metrics.items()))
+    if isinstance(reply, UploadReply) and (update := reply.update) is not None:
+        return Update(_checked(update.arrays, base), _checked_metrics(update.metrics.items()))
     content = _content(reply)
-    if isinstance(update := content.get(UPDATE), ArrayRecord):
-        arrays = _checked(update, base)
+    if isinstance(record := content.get(UPDATE), ArrayRecord):
+        arrays = _checked(record, base)
     elif trust_models and isinstance(model := content.get(MODEL), ArrayRecord):
         arrays = moved_by(model, base)
     else:

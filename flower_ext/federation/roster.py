@@ -38,9 +38,7 @@ _CONFIG = "config"
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
-_SAY_EVERY = 10.0
-"""Seconds between two lines in the log while nodes are missing."""
-_SAY_HOW_AFTER = 5.0
+_ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
 """Seconds until the log says how to add nodes. A simulation's nodes are connected by then."""
 
 
@@ -57,18 +55,13 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
         Fewer nodes are connected after ``timeout`` seconds, or more are connected: the sampling
         rate would not be the accounted one.
     """
-    started = said = time.monotonic()
-    deadline, has_advised = started + timeout, False
+    started, advice = time.monotonic(), _advice(grid, expected)
+    advise_at = started + _ADVISE_AFTER
     while len(nodes := sorted(grid.get_node_ids())) < expected:
-        if time.monotonic() >= said:
-            log.info("waiting for nodes: %d of %d are connected", len(nodes), expected)
-            said += _SAY_EVERY
-        if not has_advised and time.monotonic() >= started + _SAY_HOW_AFTER:
-            log.warning(
-                "%d of %d nodes are connected: %s", len(nodes), expected, _how(grid, expected)
-            )
-            has_advised = True
-        if time.monotonic() > deadline:
+        if time.monotonic() >= advise_at:
+            log.warning("%d of %d nodes are connected: %s", len(nodes), expected, advice)
+            advise_at += _ADVISE_EVERY
+        if time.monotonic() > started + timeout:
             raise FederationNotReady(
                 f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
                 f"SuperNodes (in simulation: --federation-config num-supernodes={expected}), or "
@@ -83,8 +76,7 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
     return nodes
 
 
-def _how(grid: Grid, expected: int) -> str:
-    """Return advice on connecting more nodes."""
+def _advice(grid: Grid, expected: int) -> str:
     if simulates(grid):
         return (
             "end this run and start it again with as many as the plan counts on: "

@@ -23,6 +23,7 @@ from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import Release
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import LocalTraining
 
@@ -196,6 +197,7 @@ def with_remembered(
 def read_update(
     reply: Message,
     mechanism: RoundMechanism,
+    protection: Protection | None,
     cohort: Cohort,
     base: records.Arrays,
     exchange: Exchange,
@@ -203,10 +205,12 @@ def read_update(
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
     The server cannot clip uploads that clients have noised without changing the noise, so it
-    refuses them. `NoisedSum.largest_upload` says what this check protects.
+    refuses them. `Protection.largest_upload` says what this check protects.
 
     Parameters
     ----------
+    protection : Protection, optional
+        Protection that the server asked for.
     base : Arrays
         Names, shapes and dtypes of the model.
     exchange : Exchange
@@ -221,17 +225,15 @@ def read_update(
     num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
     if not num_examples >= 1:
         raise records.RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
-    if not mechanism.client_protects:
+    if protection is None or not mechanism.client_protects:
         return update
     partition = exchange.partition_of(reply)
-    limit = mechanism.largest_upload(
-        cohort_size=len(cohort.asked),
-        numbers=sum(array.size for array in base.values()),
-        norms=cohort.norms.get(partition, 1.0),
+    limit = protection.largest_upload(
+        sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
     )
     if math.isinf(limit):
         return update
-    if mechanism.bounds_models:
+    if protection.bounds_models:
         received = exchange.sent(reply)
         norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
     else:
@@ -239,7 +241,7 @@ def read_update(
     if norm > limit * _ROUNDING:
         raise records.RefusedReply(
             f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
-            "(largest_upload of the mechanism); the client changed the update after it was "
+            "(largest_upload of the protection); the client changed the update after it was "
             "protected, or runs another version of the method"
         )
     return update

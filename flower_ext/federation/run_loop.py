@@ -151,7 +151,7 @@ class RunLoop:
         Accepted updates are finite, so the step is the cause and no client. Every later round would
         be spent in vain.
         """
-        step = self.run.method.server_step
+        step = f"the server's step of {self.run.method.label}"
         remedy = f"change the settings of {step}, or take a smaller learning rate"
         groups = {"in the model": records.to_arrays(model)}
         state = self.run.method_state
@@ -284,7 +284,7 @@ class RunLoop:
                 f"round {needed[lost[0]]}, now from {versions[lost[0]] or 'none'}), so the run "
                 "cannot continue. Memory outlives a process only if the SuperNodes, or the "
                 "settings of a simulation, name a state-folder. A method that keeps no memory "
-                "declares ClientMethod(keeps_memory=False)"
+                "declares ClientMethod(memory=Memory.NONE)"
             )
 
 

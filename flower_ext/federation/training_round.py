@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.method import Released, State
@@ -32,6 +33,7 @@ from flower_ext.federation.state.checkpoint import AskedUnits
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
@@ -54,6 +56,7 @@ class TrainingRound:
         if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
             run.count_abandoned(abandoned)
         self.run, self.number = run, run.next_training
+        self._protection: Protection | None = None
         self._round = Round("train", server_round, exchange=run.exchange, spending=run.spending)
 
     @property
@@ -107,7 +110,8 @@ class TrainingRound:
             reason = self._round.discard_reason
             log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
             run.progress.row["discarded"] = 1
-        if run.method.client.keeps_memory and not (run.method.client.mirrored and mean is None):
+        mirrored = run.method.client.memory is Memory.MIRRORED
+        if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates.metrics, run.participations.rounds)
         return None if mean is None else self._step(mean, updates)
 
@@ -131,7 +135,7 @@ class TrainingRound:
     def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
         """Return the content of the message to each client of the cohort."""
         run, method, number = self.run, self.run.method, self.number
-        protection = self._protection()
+        protection = self._protection_facts()
         shared: Content = {
             records.MODEL: records.to_record(run.model),
             records.ROUND: run.round_record(number, **protection),
@@ -146,7 +150,7 @@ class TrainingRound:
             slow=self._stragglers(),
             request=self._round.request,
         )
-        if not method.client.mirrored:
+        if method.client.memory is not Memory.MIRRORED:
             return contents
         return with_remembered(
             contents,
@@ -154,11 +158,11 @@ class TrainingRound:
             lambda last: run.round_record(number, **protection, remembered=last),
         )
 
-    def _protection(self) -> dict[str, Any]:
+    def _protection_facts(self) -> dict[str, Any]:
         """Return the facts by which the message asks clients to protect their uploads."""
         run = self.run
-        protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
-        facts = to_facts(protection, seeded_noise=run.seeded_noise)
+        self._protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
+        facts = to_facts(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **facts} if run.mechanism.tells_sizes else facts
 
     def _stragglers(self) -> Mapping[int, float]:
@@ -172,7 +176,9 @@ class TrainingRound:
 
     def _read(self, reply: Message) -> records.Update:
         run = self.run
-        update = read_update(reply, run.mechanism, self.cohort, run.model, run.exchange)
+        update = read_update(
+            reply, run.mechanism, self._protection, self.cohort, run.model, run.exchange
+        )
         run.method.check_update(update)
         return update
 
@@ -210,7 +216,7 @@ class TrainingRound:
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use."""
-        step = self.run.method.server_step
+        step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
             raise InvalidValue(f"{step}: expected it to return a model and a State")
         model, state = dict(result[0]), result[1]

@@ -8,30 +8,25 @@ package read the arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+import numpy as np
 from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.arrays import Arrays, array_bytes, record_bytes, to_record
+from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
 
 UPDATE = "update"
 """Record of a difference, bounded and noised if the plan asks the client to do so."""
 METRICS = "metrics"
 
 
-class Upload:
-    """One client's update as it leaves the client, with its metrics.
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One client's update, a difference to the global model, and its metrics."""
 
-    Parameters
-    ----------
-    arrays : Mapping[str, ndarray]
-    metrics : Mapping[str, float]
-    """
-
-    __slots__ = ("arrays", "metrics")
-
-    def __init__(self, arrays: Arrays, metrics: Mapping[str, float]) -> None:
-        self.arrays, self.metrics = arrays, metrics
+    arrays: Mapping[str, np.ndarray]
+    metrics: Mapping[str, float]
 
     @property
     def payload(self) -> int:
@@ -39,7 +34,7 @@ class Upload:
         return sum(array_bytes(array.shape, array.dtype) for array in self.arrays.values())
 
     def content(self) -> RecordDict:
-        """Return the upload as Flower's records."""
+        """Return the update as Flower's records."""
         return content_of(to_record(self.arrays), self.metrics)
 
 
@@ -57,17 +52,17 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 
 
 class UploadReply(Message):
-    """A reply whose content is an `Upload` until a caller reads or replaces it.
+    """A reply whose content is an `Update` until a caller reads or replaces it.
 
     Parameters
     ----------
     question : Message
         The answered message.
-    upload : Upload
+    update : Update
     """
 
-    def __init__(self, question: Message, upload: Upload) -> None:
-        vars(self).update(_content=upload, _error=None, question=question)
+    def __init__(self, question: Message, update: Update) -> None:
+        vars(self).update(_content=update, _error=None, question=question)
 
     @property
     def question(self) -> Message | None:
@@ -79,21 +74,22 @@ class UploadReply(Message):
     def metadata(self) -> Metadata:
         """The metadata that Flower's engines would deliver."""
         if self.question is not None:
+            # A caller may change what it gets, so the question no longer speaks for this reply.
             vars(self).update(_metadata=private.answering(self.question), question=None)
         found: Metadata = vars(self)["_metadata"]
         return found
 
     @property
-    def upload(self) -> Upload | None:
-        """The upload; None once a caller may have changed the content."""
+    def update(self) -> Update | None:
+        """The update; None once a caller may have changed the content."""
         content = vars(self)["_content"]
-        return content if isinstance(content, Upload) else None
+        return content if isinstance(content, Update) else None
 
     @property
     def content(self) -> RecordDict:
         """The records that Flower's engines would deliver."""
-        if (upload := self.upload) is not None:
-            vars(self)["_content"] = upload.content()
+        if (update := self.update) is not None:
+            vars(self)["_content"] = update.content()
         return super().content
 
     @content.setter
@@ -101,24 +97,22 @@ class UploadReply(Message):
         vars(self)["_content"] = value
 
 
+def sender_of(reply: Message) -> int:
+    """Return the node that sent a reply, without building the metadata of an `UploadReply`."""
+    question = reply.question if isinstance(reply, UploadReply) else None
+    return reply.metadata.src_node_id if question is None else question.metadata.dst_node_id
+
+
 def payload_bytes(messages: Iterable[Message]) -> int:
     """Return the bytes of all serialised arrays in messages; the rest of a message is small."""
-    sizes: dict[int, int] = {}  # many messages may share a content
-    return sum(_payload(message, sizes) for message in messages)
-
-
-def payload_of(message: Message) -> int:
-    """Return the bytes of all serialised arrays in one message."""
-    return _payload(message, {})
-
-
-def _payload(message: Message, sizes: dict[int, int]) -> int:
-    if isinstance(message, UploadReply) and (upload := message.upload) is not None:
-        return upload.payload
-    if not message.has_content():
-        return 0
-    content = message.content
-    if (size := sizes.get(id(content))) is None:
-        records = (record for record in content.values() if isinstance(record, ArrayRecord))
-        size = sizes[id(content)] = sum(map(record_bytes, records))
-    return size
+    total, sizes = 0, dict[int, int]()
+    for message in messages:
+        if isinstance(message, UploadReply) and (update := message.update) is not None:
+            total += update.payload
+        elif message.has_content():
+            content = message.content
+            if id(content) not in sizes:  # many messages may share a content
+                records = (each for each in content.values() if isinstance(each, ArrayRecord))
+                sizes[id(content)] = sum(map(record_bytes, records))
+            total += sizes[id(content)]
+    return total

@@ -1,6 +1,5 @@
 """Metrics of models, their spread over clients, and lower bounds on ε from samples."""
 
-from flower_ext.metrics.concordance import concordance_index
 from flower_ext.metrics.lower_bounds import (
     BoundTerms,
     LowerBound,
@@ -8,7 +7,7 @@ from flower_ext.metrics.lower_bounds import (
     if_gaussian,
     in_one_run,
 )
-from flower_ext.metrics.ranking import average_precision, roc_auc
+from flower_ext.metrics.ranking import average_precision, concordance_index, roc_auc
 from flower_ext.metrics.spread import Spread, summarize
 
 __all__ = [

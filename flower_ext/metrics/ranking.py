@@ -1,4 +1,4 @@
-"""Separation of a rare class from a common one by scores, at every threshold."""
+"""Order of scores: of a rare class against a common one, and of risks against survival times."""
 
 from __future__ import annotations
 
@@ -37,6 +37,37 @@ def average_precision(outputs: Tensor, targets: Tensor) -> float:
     where ROC-AUC gives 0.5.
     """
     return _of_scores("average_precision_score", outputs, targets)
+
+
+def concordance_index(scores: Tensor, targets: Tensor) -> float:
+    """Return Harrell's concordance index: the share of comparable pairs in the right order.
+
+    Two patients are comparable if one had the event while the other was still observed. At equal
+    times, the patient whose observation ended counts as the longer observed. The patient with the
+    event should have the higher score; equal scores count half. The result is NaN if no pair is
+    comparable, or if a value is NaN.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Risks (n,) or (n, 1), on any increasing scale.
+    targets : Tensor
+        (n, 2): time, and 1 for an event or 0 for the end of observation.
+    """
+    scores = scores.flatten()
+    if scores.isnan().any() or targets.isnan().any():
+        return math.nan
+    time, event = targets[:, 0], targets[:, 1] > 0
+    longer = (time.unsqueeze(0) > time.unsqueeze(1)) | (
+        (time.unsqueeze(0) == time.unsqueeze(1)) & ~event.unsqueeze(0)
+    )
+    comparable = event.unsqueeze(1) & longer
+    pairs = int(comparable.sum())
+    if pairs == 0:
+        return math.nan
+    first, second = scores.unsqueeze(1), scores.unsqueeze(0)
+    right = (comparable & (first > second)).sum() + 0.5 * (comparable & (first == second)).sum()
+    return float(right) / pairs
 
 
 def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +15,18 @@ from flower_ext.errors import InvalidValue
 class Spread:
     """Summary of one value per client.
 
-    ``worst_decile`` is the mean of the worst tenth of the clients (at least one). ``jain_index`` is
-    (Σx)² / (n Σx²): 1 if all are equal, 1/n if a single client has everything.
+    ``worst_decile`` is the mean of the worst tenth of the clients (at least one). ``jain`` is
+    Jain's index (Σx)² / (n Σx²): 1 if all are equal, 1/n if a single client has everything.
     """
 
     mean: float
     std: float
     variance: float
     worst_decile: float
-    jain_index: float
+    jain: float
 
 
-def summarize(
-    values: Mapping[int, float] | Sequence[float], *, lower_is_better: bool = False
-) -> Spread:
+def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spread:
     """Summarise over clients, each counting once. ``lower_is_better`` is for losses.
 
     Raises
@@ -36,8 +34,7 @@ def summarize(
     ValueError
         There is no value, or one is not finite.
     """
-    numbers = list(values.values()) if isinstance(values, Mapping) else list(values)
-    array = np.sort(np.asarray(numbers, dtype=np.float64))
+    array = np.sort(np.asarray(values, dtype=np.float64))
     if array.size == 0 or not np.isfinite(array).all():
         raise InvalidValue(f"expected at least one value, all finite; got {array.size} values")
     squares = float(np.sum(array**2))
@@ -47,5 +44,5 @@ def summarize(
         std=float(array.std()),
         variance=float(array.var()),
         worst_decile=float(worst[: math.ceil(array.size / 10)].mean()),
-        jain_index=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
+        jain=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
     )

@@ -7,8 +7,7 @@ from flower_ext.planning.search import (
     Outcome,
     Schedule,
     alternating_search,
-    best_rounds,
-    joint_search,
+    best_schedule,
 )
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Outcome",
     "Schedule",
     "alternating_search",
-    "best_rounds",
+    "best_schedule",
     "convergence_bound",
-    "joint_search",
 ]

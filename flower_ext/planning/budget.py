@@ -5,179 +5,105 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.planning.search import Schedule, best_rounds, joint_search
-from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
+from flower_ext.planning.search import Schedule, best_schedule
+from flower_ext.privacy import ClippedSteps, Condition, RecordLevelPlan
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.privacy.theorems.clipped_steps import composed_noise_stddev
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
+from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
+
+PlanOf = Callable[[int, Basis], RecordLevelPlan]
+"""Function that returns the plan which keeps the budget in so many rounds, by one basis."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyBudget:
-    """(ε, δ) for one record of a client, and the bounds on that record's influence."""
-
-    epsilon: float
-    delta: float
-    num_clients: int
-    num_examples: int
-    clipping_norm: float
-    steps: ClippedSteps | None = None
-
-    def noise_stddev(self, rounds: int, basis: Basis) -> float:
-        """Return the σ_u of each upload's noise with which ``rounds`` rounds keep the budget."""
-        if basis == "published":
-            return dp_ditto_noise_stddev(
-                epsilon=self.epsilon,
-                delta=self.delta,
-                rounds=rounds,
-                num_clients=self.num_clients,
-                num_examples=self.num_examples,
-                clipping_norm=self.clipping_norm,
-            )
-        # Both bounds hold at once, so the smaller noise keeps the budget.
-        by_model = self._stddev_by_model(rounds)
-        return by_model if self.steps is None else min(by_model, self._stddev_by_steps(rounds))
-
-    def _stddev_by_model(self, rounds: int) -> float:
-        """Return the σ_u that hides any change of a model within the clipping norm."""
-        return composed_noise_stddev(
-            sensitivity=2 * self.clipping_norm,
-            releases=rounds,
-            epsilon=self.epsilon,
-            delta=self.delta,
-        )
-
-    def _stddev_by_steps(self, rounds: int) -> float:
-        """Return the σ_u of uploads whose local steps clip and noise gradients."""
-        if self.steps is None:
-            return math.inf
-        stddev = self.steps.noise_stddev(epsilon=self.epsilon, delta=self.delta, rounds=rounds)
-        return self.steps.upload_stddev(stddev)
-
-    def epsilons(self, noise_stddev: float, rounds: int) -> dict[str, float]:
-        """Return ε of uploads with σ_u: as published, at worst, and with clipped gradients.
-
-        The worst case is Algorithm 1, which clips models but no gradients.
-        """
-        published, provable = dp_ditto_guarantees(
-            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=noise_stddev),
-            num_clients=self.num_clients,
-            num_examples=self.num_examples,
-            rounds=rounds,
-            delta=self.delta,
-        )
-        epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
-        if self.steps is not None:
-            of_steps = noise_stddev / self.steps.upload_stddev(1.0)
-            loss = self.steps.loss(of_steps, delta=self.delta, rounds=rounds)
-            epsilons["gradients clipped"] = loss.epsilon
-        return epsilons
-
-    @property
-    def provable_source(self) -> str:
-        """The bound that the provable noise rests on, in words."""
-        if self.steps is None or self._stddev_by_steps(1) >= self._stddev_by_model(1):
-            return f"sensitivity 2C = {2 * self.clipping_norm:g} of a clipped model"
-        return (
-            f"records' gradients clipped to {self.steps.gradient_clipping_norm:g}, sensitivity "
-            f"{self.steps.sensitivity:.4g} of a local step"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibratedSchedule:
-    """A schedule with the noise that keeps the budget, by one basis.
+class PlannedSchedule:
+    """A schedule with the plan whose noise keeps the budget, by one basis.
 
     Attributes
     ----------
     basis : {"published", "provable"}
         The basis by which the noise was calibrated.
     schedule : Schedule
-        T* and λ*. With T* = 0 clients release nothing, so there is neither noise nor ε.
-    noise_stddev : float
-        σ_u of the noise on an upload.
-    epsilons : dict[str, float]
-        ε of this noise, by the name of each way to account for it.
+        T* and λ*.
+    plan : RecordLevelPlan or None
+        The plan of T* rounds. With T* = 0 clients release nothing, so there is no plan.
     not_met : tuple[str, ...]
         Conditions of the theorem that do not hold.
     """
 
     basis: Basis
     schedule: Schedule
-    noise_stddev: float
-    epsilons: dict[str, float]
+    plan: RecordLevelPlan | None
     not_met: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
-        return {
-            "basis": self.basis,
-            "rounds": self.schedule.rounds,
-            "global_weight": self.schedule.global_weight,
-            "bound": self.schedule.value if math.isfinite(self.schedule.value) else None,
-            "noise_stddev": self.noise_stddev,
-            "epsilon": dict(self.epsilons),
-            "conditions_not_met": list(self.not_met),
-        }
+    @property
+    def noise_stddev(self) -> float:
+        """σ_u of the noise on each weight of an upload; 0 without a round."""
+        return 0.0 if self.plan is None else self.plan.upload_stddev
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """ε of the plan: as published, at worst, and with clipped gradients if it clips them.
+
+        The worst case is Algorithm 1, which clips models but no gradients.
+        """
+        plan = self.plan
+        if plan is None:
+            return {}
+        published, provable = dp_ditto_guarantees(
+            clipping_norm=plan.clipping_norm,
+            noise_stddev=plan.upload_stddev,
+            num_clients=plan.sampling.population,
+            num_examples=plan.num_examples,
+            rounds=plan.rounds,
+            delta=plan.delta,
+        )
+        epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
+        if plan.steps is not None:
+            loss = plan.steps.loss(plan.noise_stddev, delta=plan.delta, rounds=plan.rounds)
+            epsilons["gradients clipped"] = loss.epsilon
+        return epsilons
 
 
-def calibrated_schedules(
-    budget: PrivacyBudget,
+def planned_schedules(
+    plan_of: PlanOf,
     problem: DittoProblem,
+    global_weight: float | LinearFairness,
     *,
     max_rounds: int,
-    global_weight: float | None = None,
-    fairness: LinearFairness | None = None,
-) -> list[CalibratedSchedule]:
+) -> list[PlannedSchedule]:
     """Return one schedule for each basis, without the published one if G₀ or M is unknown.
 
-    Raises
-    ------
-    ValueError
-        A parameter is out of range, or not exactly one of λ and the fairness problem is given.
+    ``global_weight`` is λ, or the fairness problem that determines it.
     """
-    search: Callable[..., Schedule]
-    if fairness is not None and global_weight is None:
-        search = partial(joint_search, problem, fairness, max_rounds=max_rounds)
-    elif fairness is None and global_weight is not None:
-        search = partial(best_rounds, problem, global_weight=global_weight, max_rounds=max_rounds)
-    else:
-        raise InvalidValue(
-            "global_weight (λ) and fairness: expected one of them, because the fairness problem "
-            "determines λ"
-        )
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
         bases.insert(0, "published")
-    return [_calibrated(budget, search, fairness, basis) for basis in bases]
-
-
-def _calibrated(
-    budget: PrivacyBudget,
-    search: Callable[..., Schedule],
-    fairness: LinearFairness | None,
-    basis: Basis,
-) -> CalibratedSchedule:
-    """Return the schedule that ``search`` finds under the noise of one basis."""
-    schedule = search(variance_per_round=budget.noise_stddev(1, basis) ** 2, basis=basis)
-    conditions = [*schedule.bound.conditions, _one_full_step(budget.steps)]
-    if fairness is not None:
-        conditions.append(fairness.uniqueness(clipping_norm=budget.clipping_norm, basis=basis))
-    rounds = schedule.rounds
-    stddev = budget.noise_stddev(rounds, basis) if rounds else 0.0
-    return CalibratedSchedule(
-        basis=basis,
-        schedule=schedule,
-        noise_stddev=stddev,
-        epsilons=budget.epsilons(stddev, rounds) if rounds else {},
-        not_met=tuple(condition.text for condition in conditions if not condition.holds),
-    )
+    schedules = []
+    for basis in bases:
+        one_round = plan_of(1, basis)
+        schedule = best_schedule(
+            problem,
+            global_weight,
+            variance_per_round=one_round.upload_stddev**2,
+            max_rounds=max_rounds,
+            basis=basis,
+        )
+        conditions = [*schedule.bound.conditions, _one_full_step(one_round.steps)]
+        if isinstance(global_weight, LinearFairness):
+            norm = one_round.clipping_norm
+            conditions.append(global_weight.uniqueness(clipping_norm=norm, basis=basis))
+        schedules.append(
+            PlannedSchedule(
+                basis=basis,
+                schedule=schedule,
+                plan=plan_of(schedule.rounds, basis) if schedule.rounds else None,
+                not_met=tuple(condition.text for condition in conditions if not condition.holds),
+            )
+        )
+    return schedules
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:

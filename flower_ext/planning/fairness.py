@@ -11,7 +11,7 @@ N, b, d               ``num_clients``, ``num_examples``, ``dimension``
 ρ                     ``feature_energy``
 σ², ζ²                ``label_variance``, ``model_variance``
 σ_u²                  ``upload_variance`` of z_n, of which σ_z² = N σ_u²
-G₁, G₂ − G₁²          ``mean_deviation``, ``deviation_variance``
+G₁, G₂ − G₁²          ``moments``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================
 
@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,11 +56,9 @@ class LinearFairness:
         ρ, the diagonal of XᵀX. Features of unit variance give about b.
     label_variance, model_variance : float
         σ² of the noise in labels, and ζ² between the clients' true models.
-    mean_deviation : float, optional
-        G₁ = N² times the mean of ‖û_n − ū‖².
-    deviation_variance : float, optional
-        G₂ − G₁²: N⁴ times the variance over clients of ‖û_n − ū‖². Without both, their means over
-        û_n, which need no model.
+    given_moments : tuple[float, float], optional
+        G₁ and G₂ − G₁²: N² times the mean of ‖û_n − ū‖², and N⁴ times its variance over clients. By
+        default their means over û_n, which need no model.
     """
 
     num_clients: int
@@ -70,8 +67,7 @@ class LinearFairness:
     feature_energy: float
     label_variance: float
     model_variance: float
-    mean_deviation: float | None = None
-    deviation_variance: float | None = None
+    given_moments: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "num_examples", "dimension"):
@@ -79,42 +75,14 @@ class LinearFairness:
         for name in ("feature_energy", "label_variance"):
             require_positive(name, getattr(self, name))
         require_not_negative("model_variance", self.model_variance)
-        if (self.mean_deviation is None) != (self.deviation_variance is None):
-            raise InvalidValue("mean_deviation and deviation_variance: expected both or neither")
-        for name in ("mean_deviation", "deviation_variance"):
-            if (moment := getattr(self, name)) is not None:
-                require_not_negative(name, moment)
-
-    @classmethod
-    def of_models(
-        cls,
-        local_models: ArrayLike,
-        *,
-        num_examples: int,
-        feature_energy: float,
-        label_variance: float,
-        model_variance: float,
-    ) -> Self:
-        """Return the fairness of clients' own estimates û_n, one row per client."""
-        models = np.atleast_2d(np.asarray(local_models, dtype=np.float64))
-        clients, dimension = models.shape
-        squares = np.square(clients * (models - models.mean(axis=0))).sum(axis=1)
-        return cls(
-            num_clients=clients,
-            num_examples=num_examples,
-            dimension=dimension,
-            feature_energy=feature_energy,
-            label_variance=label_variance,
-            model_variance=model_variance,
-            mean_deviation=float(squares.mean()),
-            deviation_variance=float(squares.var()),
-        )
+        for moment in self.given_moments or ():
+            require_not_negative("given_moments", moment)
 
     @property
     def moments(self) -> tuple[float, float]:
         """G₁ and G₂ − G₁², as given, or their means over û_n."""
-        if self.mean_deviation is not None and self.deviation_variance is not None:
-            return self.mean_deviation, self.deviation_variance
+        if self.given_moments is not None:
+            return self.given_moments
         N, d = self.num_clients, self.dimension
         spread = self.label_variance / self.feature_energy + self.model_variance
         variance = 2 * d * spread**2 * (1 - 1 / N) * abs(1 - 2 / N)

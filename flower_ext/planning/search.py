@@ -40,54 +40,45 @@ class Schedule:
         return float(self.bound.after(self.rounds))
 
 
-def best_rounds(
+def best_schedule(
     problem: DittoProblem,
-    *,
-    global_weight: float,
-    variance_per_round: float,
-    max_rounds: int,
-    basis: Basis = "provable",
-) -> Schedule:
-    """Return T* for a given λ."""
-    bound = convergence_bound(
-        problem, global_weight=global_weight, variance_per_round=variance_per_round, basis=basis
-    )
-    return Schedule(rounds=bound.best_rounds(max_rounds), global_weight=global_weight, bound=bound)
-
-
-def joint_search(
-    problem: DittoProblem,
-    fairness: LinearFairness,
+    global_weight: float | LinearFairness,
     *,
     variance_per_round: float,
     max_rounds: int,
     basis: Basis = "provable",
 ) -> Schedule:
-    """Return (T*, λ*) of Eqn 33, among 1 to ``max_rounds`` rounds.
-
-    The search compares every T, because the limit T′ of Section IV holds for a single λ only.
+    """Return T* for a given λ, or (T*, λ*) of Eqn 33 if a fairness problem determines λ.
 
     Raises
     ------
     ValueError
         A parameter is out of range, or the two problems differ in clients or dimension.
     """
+
+    def bound_at(weight: float) -> ConvergenceBound:
+        return convergence_bound(
+            problem, global_weight=weight, variance_per_round=variance_per_round, basis=basis
+        )
+
+    if not isinstance(global_weight, LinearFairness):
+        bound = bound_at(global_weight)
+        rounds = bound.best_rounds(max_rounds)
+        return Schedule(rounds=rounds, global_weight=global_weight, bound=bound)
+    fairness = global_weight
     for name in ("num_clients", "dimension"):
         expected, value = getattr(problem, name), getattr(fairness, name)
         if value != expected:
             raise InvalidValue(f"{name}={value!r} of the fairness problem: expected {expected!r}")
     require_at_least_one("max_rounds", max_rounds)
 
-    def schedule_of(rounds: int) -> Schedule:
+    def fairest(rounds: int) -> Schedule:
         variance = variance_per_round * rounds
         weight = fairness.best_global_weight(upload_variance=variance, basis=basis)
-        bound = convergence_bound(
-            problem, global_weight=weight, variance_per_round=variance_per_round, basis=basis
-        )
-        return Schedule(rounds=rounds, global_weight=weight, bound=bound)
+        return Schedule(rounds=rounds, global_weight=weight, bound=bound_at(weight))
 
     # No limit T′ as in Section IV: it holds for one λ, and here each T has a λ of its own.
-    best = min(map(schedule_of, range(1, max_rounds + 1)), key=lambda schedule: schedule.value)
+    best = min(map(fairest, range(1, max_rounds + 1)), key=lambda schedule: schedule.value)
     return best if best.value < problem.initial_distance else replace(best, rounds=0)
 
 

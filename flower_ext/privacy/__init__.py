@@ -20,8 +20,8 @@ from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
 from flower_ext.privacy.mechanisms.bounds import clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
-from flower_ext.privacy.mechanisms.perturbation import ObjectivePerturbation, OutputPerturbation
 from flower_ext.privacy.mechanisms.plan import NonPrivatePlan, PrivacyPlan
+from flower_ext.privacy.mechanisms.protections import ObjectivePerturbation, OutputPerturbation
 from flower_ext.privacy.mechanisms.secure_scores import SecureScores
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate

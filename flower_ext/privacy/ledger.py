@@ -168,10 +168,8 @@ class Ledger(LedgerFile):
 
     Raises
     ------
-    LedgerLocked
-        Another process has the ledger open.
-    LedgerCorrupt
-        The hash chain is broken; the message names the file and the line.
+    LedgerLocked, LedgerCorrupt
+        As `LedgerFile`.
     """
 
     def __init__(self, path: Path, *, budget: Budget | None = None) -> None:

@@ -68,9 +68,7 @@ class Charge:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        release = None if self.release is None else self.release.to_dict()
-        kinds = {"unit": self.unit.value, "relation": self.relation.value}
-        return {**vars(self), **kinds, "release": release}
+        return {**vars(self), "release": None if self.release is None else self.release.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +198,7 @@ def _parts(
             exact[Release.from_dict(entry["release"])] += 1
             continue
         stretch = last.get(entry["run"])
+        # A number that comes again has new noise: the earlier rounds were spent for themselves.
         if stretch is None or entry["training"] <= stretch[-1]["training"]:
             stretches.append(stretch := [])
             last[entry["run"]] = stretch

@@ -128,29 +128,33 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
     """Draw what was measured: accuracy, loss and costs by rounds, and accuracy by messages."""
 
-    def lines(name: str, scale: float = 0.0) -> dict[str, list[Line]]:
-        """Return a metric of each group's runs; with a scale, the scaled sums up to each round."""
+    def lines(name: str) -> dict[str, list[Line]]:
+        """Return a metric of each group's runs, without groups of which a run lacks it."""
         measured: dict[str, list[Line]] = {}
         for group, runs in groups.items():
             series: list[Line] = [run.series(name) for run in runs]
             if all(rounds for rounds, _ in series):
-                sums = [cumulative(line, scale=scale) for line in series]
-                measured[group] = sums if scale else series
+                measured[group] = series
         return measured
+
+    def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
+        return {
+            g: [cumulative(x, scale=scale) for x in series] for g, series in lines(name).items()
+        }
 
     drawn: dict[str, Path] = {}
     for name, title, ylabel, measured in (
         ("accuracy", "Mean accuracy of the clients' models", "accuracy", lines("accuracy_mean")),
         ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
-        ("messages", "Training messages", "messages, cumulative", lines("messages", 1.0)),
-        ("upload", "Arrays uploaded", "megabytes, cumulative", lines("bytes_up", 1e-6)),
-        ("time", "Training time", "seconds, cumulative", lines("training_seconds", 1.0)),
+        ("messages", "Training messages", "messages, cumulative", sums("messages")),
+        ("upload", "Arrays uploaded", "megabytes, cumulative", sums("bytes_up", 1e-6)),
+        ("time", "Training time", "seconds, cumulative", sums("training_seconds")),
         ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
         if measured:
             drawn[title] = draw_lines(folder, name, title, ylabel, measured)
-    accuracy, messages = lines("accuracy_mean"), lines("messages", 1.0)
+    accuracy, messages = lines("accuracy_mean"), sums("messages")
     if len(messages) == len(groups):
         title, name = "Mean accuracy for the messages it took", "accuracy_by_messages"
         x = "training messages"

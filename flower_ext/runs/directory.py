@@ -38,13 +38,7 @@ import numpy as np
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.files import (
-    append_line,
-    is_locked,
-    lock,
-    write_rows,
-    write_whole,
-)
+from flower_ext.runs.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -156,19 +150,15 @@ class RunDirectory:
         """Close the run's ledgers, and let another process continue the run."""
         self._open.close()
 
-    def free(self) -> bool:
-        """Return True if no process is writing the run at the moment."""
-        return not is_locked(self.path / _LOCK)
-
-    def check_free(self) -> None:
-        """Refuse a run that another process is writing.
+    def check_free(self, *, seconds: float = LAST_MOMENTS) -> None:
+        """Wait until no process writes the run.
 
         Raises
         ------
         InUse
-            The message names the process.
+            A process still does after ``seconds``; the message names it.
         """
-        lock(self.path / _LOCK).close()
+        lock(self.path / _LOCK, seconds=seconds).close()
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

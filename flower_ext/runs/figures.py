@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,59 +28,53 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     """Draw the run's measurements; return the SVG's file name and title of each figure."""
-    folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
-
-    def listed(name: str, title: str) -> str:
-        stem = _unused(name, drawn)
-        drawn[f"{stem}.svg"] = title
-        return stem
-
-    def add(
-        name: str, title: str, ylabel: str, lines: Mapping[str, Line], *, log: bool = False
-    ) -> None:
+    for name, title, ylabel, lines in _measurements(run):
         measured = {label: [line] for label, line in lines.items() if line[0]}
         if measured:
-            stem = listed(name, title)
+            stem = _unused(name, drawn)
+            drawn[f"{stem}.svg"] = title
+            last = [values[-1] for [(_, values)] in measured.values()]
+            log = name == "epsilon" and max(last) > 20 * min(last)
             draw_lines(folder, stem, title, ylabel, measured, log=log, from_zero=True)
+    rows = run.client_metrics()
+    for name in qualities(run):
+        scored = ((place, row) for place, row in enumerate(rows) if name in row)
+        of_clients = [(row.get("partition", place), row[name]) for place, row in scored]
+        if of_clients:
+            stem = _unused("fairness" if name == "accuracy" else f"{name}_spread", drawn)
+            drawn[f"{stem}.svg"] = title = f"How {in_words(name)} is spread over clients"
+            _histogram(folder, stem, title, in_words(name), of_clients)
+    return drawn
 
-    scores = qualities(run)
-    for name in scores:
+
+def _measurements(run: RunDirectory) -> Iterator[tuple[str, str, str, Mapping[str, Line]]]:
+    """Yield name, title, vertical axis and lines of each figure against rounds."""
+    for name in qualities(run):
         noised = ", with noise" if run.series(f"{name}_mean_error")[0] else ""
         quality = {
             f"mean over clients{noised}": run.series(f"{name}_mean"),
             "worst tenth of clients": run.series(f"{name}_worst_decile"),
         }
-        add(name, f"Test {in_words(name)} of the clients' models", in_words(name), quality)
-    epsilon = epsilon_lines(run)
-    last = [values[-1] for _, values in epsilon.values()]
-    add("epsilon", "Privacy spent", "ε", epsilon, log=bool(last) and max(last) > 20 * min(last))
+        yield name, f"Test {in_words(name)} of the clients' models", in_words(name), quality
+    yield "epsilon", "Privacy spent", "ε", epsilon_lines(run)
     messages = {"to and from clients": cumulative(run.series("messages"))}
-    add("messages", "Training messages", "messages, cumulative", messages)
+    yield "messages", "Training messages", "messages, cumulative", messages
     megabytes = {
         "to clients": cumulative(run.series("bytes_down"), scale=1e-6),
         "from clients": cumulative(run.series("bytes_up"), scale=1e-6),
     }
-    add("traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes)
+    yield "traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes
     seconds = {
         "training": cumulative(run.series("training_seconds")),
         "with evaluation": cumulative(run.series("seconds")),
     }
-    add("time", "Time of the rounds", "seconds, cumulative", seconds)
+    yield "time", "Time of the rounds", "seconds, cumulative", seconds
     spread = {"standard deviation over clients": run.series("training_loss_std")}
     title = "How far the clients' training losses are apart"
-    add("training_loss_spread", title, "loss", spread)
+    yield "training_loss_spread", title, "loss", spread
     norm = {"mean over the cohort": run.series("update_norm_mean")}
-    add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
-    rows = run.client_metrics()
-    for name in scores:
-        scored = ((place, row) for place, row in enumerate(rows) if name in row)
-        of_clients = [(row.get("partition", place), row[name]) for place, row in scored]
-        if of_clients:
-            title = f"How {in_words(name)} is spread over clients"
-            stem = listed("fairness" if name == "accuracy" else f"{name}_spread", title)
-            _histogram(folder, stem, title, in_words(name), of_clients)
-    return drawn
+    yield "update_norm", "Norm of local updates before clipping", "L2 norm", norm
 
 
 def qualities(run: RunDirectory) -> list[str]:
@@ -201,39 +195,6 @@ def _histogram(
     axes.legend(frameon=False)
     rows = [(f"{partition:.0f}", score) for partition, score in scores]
     _save(figure, folder, name, ("partition", xlabel), rows)
-
-
-def draw_roc(
-    folder: Path,
-    name: str,
-    title: str,
-    without: np.ndarray,
-    present: np.ndarray,
-    *,
-    epsilon: float,
-    delta: float,
-) -> Path:
-    """Draw the rates of an attack over the region that (ε, δ) allows; return the SVG's path.
-
-    The curve shows the trials without their uncertainty, so it may leave the region by chance. The
-    bounds reported beside it account for that.
-    """
-    thresholds = np.unique(np.concatenate([without, present]))
-    rates = [
-        1 - np.searchsorted(np.sort(scores), thresholds, side="left") / len(scores)
-        for scores in (without, present)
-    ]
-    false, true = (np.append(rate, 0.0) for rate in rates)
-    axis = np.linspace(0, 1, 501)
-    factor = np.exp(min(epsilon, 700.0))
-    upper = np.minimum(1, np.minimum(factor * axis + delta, 1 - (1 - delta - axis) / factor))
-    figure, axes = _canvas(title, "false positives", "true positives")
-    allowed = f"allowed by ε = {epsilon:.4g}, δ = {delta:g}"
-    axes.fill_between(axis, 1 - upper[::-1], upper, color=COLOURS[0], alpha=0.15, label=allowed)
-    axes.plot(false, true, color=COLOURS[1], label="attack")
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
-    rows = list(zip(false.tolist(), true.tolist(), strict=True))
-    return _save(figure, folder, name, ("false_positives", "true_positives"), rows)
 
 
 def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

@@ -44,7 +44,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     try:
         _remove_drafts_of_the_dead(path)
         try:
-            _write(draft, content, os.O_EXCL, sync, private)
+            _write(draft, content, os.O_EXCL, sync, private=private)
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def write_rows(
     write_whole(path, stream.getvalue().encode(), **options)
 
 
-def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = True) -> None:
+def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
     """Append a line to a file. A crash may tear this line, but no earlier one.
 
     Raises
@@ -74,7 +74,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = T
         The file could not be written; the message names it.
     """
     try:
-        _write(path, line + b"\n", os.O_APPEND, sync, private)
+        _write(path, line + b"\n", os.O_APPEND, sync, private=True)
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -105,7 +105,11 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def lock(path: Path) -> IO[str]:
+LAST_MOMENTS = 5
+"""Seconds to wait for a lock: processes that inherited it may outlive a killed run by a moment."""
+
+
+def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
     The lock ends at the latest with this process and those that it forked. Its file names the
@@ -114,10 +118,10 @@ def lock(path: Path) -> IO[str]:
     Raises
     ------
     InUse
-        Another process holds the lock for seconds; the message names it.
+        Another process still holds the lock after ``seconds``; the message names it.
     """
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
-    deadline = time.monotonic() + _LAST_MOMENTS
+    deadline = time.monotonic() + seconds
     while not _locked(stream):
         if time.monotonic() > deadline:
             holder = stream.read() or "another process"
@@ -133,18 +137,6 @@ def lock(path: Path) -> IO[str]:
     return stream
 
 
-def is_locked(path: Path) -> bool:
-    """Return True if a process holds the lock."""
-    if not path.exists():
-        return False
-    with path.open("r+") as stream:
-        return not _locked(stream)
-
-
-_LAST_MOMENTS = 5
-"""Seconds to wait for a lock: processes that inherited it may outlive a killed run by a moment."""
-
-
 def _locked(stream: IO[str]) -> bool:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +150,7 @@ def not_written(path: Path, error: OSError) -> OSError:
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 
-def _write(path: Path, content: bytes, how: int, sync: bool, private: bool) -> None:
+def _write(path: Path, content: bytes, how: int, sync: bool, *, private: bool) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600 if private else 0o666)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(content)

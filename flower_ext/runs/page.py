@@ -1,8 +1,7 @@
 """Pages: Markdown with tables and figures, and the same as one self-contained HTML file.
 
 In HTML, a part under a heading of the fourth level is folded, consecutive figures form a grid, and
-wide tables scroll inside the page. On a narrow screen, each row of a table with many columns is a
-list of names and values instead. The page follows the reader's dark or light system setting.
+wide tables scroll inside the page. The page follows the reader's dark or light system setting.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,6 @@ from flower_ext.runs.files import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-_FEW = 3
-"""Largest number of columns that fit on the screen of a phone."""
 
 
 class Markup(str):
@@ -78,7 +73,9 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
     from markdown_it import MarkdownIt  # imports 60 modules, which clients do not need
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    body = re.sub(r"<table>.*?</table>", _narrowing, body, flags=re.DOTALL)
+    body = body.replace("<table>", '<div class="table"><table>').replace(
+        "</table>", "</table></div>"
+    )
     body = body.replace("<th>", '<th scope="col">')
     body = re.sub(
         r"<h4>(.*?)</h4>\n(.*?)(?=<h[1-4]>|\Z)",
@@ -99,22 +96,6 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
     body = re.sub(figure, inline, body)
     page = _templates().get_template("page.html.jinja")
     return page.render(title=Markup(escape(title)), body=Markup(body)) + "\n"
-
-
-def _narrowing(match: re.Match[str]) -> str:
-    """Return a table that scrolls; if it has many columns, each cell names its own."""
-    table = match[0]
-    columns = [re.sub(r"<[^>]*>", "", name) for name in re.findall(r"<th>(.*?)</th>", table)]
-    if len(columns) > _FEW:
-        cells = count()
-
-        def named(_: re.Match[str]) -> str:
-            # The text between tags is escaped already, but for the quotes of attributes.
-            column = columns[next(cells) % len(columns)].replace('"', "&quot;")
-            return f'<td data-column="{column}">'
-
-        table = re.sub("<td>", named, table.replace("<table>", '<table class="many">'))
-    return f'<div class="table">{table}</div>'
 
 
 def escaped(text: str) -> str:

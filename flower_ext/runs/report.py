@@ -69,9 +69,7 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
         "counts": {name: len(scores) for name, scores in by_name.items()},
         "pooled": next(reversed(run.series("accuracy_pooled")[1]), None),
         "noised": noised,
-        "noised_means": []
-        if noised is None
-        else [(in_words(name), mean, noised.errors[name]) for name, mean in noised.means.items()],
+        "in_words": in_words,
         "is_loss": lower_is_better,
         "few": list(reported_by_few(rows).items())[:_MOST_SHOWN],
         "evaluated": evaluated,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,6 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 
 RECORDED = ("planned-rounds", "data-source")
 """Names of facts that apps record in a run's configuration beside their settings."""
-
-_KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}
 
 
 class UnfitSetting(InvalidValue):
@@ -74,23 +72,38 @@ def setting(meaning: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"meaning": meaning})
 
 
+_RULES = {
+    bool: Rule("true or false", lambda value: True),
+    int: Rule("an integer", lambda value: True),
+    float: Rule("a finite number", lambda value: True),
+    str: Rule("a text", lambda value: True),
+}
+"""Rules for settings that accept every value of their type."""
+
+
 @dataclass(frozen=True)
 class Declaration:
     """The name of a setting, the values that it accepts, and its meaning."""
 
     name: str
     kind: type
+    rule: Rule
     choices: tuple[str, ...] = ()
-    rule: Rule | None = None
     meaning: str = ""
     is_required: bool = True
 
-    @property
-    def expected(self) -> str:
-        """The accepted values, in words."""
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        return _KINDS[self.kind] if self.rule is None else self.rule.expected
+    @classmethod
+    def of_type(cls, name: str, hint: Any, **options: Any) -> Declaration:
+        """Return the declaration of a setting that accepts the values of a type hint."""
+        if type(None) in get_args(hint):  # a setting that may be absent
+            hint = get_args(hint)[0]
+        if get_origin(hint) is Literal:
+            words = get_args(hint)
+            rule = Rule(f"one of {', '.join(words)}", lambda value: value in words)
+            return cls(name, str, rule, words, **options)
+        if get_origin(hint) is Annotated:
+            return cls(name, *get_args(hint), **options)
+        return cls(name, hint, _RULES[hint], **options)
 
     def check(self, value: Any, origin: str = "run-config") -> None:
         """Refuse a value that the setting cannot have; the message begins with ``origin``.
@@ -100,21 +113,12 @@ class Declaration:
         UnfitSetting
             The value is of another type, not finite, or out of range.
         """
-        if not self._accepts(value):
-            raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.expected}")
-
-    def _accepts(self, value: Any) -> bool:
-        # Python's booleans are integers, but `true` is no number of rounds.
-        if isinstance(value, bool) is not (self.kind is bool):
-            return False
         kind: Any = int | float if self.kind is float else self.kind
-        if not isinstance(value, kind):
-            return False
-        if self.kind is float and not math.isfinite(value):
-            return False
-        if self.choices and value not in self.choices:
-            return False
-        return self.rule is None or self.rule.accepts(value)
+        # Python's booleans are integers, but `true` is no number of rounds.
+        is_of_kind = isinstance(value, kind) and isinstance(value, bool) is (self.kind is bool)
+        is_finite = self.kind is not float or (is_of_kind and math.isfinite(value))
+        if not (is_of_kind and is_finite and self.rule.accepts(value)):
+            raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.rule.expected}")
 
     def parse(self, text: str) -> Any:
         """Return the value that a text on a command line stands for; refuse one that does not fit.
@@ -127,7 +131,8 @@ class Declaration:
         try:
             value = _TRUTH[text] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
-            raise UnfitSetting(f"setting {self.name}={text!r}: expected {self.expected}") from None
+            expected = self.rule.expected
+            raise UnfitSetting(f"setting {self.name}={text!r}: expected {expected}") from None
         self.check(value, "setting")
         return value
 
@@ -180,8 +185,8 @@ class Settings:
                 values[attribute] = config[declaration.name]
             elif declaration.is_required:
                 raise UnfitSetting(
-                    f"{cls.origin} has no {declaration.name}: expected {declaration.expected}; add "
-                    f"it to {cls.place}"
+                    f"{cls.origin} has no {declaration.name}: expected "
+                    f"{declaration.rule.expected}; add it to {cls.place}"
                 )
         return cls(**values)
 
@@ -191,26 +196,14 @@ def declarations(kind: Any) -> Mapping[str, Declaration]:
     """Return the declarations of a class of settings, by the names of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {
-        each.name: replace(
-            _accepting(hints[each.name]),
-            name=each.name.replace("_", "-"),
+        each.name: Declaration.of_type(
+            each.name.replace("_", "-"),
+            hints[each.name],
             meaning=each.metadata["meaning"],
             is_required=each.default is MISSING,
         )
         for each in fields(kind)
     }
-
-
-def _accepting(hint: Any) -> Declaration:
-    """Return a declaration, without a name, of the values that a type hint stands for."""
-    if type(None) in get_args(hint):  # a setting that may be absent
-        hint = get_args(hint)[0]
-    if get_origin(hint) is Literal:
-        return Declaration("", str, choices=get_args(hint))
-    if get_origin(hint) is Annotated:
-        kind, rule = get_args(hint)
-        return Declaration("", kind, rule=rule)
-    return Declaration("", hint)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

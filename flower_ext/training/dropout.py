@@ -83,7 +83,6 @@ def levels_dropped(p: float) -> int:
 
 
 def _noise(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the factors that random ``bits`` encode."""
     dropped = levels_dropped(p)
     if dropped == LEVELS:
         return torch.zeros(bits.shape, dtype=dtype)

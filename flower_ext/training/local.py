@@ -8,8 +8,7 @@ With radius q = 0 this is SGD, which costs one pass per step instead of two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +29,7 @@ from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone
-from flower_ext.training.problem import local_problem
+from flower_ext.training.problem import LocalProblem, local_problem
 from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 
@@ -142,7 +141,10 @@ class LocalTraining:
 
 @dataclass(kw_only=True)
 class Job:
-    """One local training among many; the arguments of `train`."""
+    """One local training: where it starts, on which examples, and how.
+
+    ``generator`` draws the mini-batches, and a seed of the model's own draws, such as dropout.
+    """
 
     params: Mapping[str, Tensor]
     examples: Examples
@@ -194,7 +196,7 @@ def batches(
     device = trees.first(targets).device
     for rows in batch_rows(len(examples), training, generator, fewest=fewest):
         chosen = rows.to(device)
-        x, y = trees.selected(features, chosen), trees.selected(targets, chosen)
+        x, y = trees.rows(features, chosen), trees.rows(targets, chosen)
         # Detached, so that in-place operations of the model stay out of the next gradient.
         yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
 
@@ -232,45 +234,22 @@ def _slopes(
 
 
 def minimise(
-    loss_at: Callable[[Params, Tree, Tree], Tensor],
-    start: Mapping[str, Tensor],
-    examples: Examples,
-    training: LocalTraining,
-    generator: torch.Generator,
-    *,
-    replaceable: bool = True,
-    fewest: int = 1,
-    still: Callable[[], AbstractContextManager[None]] = nullcontext,
+    problem: LocalProblem, mini_batches: Iterable[tuple[Tree, Tree]], training: LocalTraining
 ) -> Params:
-    """Descend from ``start`` by SGD with momentum, another optimiser, or SAM.
-
-    Parameters
-    ----------
-    loss_at : Callable
-        ``loss_at(params, x, y)`` returns a scalar.
-    replaceable : bool
-        True if ``loss_at`` might replace the tensors that it is given, as models do that bound
-        their weights. Every step then passes new tensors.
-    fewest : int
-        Least number of rows of a mini-batch, as of `batches`.
-    still : Callable
-        Makes a block in which SAM's pass at the perturbed point moves no buffers, so that each
-        mini-batch counts once in running statistics.
-    """
-    params = clone(start)
+    """Descend from the problem's start by SGD with momentum, another optimiser, or SAM."""
+    params = clone(problem.start)
     weights = [*params.values()]
-    leaves = _leaves(params)  # share memory with params
     velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
     steps = _other_optimizer(training, params)
-    for x, y in batches(examples, training, generator, fewest=fewest):
-        leaves = _leaves(params) if replaceable else leaves
-        slopes = _slopes(loss_at, leaves, x, y)
+    for x, y in mini_batches:
+        # New leaves in each step, because a model that bounds its weights replaces them.
+        slopes = _slopes(problem.loss_at, _leaves(params), x, y)
         if training.sam_radius > 0:
             ascent = perturbation(slopes, training.sam_radius)
             climbed = zip(params.items(), ascent, strict=True)
             point = _leaves({name: w + p for (name, w), p in climbed})
-            with still():
-                slopes = _slopes(loss_at, point, x, y)
+            with problem.still():  # each mini-batch counts once in running statistics
+                slopes = _slopes(problem.loss_at, point, x, y)
         if steps is not None:
             for w, slope in zip(weights, slopes, strict=True):
                 w.grad = slope
@@ -287,7 +266,6 @@ def minimise(
 def _other_optimizer(
     training: LocalTraining, weights: Mapping[str, Tensor]
 ) -> torch.optim.Optimizer | None:
-    """Return the optimiser that steps instead of SGD; None for SGD."""
     if training.optimizer == SGD:
         return None
     options: dict[str, float] = {"lr": training.learning_rate}
@@ -296,22 +274,13 @@ def _other_optimizer(
     return _OPTIMIZERS[training.optimizer]([*weights.values()], **options)
 
 
-def train(
-    task: Task,
-    params: Mapping[str, Tensor],
-    examples: Examples,
-    training: LocalTraining,
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    terms: Sequence[Term] = (),
-    generator: torch.Generator,
-) -> Params:
+def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True) -> Params:
     """Train the parameters that ``trained`` selects; all others are frozen.
 
     Returns
     -------
     Params
-        The whole model after training, on the devices of ``params``: trained parameters, frozen
+        The whole model after training, on the devices of ``job.params``: trained parameters, frozen
         ones, and buffers.
 
     Raises
@@ -321,35 +290,16 @@ def train(
     NotConverged
         ``training.tolerance`` cannot be reached.
     """
-    job = Job(params=params, examples=examples, training=training, generator=generator, terms=terms)
-    return train_job(task, job, trained=trained)
-
-
-def train_job(
-    task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True
-) -> Params:
-    """Run a job, which holds the arguments of `train`."""
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave it out")
     training = job.training
     dtype = torch.float64 if training.tolerance else None
     with seeded_by(job.generator, task.torch_device()) as anew:
-        problem = local_problem(
-            task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
-        )
-        data = job.examples.to(problem.device)
+        problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
         anew()  # forget what was drawn while the model was built
         if training.tolerance:
+            data = job.examples.to(problem.device)
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
-            moved = minimise(
-                problem.loss_at,
-                problem.start,
-                data,
-                training,
-                job.generator,
-                replaceable=problem.replaceable,
-                fewest=fewest_rows(task, data.features, training.batch_size),
-                still=problem.still,
-            )
+            moved = minimise(problem, job_batches(task, job), training)
     return problem.whole(moved, like=job.params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -46,38 +46,25 @@ def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
         raise
 
 
-Place = tuple[dict[str, Any], str, str]
-
-
-def all_places(model: nn.Module) -> list[Place]:
-    """Return all places of parameters and buffers: the dictionary, its key, and the full name."""
-    names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
-    return [
-        (tensors, leaf, names[id(tensor)])
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for leaf, tensor in tensors.items()
-        if tensor is not None
-    ]
-
-
 class SettableModel:
     """A model whose parameters and buffers are replaced permanently, before any number of calls.
 
     `torch.func.functional_call` restores the former tensors after each call, which takes as long as
     a step of a small model. Tied parameters are replaced in all their places.
-
-    Parameters
-    ----------
-    model : nn.Module
-    places : sequence of (dict, str, str), optional
-        Places of tensors: a module's dictionary, the key, and the tensor's name in the model.
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[Place] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._places = all_places(model) if places is None else places
         self._params: Params = {}
+        names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
+        # A module's dictionary, the key in it, and the tensor's name in the model.
+        self._places: list[tuple[dict[str, Any], str, str]] = [
+            (tensors, leaf, names[id(tensor)])
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for leaf, tensor in tensors.items()
+            if tensor is not None
+        ]
 
     def set_params(self, params: Params) -> None:
         """Put parameters in their places; names that ``params`` lacks keep their tensors."""
@@ -87,7 +74,7 @@ class SettableModel:
                 tensors[leaf] = params[name]
 
     def __call__(self, x: Tree) -> Any:
-        """Call the model with the last parameters, as `call` does."""
+        """Call the model with the last parameters, as `call_model` does."""
         try:
             return call_model(self.model, x)
         except RuntimeError as error:

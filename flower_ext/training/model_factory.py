@@ -8,7 +8,7 @@ own factory, and `ModelFactory.fingerprint` shows whether two nodes have the sam
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -32,18 +32,23 @@ _REMEDIES = {
     torch.complex128: _PARTS,
 }
 """Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
+_PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
+_PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class _Facts(NamedTuple):
-    """Frozen and travelling tensors of a model, and a template whose frozen parts models share.
-
-    Of tied parameters the first one travels; ``tied`` maps the other names to the first.
-    """
+class ModelFacts(NamedTuple):
+    """Facts about the models of one factory, found out from the first of them."""
 
     frozen: Params
+    """All tensors that neither train nor travel; the caller must not change them."""
     tied: Mapping[str, str]
+    """Further names of parameters that have several, with the first name of each: that travels."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
+    """Shapes and types of all trained parameters, and of the buffers beside them."""
+    known: bool
+    """True if all layers are PyTorch's or this package's own, which show all that they do."""
     template: nn.Module | None
+    """A model whose frozen parts all models share; None if there are none."""
 
 
 class ModelFactory:
@@ -77,7 +82,7 @@ class ModelFactory:
 
     def __call__(self) -> nn.Module:
         """Return an independent model; only frozen parameters are shared with other models."""
-        template = self._facts.template
+        template = self.facts.template
         if template is None:
             return self._built()
         # Buffers are copied, because a model in training mode may write into them.
@@ -86,7 +91,7 @@ class ModelFactory:
 
     def initial(self, seed: int) -> Params:
         """Return the travelling tensors of a fresh model: trained parameters, and buffers."""
-        if self._facts.template is None:
+        if self.facts.template is None:
             return self._initial(seed)
         if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
             self._last = seed, self._initial(seed)
@@ -95,39 +100,25 @@ class ModelFactory:
     def _initial(self, seed: int) -> Params:
         with seeded(seed, devices=torch.cuda.is_available()):
             state = self._built().state_dict()
-        return clone({name: state[name] for name in self.travelling})
+        return clone({name: state[name] for name in self.facts.travelling})
 
     def like_initial(self, seed: int) -> Params:
         """Return parameters for trials, like `initial` but without building a slow model anew."""
-        template = self._facts.template
+        template = self.facts.template
         if template is None:
             return self.initial(seed)
         state = template.state_dict()
-        moved = {name: state[name].detach() for name in self._facts.travelling}
+        moved = {name: state[name].detach() for name in self.facts.travelling}
         return clone(shaken(moved, torch.Generator().manual_seed(seed)))
-
-    @property
-    def travelling(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shapes and types of all travelling tensors, by name."""
-        return self._facts.travelling
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Further names of parameters that have several, with the first name of each."""
-        return self._facts.tied
-
-    @property
-    def frozen(self) -> Mapping[str, Tensor]:
-        """All tensors that neither train nor travel, by name; the caller must not change them."""
-        return self._facts.frozen
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the frozen tensors' names, types, shapes and values; empty without any."""
-        return digest(self.frozen)[:16] if self.frozen else ""
+        return digest(self.facts.frozen)[:16] if self.facts.frozen else ""
 
     @cached_property
-    def _facts(self) -> _Facts:
+    def facts(self) -> ModelFacts:
+        """Facts about the models; the first access builds one."""
         with seeded(0, devices=torch.cuda.is_available()):
             model = self._built()
         parameters = [*model.parameters()]
@@ -154,9 +145,10 @@ class ModelFactory:
                     f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
                     f"float32 or float64; {remedy}. Frozen tensors may have any type"
                 )
+        known = all(map(_is_plain, model.modules()))
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
-        return _Facts(frozen, tied, travelling, model if constant else None)
+        return ModelFacts(frozen, tied, travelling, known, model if constant else None)
 
     def _built(self) -> nn.Module:
         model = self.function()
@@ -261,16 +253,30 @@ def _factory_by(key: _Key) -> ModelFactory:
     return ModelFactory(key.function, key.trainable)
 
 
-def channels_last_needs(model: nn.Module) -> str | None:
-    """Return the parameter that must be trained if images have their channels last in memory.
+def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
+    """Return True if convolutions may have their channels last, which is faster on a CPU.
 
     In that order, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input needs a
-    gradient. A trained convolution as the first layer makes sure of that. The name is empty if the
-    first layer is another one. None means that the model has no such norm.
+    gradient. A trained convolution as the first layer makes sure of that.
     """
-    if not any(isinstance(module, nn.GroupNorm) for module in model.modules()):
-        return None
-    for name, module in model.named_modules():
-        if [*module.parameters(recurse=False)]:
-            return f"{name}.weight" if isinstance(module, nn.Conv2d) else ""
-    return ""
+    modules = [*model.modules()]
+    if not any(isinstance(module, nn.GroupNorm) for module in modules):
+        return any(isinstance(module, nn.Conv2d) for module in modules)
+    with_parameters = ((n, m) for n, m in model.named_modules() if [*m.parameters(recurse=False)])
+    name, first = next(with_parameters, ("", None))
+    return isinstance(first, nn.Conv2d) and f"{name}.weight".removeprefix(".") in trained
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return True for a layer of PyTorch or this package to which nothing was added, as hooks."""
+    tensors_and_children = ("_modules", "_parameters", "_buffers")
+    values = [value for key, value in vars(module).items() if key not in tensors_and_children]
+    return type(module).__module__.startswith(_PLAIN_MODULES) and all(map(_is_plain_value, values))
+
+
+def _is_plain_value(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, tuple | list | set):
+        return all(type(part) in _PLAIN_VALUES for part in value)
+    return type(value) in _PLAIN_VALUES

@@ -10,41 +10,12 @@ import torch
 from torch import Tensor
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.privacy.mechanisms.updates import Layout
 
 Params = dict[str, Tensor]
 """Tensors of parameters and buffers, by their names in the model."""
+Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
+"""By name, the place of a parameter among all numbers of a model, and its shape."""
 Sizes = tuple[tuple[str, torch.Size], ...]
-
-
-class FlatParams(Params):
-    """Parameters whose numbers lie one after the other in one tensor, or those of many models.
-
-    Parameters
-    ----------
-    numbers : Tensor
-        Shape (numbers,), or (models, numbers).
-    layout : Layout
-        The place and shape of each parameter among the numbers, in order and without gaps.
-    parts : Sequence[Tensor], optional
-        The parameters, as views of ``numbers``.
-    """
-
-    def __init__(
-        self, numbers: Tensor, layout: Layout, parts: Sequence[Tensor] | None = None
-    ) -> None:
-        if parts is None:
-            outer = numbers.shape[:-1]
-            places = layout.values()
-            parts = [numbers[..., place].view(*outer, *shape) for place, shape in places]
-        super().__init__(zip(layout, parts, strict=True))
-        self.numbers, self.layout, self._parts = numbers, layout, parts
-
-    def models(self) -> list[FlatParams]:
-        """Return the parameters of each model."""
-        models = zip(*(part.unbind() for part in self._parts), strict=True)
-        rows = zip(self.numbers.unbind(), models, strict=True)
-        return [FlatParams(numbers, self.layout, parts) for numbers, parts in rows]
 
 
 def clone(params: Mapping[str, Tensor]) -> Params:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import own_dropout
 from flower_ext.training.model_calls import SettableModel
-from flower_ext.training.model_factory import in_training
-from flower_ext.training.model_templates import template_of
+from flower_ext.training.model_factory import ModelFactory, in_training, suits_channels_last
 from flower_ext.training.objective import Term
 from flower_ext.training.params import Params, to_device
 from flower_ext.training.task import Task
@@ -25,18 +25,12 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProblem:
-    """One client's objective: loss plus terms, as a function of the trained part of a model.
-
-    If ``loss_at`` is called again with the same dictionary of parameters, its tensors must be the
-    same too.
-    """
+    """One client's objective: loss plus terms, as a function of the trained part of a model."""
 
     start: Params
     loss_at: Callable[[Params, Tree, Tree], Tensor]
     rest: Params
     device: torch.device
-    replaceable: bool
-    """True if the model might replace the tensors that it is given (see `minimise`)."""
     still: Callable[[], AbstractContextManager[None]]
     """Makes a block after which the model's buffers, such as running statistics, are as before."""
 
@@ -53,12 +47,11 @@ def local_problem(
     trained: Callable[[str], bool] = lambda name: True,
     terms: Sequence[Term] = (),
     dtype: torch.dtype | None = None,
-    any_layout: bool = False,
 ) -> LocalProblem:
     """Return the local objective on the task's device; parameters not ``trained`` are frozen.
 
-    With a ``dtype`` all floating-point parameters are converted to it. With ``any_layout`` they may
-    lie in memory in the order that is fastest for the model, until `LocalProblem.whole`.
+    With a ``dtype`` all floating-point parameters are converted to it. They may lie in memory in
+    the order that is fastest for the model, until `LocalProblem.whole`.
 
     Raises
     ------
@@ -69,42 +62,30 @@ def local_problem(
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
-    layout = torch.contiguous_format
-    template = template_of(task.factory, device) if dtype is None else None
-    known = False
-    if template is not None and template.takes(params):
-        known = template.known
-        replaced, learnable = template.copied(), template.learnable
-        chosen = [*filter(trained, learnable)]
-        if any_layout and known and device.type == "cpu" and template.faster_channels_last(chosen):
-            layout = torch.channels_last
+    facts = task.factory.facts
+    # A part of a model, or one of other settings, must not meet numbers of the last training.
+    fits = all(n in params and params[n].shape == p for n, (p, _) in facts.travelling.items())
+    if dtype is None and facts.known and fits:
+        replaced = _shared_model(task.factory, device, get_ident())
     else:
-        model = own_dropout(in_training(task.model().to(device)))
-        if dtype is not None and task.factory.frozen:
-            model = deepcopy(model).to(dtype)
-        replaced = SettableModel(model)
-        learnable = frozenset(name for name, _ in model.named_parameters())
-    start = {
-        name: _laid(p, layout)
-        for name, p in everything.items()
-        if name in learnable and trained(name)
-    }
+        replaced = _new_model(task.factory, device, dtype)
+    model = replaced.model
+    chosen = {name for name, _ in model.named_parameters() if trained(name)}
+    # A class of the user's might rely on the usual order.
+    any_order = facts.known and device.type == "cpu" and suits_channels_last(model, chosen)
+    layout = torch.channels_last if any_order else torch.contiguous_format
+    start = {name: _laid(p, layout) for name, p in everything.items() if name in chosen}
     if not start:
         raise InvalidValue("trained selects no parameter of the model: expected at least one")
     # The model updates its buffers in place; these copies leave the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
-    placed: Params | None = None
-
-    def loss_at(chosen: Params, x: Tree, y: Tree) -> Tensor:
-        nonlocal placed
-        if chosen is not placed:
-            replaced.set_params({**rest, **chosen})
-            placed = chosen
+    def loss_at(weights: Params, x: Tree, y: Tree) -> Tensor:
+        replaced.set_params({**rest, **weights})
         # A copy of the features, because the model may write into them.
         value = task.loss(replaced(_laid(trees.mapped(Tensor.clone, x), layout)), y)
         for term in terms:
-            value = value + term(chosen)
+            value = value + term(weights)
         return value
 
     return LocalProblem(
@@ -112,9 +93,26 @@ def local_problem(
         loss_at=loss_at,
         rest=rest,
         device=device,
-        replaceable=not known,
-        still=partial(_unmoved_buffers, replaced.model),
+        still=partial(_unmoved_buffers, model),
     )
+
+
+@lru_cache(maxsize=64)
+def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
+    """Return one model of known layers for all trainings of a thread: it keeps nothing of them.
+
+    Building a small model takes as long as a step or two.
+    """
+    return _new_model(factory, device, None)
+
+
+def _new_model(
+    factory: ModelFactory, device: torch.device, dtype: torch.dtype | None
+) -> SettableModel:
+    model = own_dropout(in_training(factory().to(device)))
+    if dtype is not None and factory.facts.frozen:
+        model = deepcopy(model).to(dtype)
+    return SettableModel(model)
 
 
 @contextmanager

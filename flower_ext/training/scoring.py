@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging import DEBUG, WARNING, getLogger
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import call_with
+from flower_ext.training.model_calls import SettableModel
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
-from flower_ext.training.trials.batch_invariance import evaluates_independently
 
 log = getLogger("flwr")
 
@@ -44,14 +41,6 @@ def evaluate(
     return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
-def _evaluate_alone(
-    task: Task, params: Mapping[str, Tensor], examples: Examples
-) -> dict[str, float]:
-    """Return the scores of `score_each_alone` of a model on ``examples``."""
-    outputs = predict(task, params, examples.features)
-    return score_each_alone(task, outputs, trees.to(examples.targets, task.torch_device()))
-
-
 @torch.no_grad()
 def predict(
     task: Task, params: Mapping[str, Tensor], features: Tree, *, batch_size: int = 1024
@@ -67,18 +56,20 @@ def predict(
         With several mini-batches, an output does not have one row per example; the message names
         it.
     """
-    device = task.torch_device()
-    model: nn.Module = task.model().to(device).eval()
-    weights = to_device(params, device)
+    model = _in_evaluation(task)
+    model.set_params(to_device(params, task.torch_device()))
+    return _outputs(model, trees.to(features, task.torch_device()), batch_size)
+
+
+def _in_evaluation(task: Task) -> SettableModel:
+    return SettableModel(task.model().to(task.torch_device()).eval())
+
+
+def _outputs(model: SettableModel, features: Tree, batch_size: int = 1024) -> Any:
+    # A copy of each mini-batch, because the model may write into it.
     parts = trees.split(features, batch_size)
-    return _joined(
-        [
-            # A copy, because the model may write into its features.
-            call_with(model, weights, trees.mapped(Tensor.clone, trees.to(x, device)))
-            for x in parts
-        ],
-        [trees.length(x) for x in parts],
-    )
+    outputs = [model(trees.mapped(Tensor.clone, part)) for part in parts]
+    return _joined(outputs, [*map(trees.length, parts)])
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -130,80 +121,23 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
     return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}
 
 
+@torch.no_grad()
 def evaluate_each(
-    task: Task,
-    models: Sequence[Mapping[str, Tensor]],
-    examples: Sequence[Examples],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
+    task: Task, models: Sequence[Mapping[str, Tensor]], examples: Sequence[Examples]
 ) -> list[dict[str, float] | Exception]:
     """Return the scores of `evaluate` for each model on its own examples, or the error it raises.
 
-    A loss or metric that raises an error for a client is NaN, and its other scores remain.
-
-    Clients that share one model (the same object) pass through it together, as many as fit into
-    ``memory_limit`` bytes, if their examples are tensors of one form and the model treats each
-    example independently and returns a tensor. All others are evaluated one by one. A client's
-    scores do not depend on another client's values or errors.
+    A loss or metric that raises an error for a client is NaN, and its other scores remain. A
+    client's scores do not depend on another client's values or errors.
     """
-    sharing = defaultdict(list)
-    for index, (model, data) in enumerate(zip(models, examples, strict=True)):
-        sharing[id(model), data.form].append(index)
-    scores: dict[int, dict[str, float] | Exception] = {}
-    for members in sharing.values():
-        like = examples[members[0]].features
-        together = isinstance(like, Tensor) and evaluates_independently(
-            task.model, like.shape[1:], like.dtype
-        )
-        if not together:
-            scores |= {i: attempted(_evaluate_alone, task, models[i], examples[i]) for i in members}
-            continue
-        sizes = [examples[index].features.nbytes for index in members]
-        for portion in _portions(members, sizes, memory_limit):
-            features = [examples[index].features for index in portion]
-            outputs = _outputs(task, models[portion[0]], features)
-            for index, output in zip(portion, outputs, strict=True):
-                if isinstance(output, Exception):
-                    scores[index] = output
-                else:
-                    targets = trees.to(examples[index].targets, output.device)
-                    scores[index] = attempted(score_each_alone, task, output, targets)
-    return [scores[index] for index in range(len(models))]
+    device = task.torch_device()
+    # Known layers keep nothing in evaluation, so their model can serve all clients.
+    model = _in_evaluation(task) if task.factory.facts.known else None
 
+    def scores(params: Mapping[str, Tensor], data: Examples) -> dict[str, float]:
+        evaluated = model or _in_evaluation(task)
+        evaluated.set_params(to_device(params, device))
+        data = data.to(device)
+        return score_each_alone(task, _outputs(evaluated, data.features), data.targets)
 
-def _outputs(
-    task: Task, model: Mapping[str, Tensor], features: Sequence[Tensor]
-) -> Sequence[Tensor | Exception]:
-    """Return the outputs for each client's features, which pass together, or their errors."""
-    sizes = [*map(len, features)]
-    together = attempted(predict, task, model, torch.cat([*features]))
-    if not isinstance(together, Exception):
-        return torch.split(together, sizes)
-    alone = [attempted(predict, task, model, x) for x in features]
-    # Zeros replace features that raise, so that all others round as they would beside values.
-    sound = [
-        torch.zeros_like(x) if isinstance(output, Exception) else x
-        for x, output in zip(features, alone, strict=True)
-    ]
-    together = attempted(predict, task, model, torch.cat(sound))
-    if isinstance(together, Exception):  # an error of the batch itself, such as too little memory
-        return alone
-    outputs = torch.split(together, sizes)
-    return [
-        error if isinstance(error, Exception) else output
-        for error, output in zip(alone, outputs, strict=True)
-    ]
-
-
-def _portions(members: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Yield members in order, in lists whose sizes sum to at most ``limit`` (or single members)."""
-    portion: list[int] = []
-    total = 0
-    for member, size in zip(members, sizes, strict=True):
-        if portion and total + size > limit:
-            yield portion
-            portion, total = [], 0
-        portion.append(member)
-        total += size
-    if portion:
-        yield portion
+    return [attempted(scores, *pair) for pair in zip(models, examples, strict=True)]

@@ -103,6 +103,9 @@ def one_by_one(
     return solve_each
 
 
+_train_clipped = one_by_one(train_clipped_steps)
+
+
 def local_training(
     task: Task,
     job: Job,
@@ -122,7 +125,7 @@ def local_training(
         solve = _train_steadily if steady else train_each
         return Training(task=task, job=job, trained=trained, solve=solve)
     clipped = ClippedJob(**vars(job), noise=noise)
-    return Training(task=task, job=clipped, trained=trained, solve=train_clipped_steps)
+    return Training(task=task, job=clipped, trained=trained, solve=_train_clipped)
 
 
 def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:

@@ -111,12 +111,12 @@ class Task:
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the tensors that travel, parameters and buffers, by name."""
-        return {name: tuple(shape) for name, (shape, _) in self.factory.travelling.items()}
+        return {name: tuple(shape) for name, (shape, _) in self.factory.facts.travelling.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Types of the tensors that travel, parameters and buffers, by name."""
-        return {name: dtype for name, (_, dtype) in self.factory.travelling.items()}
+        return {name: dtype for name, (_, dtype) in self.factory.facts.travelling.items()}
 
     def torch_device(self) -> torch.device:
         """Return the device on which this process trains."""

@@ -136,13 +136,13 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_shares_adapters_and_leaves_the_base_where_it_was(method, trainable):
     own = task(trainable)
-    base = {name: value.clone() for name, value in own.factory.frozen.items()}
+    base = {name: value.clone() for name, value in own.factory.facts.frozen.items()}
     start = own.initial_params(0)
     end = run(METHODS[method](), own)
     head = set() if method in ("centaur", "dp2-fedsam") else HEAD
     assert set(end) == head | (SECOND if trainable else FIRST | SECOND)
     assert all(not end[name].equal(start[name]) for name in end)
-    assert all(value.equal(base[name]) for name, value in own.factory.frozen.items())
+    assert all(value.equal(base[name]) for name, value in own.factory.facts.frozen.items())
 
 
 def test_a_round_is_the_mean_of_what_hugging_faces_own_loss_and_torchs_optimizer_make():

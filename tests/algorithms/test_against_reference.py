@@ -6,9 +6,7 @@ from flower_ext.algorithms import (
     Centaur,
     DP2FedSAM,
     DPFedAvg,
-    DPFedAvgFT,
     DPFedSAM,
-    DPFedSAMFT,
 )
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
@@ -54,11 +52,11 @@ def run(strategy):
 
 
 @pytest.mark.parametrize(
-    ("method", "training"),
-    [(DPFedAvg, SGD), (DPFedAvgFT, SGD), (DPFedSAM, SAM), (DPFedSAMFT, SAM)],
+    ("method", "training", "tuning"),
+    [(DPFedAvg, SGD, None), (DPFedAvg, SGD, SGD), (DPFedSAM, SAM, None), (DPFedSAM, SAM, SGD)],
 )
-def test_whole_model_methods_equal_the_plain_loop(method, training):
-    ours, _ = run(strategy_of(method, local=training, **COMMON))
+def test_whole_model_methods_equal_the_plain_loop(method, training, tuning):
+    ours, _ = run(strategy_of(method, local=training, fine_tuning=tuning, **COMMON))
     theirs, _ = federated(
         PLAN, seed=SEED, rounds=ROUNDS, phases=[("", training)], shared="", server_rate=0.8
     )
@@ -101,7 +99,7 @@ def test_the_methods_differ_from_one_another():
 
 
 def test_fine_tuned_evaluation_trains_the_downloaded_model_first_and_forgets_it():
-    strategy = strategy_of(DPFedAvgFT, local=SGD, **COMMON)
+    strategy = strategy_of(DPFedAvg, local=SGD, fine_tuning=SGD, **COMMON)
     final, grid = run(strategy)
     for client in range(CLIENTS):
         model = Net()

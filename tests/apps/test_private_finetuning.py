@@ -175,7 +175,7 @@ def test_lora_on_text_is_shared_with_privacy(method, text, tmp_path):
 
 def test_a_of_lora_is_the_same_on_all_nodes_where_it_is_frozen(text):
     first, other = (task(**text, seed=seed) for seed in (1, 2))
-    names = [name for name in first.factory.frozen if ".lora_A." in name]
+    names = [name for name in first.factory.facts.frozen if ".lora_A." in name]
     assert names
     # A second process, which knows nothing of the first.
     fresh = first.factory.function

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms.protections import ClipModel, Protection
+from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Protection
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
@@ -277,7 +277,7 @@ def test_a_client_whose_training_fails_is_not_found(setup, kind):
 )
 def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind, monkeypatch):
     monkeypatch.setattr(Protection, "hides_failures", False)
-    monkeypatch.setattr(ClipModel, "hides_missing_data", False)
+    monkeypatch.setattr(OutputPerturbation, "hides_missing_data", False)
     monkeypatch.setattr(unmoved, "log_unmoved", _raised)
     experiment = with_a_client_that_fails(setup, kind)
     found = audit(experiment, trials=MANY, confidence=CONFIDENCE, num_audits=AUDITS)

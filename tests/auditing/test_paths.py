@@ -38,6 +38,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Memory,
     Method,
     VirtualGrid,
     client_level_dp_mod,
@@ -49,7 +50,7 @@ from flower_ext.federation.engines import workers
 from flower_ext.federation.sums import masked, plain
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
-from flower_ext.federation.uploads import Upload, UploadReply
+from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
@@ -66,7 +67,6 @@ from flower_ext.privacy.mechanisms import plan as plans
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import (
-    ClipModel,
     ClipSteps,
     ClipToCells,
     ClipUnits,
@@ -152,8 +152,7 @@ class Sent(Method):
         name="sent",
         local_update=lambda work: LocalResult(update=update_of(work)),
         local_model=lambda work: work.received,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
     )
     any_client_app = True
 
@@ -390,13 +389,13 @@ PAILLIER = PrivateWeighting(
 )
 PATHS = {
     # One process, where an update stays plain arrays.
-    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "upload"))),
+    "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "update"))),
     "arrays, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS),
         through=(ADDED, (ClipUpdate, "released"), (protections, "clip")),
     ),
     "arrays of float64, the server clips": Path(
-        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "upload"))
+        run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "update"))
     ),
     "arrays, a few at a time": Path(
         run=partial(sent, memory_limit=1),
@@ -414,12 +413,12 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(AVERAGED, (plain, "times_examples"), (plain, "weighted_mean")),
+        through=(AVERAGED, (plain, "as_float64"), (plain, "divided")),
         bound=math.inf,
     ),
     "arrays, whole models": Path(
         run=partial(sent, plan=BY_MODELS, method=SentModels),
-        through=(AVERAGED, (ClipModel, "released"), (PerturbationPlan, "protection")),
+        through=(AVERAGED, (OutputPerturbation, "released"), (PerturbationPlan, "protection")),
     ),
     # Several processes, which share the clients.
     "workers, the server clips": Path(
@@ -431,11 +430,11 @@ PATHS = {
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
         run=partial(sent, grid=Messages),
-        through=(CLIPPED, (plain.PlainSum, "open"), (Upload, "content")),
+        through=(CLIPPED, (plain.PlainSum, "open"), (Update, "content")),
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),
-        through=(ADDED, (Upload, "content"), (ClipUpdate, "released")),
+        through=(ADDED, (Update, "content"), (ClipUpdate, "released")),
     ),
     "messages of several clients, the server clips": Path(
         run=partial(sent, grid=packed), through=(CLIPPED, (VirtualGrid, "send_and_receive"))
@@ -579,7 +578,7 @@ def test_a_planted_fault_shows_on_its_path(name, plant, monkeypatch):
 
 
 NOT_HERE = {
-    "PerturbObjective": "bounds nothing: its theorems assume bounded gradients",
+    "ObjectivePerturbation": "bounds nothing: its theorems assume bounded gradients",
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
     "BoundedSum": "returned by sum_clipped and sum_clipped_rows",

@@ -249,7 +249,8 @@ def test_what_is_frozen_stays_with_the_base_model(tmp_path):
     package = (folder / "own").rename(folder / "frozen_base")
     (package / "task.py").rename(package / "own_data.py")
     (package / "task.py").write_text(FROZEN_AND_TIED)
-    names = {'"own.': '"frozen_base.', "from own.": "from frozen_base.", "DPFedAvg": "DPFedAvgFT"}
+    tuned = {"DPFedAvg(local=local)": "DPFedAvg(local=local, fine_tuning=local)"}
+    names = {'"own.': '"frozen_base.', "from own.": "from frozen_base.", **tuned}
     for file in (folder / "pyproject.toml", *package.glob("*_app.py")):
         text = file.read_text()
         for name, other in names.items():

@@ -10,9 +10,6 @@ from flower_ext.data import (
     ClientData,
     Examples,
     SiloData,
-    allocate,
-    deal_silos,
-    histogram,
     within_unit_ball,
 )
 
@@ -212,27 +209,3 @@ def test_records_in_the_unit_ball_keep_every_bit_and_images_are_scaled_as_a_whol
     (data,) = within_unit_ball([ClientData(train=images, test=images)])
     assert data.train.features.shape == (3, 1, 4, 4)
     torch.testing.assert_close(data.train.features, torch.full((3, 1, 4, 4), 0.25))
-
-
-def test_dealt_silos_hold_their_allocated_examples_and_equal_shares_of_the_tests():
-    pool = Examples(torch.arange(30.0).reshape(30, 1), torch.arange(30) % 3)
-    data = ClientData(train=pool, test=pool.subset(range(11)))
-    rng = np.random.default_rng(0)
-    allocation = allocate("zipf", pool.targets.numpy(), num_users=4, num_silos=3, rng=rng)
-    silos = deal_silos(data, allocation, rng)
-    for silo, rows, owners in zip(silos, allocation.rows, allocation.owners, strict=True):
-        assert silo.train.features.flatten().tolist() == rows.tolist()
-        assert silo.owners.tolist() == owners.tolist()
-    assert sorted(len(silo.test) for silo in silos) == [3, 4, 4]
-    tests = torch.cat([silo.test.features.flatten() for silo in silos])
-    assert sorted(tests.tolist()) == [*range(11)]
-    held = histogram(silos, 4)
-    assert held.sum() == 30
-    assert [len(rows) for rows in allocation.rows] == held.sum(axis=1).tolist()
-
-
-def test_a_histogram_of_too_few_users_is_refused():
-    records = Examples(torch.zeros(2, 1), torch.zeros(2))
-    silo = SiloData(train=records, test=records, owners=torch.tensor([0, 7]))
-    with pytest.raises(ValueError, match="num_users=5: expected at least 8"):
-        histogram([silo], 5)

@@ -100,7 +100,7 @@ def test_every_setting_on_a_command_line_is_one_of_its_app():
             continue
         assert (ROOT / folder).is_dir(), block.name
         known = {
-            *declared_settings(ROOT / folder),
+            *declared_settings(ROOT / folder)[0],
             "run-directory",
             "resume",
             "state-folder",

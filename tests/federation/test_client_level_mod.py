@@ -24,6 +24,7 @@ from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
     LocalResult,
+    Memory,
     client_level_dp_mod,
     records,
 )
@@ -40,7 +41,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms.protections import ClipModel, ClipUpdate, ProtectedByServer
+from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer
 from flower_ext.training import Task, UnshareableModel
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
@@ -127,8 +128,7 @@ class Ours(DPFedAvg):
             model=moved(work.received, int(work.data.train.features[0]))
         ),
         local_model=lambda work: work.received,
-        memoryless=True,
-        keeps_memory=False,
+        memory=Memory.NONE,
         upload_phase="local",
     )
 
@@ -550,7 +550,7 @@ def test_the_norm_before_clipping_is_told_where_the_server_asks_for_diagnostics(
 @pytest.mark.parametrize(
     ("protection", "facts", "said"),
     [
-        (ClipModel(clipping_norm=1.0, noise_stddev=1.0), {}, "'ClipModel'"),
+        (OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0), {}, "'OutputPerturbation'"),
         (None, {}, "'none'"),
         (TIGHT, {"clipping-norm": -1.0}, "clipping-norm"),
         (TIGHT, {"noise-stddev": float("nan")}, "noise-stddev"),

@@ -17,9 +17,7 @@ from flower_ext.algorithms import (
     DP2FedSAM,
     DPDitto,
     DPFedAvg,
-    DPFedAvgFT,
     DPFedSAM,
-    DPFedSAMFT,
     FedALA,
     FedAMP,
     FedDyn,
@@ -104,9 +102,11 @@ PLANS = {
 }
 METHODS = {
     "DP-FedAvg": lambda plan, **o: strategy_of(DPFedAvg, plan=plan, local=FAST, **o),
-    "DP-FedAvg-FT": lambda plan, **o: strategy_of(DPFedAvgFT, plan=plan, local=FAST, **o),
+    "DP-FedAvg-FT": lambda plan, **o: strategy_of(
+        DPFedAvg, plan=plan, local=FAST, fine_tuning=FAST, **o
+    ),
     "DP-FedSAM": lambda plan, **o: strategy_of(DPFedSAM, plan=plan, **o),
-    "DP-FedSAM-FT": lambda plan, **o: strategy_of(DPFedSAMFT, plan=plan, **o),
+    "DP-FedSAM-FT": lambda plan, **o: strategy_of(DPFedSAM, plan=plan, fine_tuning=FAST, **o),
     "DP²-FedSAM": lambda plan, **o: strategy_of(
         DP2FedSAM, plan=plan, head=FAST, extractor=FAST, **o
     ),

@@ -10,6 +10,7 @@ from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
     LocalResult,
+    Memory,
 )
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
@@ -65,7 +66,7 @@ class Forgetful(DPFedAvg):
         name="forgetful",
         local_update=trained,
         local_model=lambda work: work.received,
-        keeps_memory=False,
+        memory=Memory.NONE,
     )
     any_client_app = False
 

@@ -20,7 +20,7 @@ from flower_ext.federation import (
     LocalResult,
     records,
 )
-from flower_ext.federation.client.protecting import NodePolicy, protected, protects
+from flower_ext.federation.client.protecting import NodePolicy, Unprotected, protected
 from flower_ext.federation.protection import check_facts, from_facts, to_facts
 from flower_ext.privacy import (
     ClippedSteps,
@@ -42,13 +42,11 @@ from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.noise import noise_grid
 from flower_ext.privacy.mechanisms.protections import (
-    ClipModel,
     ClipSteps,
     ClipToCells,
     ClipUnits,
     ClipUnitsToCells,
     ClipUpdate,
-    PerturbObjective,
     ProtectedByServer,
     ProtectedByTraining,
     Protection,
@@ -56,8 +54,9 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
-from flower_ext.training import LocalTraining, Task, train
+from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
+from tests.support.jobs import train_one
 from tests.support.run_facts import run_facts
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -93,7 +92,7 @@ def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False)
 def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
     """Return the upload of a client whose request has ``facts``."""
     noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
-    return protected(update, received, from_facts(facts), noise)
+    return protected(update, received, from_facts(facts) or Unprotected(), noise)
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -162,7 +161,7 @@ def uploads(grid) -> dict[int, np.ndarray]:
 def trained(client: int, start: float = 0.5) -> np.ndarray:
     """Return a client's exact local model, without any protection."""
     params = {"weight": torch.full((1, DIMENSION), start).double()}
-    moved = train(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
+    moved = train_one(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
     return moved["weight"].numpy().ravel()
 
 
@@ -475,22 +474,24 @@ def test_objective_perturbation_may_need_no_number_of_examples():
 
 
 def test_what_is_protected_is_known_from_the_facts():
-    assert protects(from_facts(facts_of(release_plan())))
-    assert protects(from_facts({"number": 1, "seed": 0, "server-protects": True}))
-    assert not protects(from_facts({"number": 1, "seed": 0, "server-protects": False}))
-    assert not protects(from_facts({"number": 1, "seed": 0, "diagnostics": True}))
-    assert not protects(from_facts({"number": 1, "seed": 0, "seeded-noise": False}))
+    assert from_facts(facts_of(release_plan())).bounds_uploads
+    assert from_facts({"number": 1, "seed": 0, "server-protects": True}).bounds_uploads
+    assert from_facts({"number": 1, "seed": 0, "server-protects": False}) is None
+    assert from_facts({"number": 1, "seed": 0, "diagnostics": True}) is None
+    by_training = from_facts({"number": 1, "seed": 0, "seeded-noise": False})
+    for protection in (by_training, Unprotected()):
+        assert not protection.bounds_uploads
 
 
 PROTECTIONS = [
     ClipUpdate(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
     ClipUnits(clipping_norm=1.0, noise_stddev=0.5),
-    ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16),
-    ClipUnitsToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16),
-    ClipModel(clipping_norm=2.0, noise_stddev=0.5),
-    ClipModel(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
+    ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
+    ClipUnitsToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
+    OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5),
+    OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
     ClipSteps(clipping_norm=2.0, gradient_clipping_norm=0.5, noise_stddev=0.1, num_examples=12),
-    PerturbObjective(rate=2.0, least_examples=5),
+    ObjectivePerturbation(rate=2.0, least_examples=5),
     ProtectedByServer(),
     ProtectedByTraining(),
     None,
@@ -503,7 +504,8 @@ def test_every_protection_of_the_package_is_among_those_that_arrive():
 
     named = {type(protection) for protection in PROTECTIONS} - {type(None)}
     own = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
-    assert own - {Protection} == named
+    public = {kind for kind in own if not kind.__name__.startswith("_")}
+    assert public - {Protection, Unprotected} == named
 
 
 @pytest.mark.parametrize("base", [ClipUpdate, ProtectedByServer, ProtectedByTraining, Protection])
@@ -615,12 +617,13 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
 def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     for facts in ({}, facts_of(known)):
+        protection = from_facts(facts) or Unprotected()
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
-                NodePolicy(owned, allow_seeded_noise=False).check(from_facts(facts))
+                NodePolicy(owned, allow_seeded_noise=False).check(protection)
         anyone = Context(1, 1, {}, RecordDict(), {})
-        NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts))
+        NodePolicy(anyone, allow_seeded_noise=False).check(protection)
 
 
 UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
@@ -653,7 +656,7 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
             WHOLE,
             "the plan expects none",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan expects none"),
+        (HiddenSum(bound=2.0, encrypt=dict), Unprotected(), "the plan expects none"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):
@@ -722,13 +725,13 @@ def perturbed(model, received):
 
 def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatch):
     seen = []
-    apply = OutputPerturbation.apply
+    apply = OutputPerturbation.released
 
     def seeing(self, model, noise):
         seen.append(model)
         return apply(self, model, noise)
 
-    monkeypatch.setattr(OutputPerturbation, "apply", seeing)
+    monkeypatch.setattr(OutputPerturbation, "released", seeing)
     model = {"weight": torch.tensor([[0.1, 0.2]])}
     perturbed(model, {"weight": torch.full((1, DIMENSION), 1e6)})  # their sum loses all digits
     assert torch.equal(seen[0]["weight"], model["weight"])

@@ -11,8 +11,8 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
+    record,
     recorded_run,
-    save_outcome,
     settings_of,
 )
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
@@ -39,7 +39,7 @@ def private_plan(**changes) -> ReleasePlan:
     return ReleasePlan(**{**facts, **changes})
 
 
-def record(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, **config):
+def recorded(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, **config):
     """Record a whole small run, as an app does."""
     with recorded_run(config_of(path, **config), "toy") as run:
         ledger = None if budget is None else Ledger(run.ledger_path, budget=budget)
@@ -47,14 +47,14 @@ def record(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, *
             DPFedAvg(local=LocalTraining(epochs=1)), plan, ledger=ledger, run=run, timeout=5.0
         )
         grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-        result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
-        save_outcome(run, strategy, result)
+        start = ArrayRecord(task().initial_params(0))
+        result = record(run, strategy, grid, start, num_rounds=rounds)
     return run, strategy, result
 
 
 @pytest.mark.report
 def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_report(tmp_path):
-    run, strategy, result = record(tmp_path / "deep" / "run", private_plan(), lr=0.5)
+    run, strategy, result = recorded(tmp_path / "deep" / "run", private_plan(), lr=0.5)
     assert run.path == tmp_path / "deep" / "run"
     assert run.config["lr"] == 0.5
     assert run.facts["status"] == "completed"
@@ -77,20 +77,20 @@ def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_repo
 
 @pytest.mark.report
 def test_the_report_is_named_where_the_user_looks_once_it_is_there(tmp_path, capsys):
-    record(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)), rounds=1)
+    recorded(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)), rounds=1)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Report:"))
     assert Path(line.removeprefix("Report: ")).is_file()
 
 
 def test_a_run_without_privacy_saves_no_guarantee(tmp_path):
-    run, *_ = record(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    run, *_ = recorded(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     assert run.guarantees() == []
     assert run.facts["status"] == "completed"
 
 
 @pytest.mark.report
 def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
-    run, strategy, _ = record(
+    run, strategy, _ = recorded(
         tmp_path / "run", private_plan(), rounds=9, budget=Budget(epsilon=0.6, delta=0.1)
     )
     assert 1 <= len(run.metrics()) < 9
@@ -115,7 +115,7 @@ def test_refused_replies_are_in_the_summary(tmp_path):
         grid = InProcessGrid(app, num_clients=CLIENTS)
         grid.contexts[1_000].node_config["require-secure-noise"] = True
         start = ArrayRecord(task().initial_params(0))
-        save_outcome(run, strategy, strategy.start(grid, start, num_rounds=2))
+        record(run, strategy, grid, start, num_rounds=2)
     assert run.facts["summary"] == {"refused": 2}
     assert run.client_metrics() == []
 
@@ -234,8 +234,8 @@ def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_report
 
 def test_a_setting_that_the_app_has_gained_since_is_off_in_an_older_run(tmp_path):
     path = tmp_path / "run"
-    record(path, private_plan(), rounds=1)
-    run, *_ = record(path, private_plan(), rounds=2, resume=True, **{"budget-ledger": ""})
+    recorded(path, private_plan(), rounds=1)
+    run, *_ = recorded(path, private_plan(), rounds=2, resume=True, **{"budget-ledger": ""})
     assert [row["round"] for row in run.metrics()] == [1, 2]
     with pytest.raises(ValueError, match=r"budget-ledger='/people' \(it began with None\)"):
-        record(path, private_plan(), rounds=3, resume=True, **{"budget-ledger": "/people"})
+        recorded(path, private_plan(), rounds=3, resume=True, **{"budget-ledger": "/people"})

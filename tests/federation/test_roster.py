@@ -7,7 +7,7 @@ from flower_ext.federation import FederationNotReady, InProcessGrid, roster
 
 
 def test_a_simulation_with_too_few_nodes_says_early_how_to_ask_for_more(monkeypatch, caplog):
-    monkeypatch.setattr(roster, "_SAY_HOW_AFTER", 0.1)
+    monkeypatch.setattr(roster, "_ADVISE_AFTER", 0.1)
     monkeypatch.setattr(roster.log, "propagate", True)
     grid = InProcessGrid(ClientApp(), 2)
     with pytest.raises(FederationNotReady, match="2 of 5 nodes"):

@@ -17,6 +17,8 @@ from flower_ext.federation.round import (
     with_remembered,
 )
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.training import LocalTraining
 from tests.support.replies import reply
 
@@ -42,11 +44,16 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
         content["metrics"] = MetricRecord(metrics)
     exchange = SimpleNamespace(partition_of=lambda _: 2, sent=lambda _: numbers(received))
     cohort = Cohort(asked=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {})
-    return read_update(reply(content), plan, cohort, BASE, exchange)
+    return read_update(reply(content), plan, protection_of(plan), cohort, BASE, exchange)
 
 
 def limit(plan, norms=1.0):
-    return plan.largest_upload(cohort_size=CLIENTS, numbers=NUMBERS, norms=norms)
+    return protection_of(plan).largest_upload(NUMBERS, norms=norms)
+
+
+def protection_of(plan):
+    run = RunFacts(method=MethodTraits(name="test"), participations=Participations())
+    return plan.protection(run, CLIENTS)
 
 
 @pytest.mark.parametrize("norms", [{}, {2: 1.0}, {2: 3.0, 1: 9.0}])

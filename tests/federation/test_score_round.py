@@ -255,7 +255,7 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     def broken(works, models, **how):
         return [ZeroDivisionError("of a record")] * len(works)
 
-    monkeypatch.setattr(vector_answers, "plain_scores", broken)
+    monkeypatch.setattr(vector_answers, "scores_of", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []
@@ -267,10 +267,10 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
 
 def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
     alone = []
-    real = vector_answers.plain_scores
+    real = vector_answers.scores_of
     monkeypatch.setattr(
         vector_answers,
-        "plain_scores",
+        "scores_of",
         lambda works, models, **how: alone.append(len(works)) or real(works, models, **how),
     )
     run(scored())

@@ -15,12 +15,13 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     LocalResult,
+    Memory,
     Method,
     records,
 )
 from flower_ext.federation._flower_private import become_server_of, reply_to
 from flower_ext.federation.state.memory import ClientMemory
-from flower_ext.federation.uploads import Upload, UploadReply, payload_bytes
+from flower_ext.federation.uploads import Update, UploadReply, payload_bytes
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.worlds import Net, task
@@ -42,7 +43,7 @@ class Told(Method):
     """Adds up what clients say."""
 
     client = ClientMethod(
-        name="told", local_update=told, local_model=lambda work: work.received, keeps_memory=False
+        name="told", local_update=told, local_model=lambda work: work.received, memory=Memory.NONE
     )
 
     @property
@@ -136,7 +137,7 @@ def test_what_came_from_another_process_can_be_read_after_its_next_messages():
 
 
 def uploaded(metrics=METRICS):
-    return Upload(MODEL, metrics)
+    return Update(MODEL, metrics)
 
 
 def test_a_reply_that_carries_arrays_is_the_reply_that_carries_records():
@@ -209,7 +210,7 @@ def test_metrics_beside_arrays_are_refused_as_those_of_records(metrics):
 def test_arrays_are_refused_as_records_of_them_are(change):
     become_server_of(1)
     question = Message(RecordDict(), dst_node_id=7, message_type="train.a", group_id="3")
-    upload, reasons = Upload(change(MODEL), METRICS), []
+    upload, reasons = Update(change(MODEL), METRICS), []
     for reply in (UploadReply(question, upload), reply_to(question, upload.content())):
         with pytest.raises(records.RefusedReply) as refused:
             records.read_update(reply, base=MODEL, trust_models=False)

@@ -26,8 +26,18 @@ def world(seed=0, **changes) -> LinearFederation:
     return LinearFederation.draw(np.random.default_rng(seed), **{**WORLD, **changes})
 
 
+def fairness_of(models, **problem) -> LinearFairness:
+    """Return the fairness of clients' estimates û_n, one row a client, by their own moments."""
+    clients, dimension = models.shape
+    squares = np.square(clients * (models - models.mean(axis=0))).sum(axis=1)
+    moments = float(squares.mean()), float(squares.var())
+    return LinearFairness(
+        num_clients=clients, dimension=dimension, given_moments=moments, **problem
+    )
+
+
 def fairness(seed=0) -> LinearFairness:
-    return LinearFairness.of_models(world(seed).local_models, **GIVEN)
+    return fairness_of(world(seed).local_models, **GIVEN)
 
 
 def spread_of_losses(w, f, weight, stddev, draws, rng):
@@ -70,7 +80,7 @@ def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_me
     seen, said = np.empty((draws, 3)), np.empty((draws, 3))
     for row in range(draws):
         w = LinearFederation.draw(rng, **{**WORLD, "num_examples": 4})
-        f = LinearFairness.of_models(w.local_models, **{**GIVEN, "num_examples": 4})
+        f = fairness_of(w.local_models, **{**GIVEN, "num_examples": 4})
         noise = stddev * rng.normal(size=w.true_models.shape)
         for column, weight in enumerate(weights):
             apart = w.true_models - w.personal_models(weight, noise)
@@ -168,7 +178,7 @@ def test_corollary_1_more_noise_asks_for_a_smaller_weight_even_where_minima_are_
     several = 0
     for G1 in np.exp(np.linspace(-2, 8, 11)):
         for ratio in (0.0, 0.1, 3.0):
-            f = LinearFairness(**facts, mean_deviation=G1, deviation_variance=ratio * G1**2)
+            f = LinearFairness(**facts, given_moments=(G1, ratio * G1**2))
             best = []
             for variance in np.exp(np.linspace(-8, 8, 60)):
                 best.append(f.best_global_weight(upload_variance=variance, basis=basis))
@@ -186,7 +196,7 @@ def test_below_the_clipping_norm_of_theorem_3_r_is_convex_for_every_noise(basis)
         C = math.exp(rng.uniform(-3, 2))
         models = rng.normal(size=(N, d))
         models *= C / np.linalg.norm(models, axis=1, keepdims=True)
-        f = LinearFairness.of_models(models, **GIVEN)
+        f = fairness_of(models, **GIVEN)
         if not f.uniqueness(clipping_norm=C, basis=basis).holds:
             continue
         covered += 1
@@ -198,7 +208,7 @@ def test_below_the_clipping_norm_of_theorem_3_r_is_convex_for_every_noise(basis)
 
 def scaled(factor) -> LinearFairness:
     """Return the same federation with its models measured in another unit."""
-    return LinearFairness.of_models(
+    return fairness_of(
         factor * world().local_models,
         **{
             **GIVEN,
@@ -242,7 +252,7 @@ def test_interpolation_and_weight_are_inverse_and_cover_their_ranges():
 def test_one_client_or_equal_clients_have_nothing_to_be_unfair_about():
     alone = LinearFairness(**{**WORLD, "num_clients": 1})
     np.testing.assert_allclose(alone.unfairness(GRID, upload_variance=2.0), 0, atol=1e-12)
-    equal = LinearFairness.of_models(np.ones((6, 4)), **GIVEN)
+    equal = fairness_of(np.ones((6, 4)), **GIVEN)
     assert equal.best_global_weight(upload_variance=1.0) == 0.0
 
 
@@ -259,7 +269,7 @@ def test_one_client_or_equal_clients_have_nothing_to_be_unfair_about():
 )
 def test_a_parameter_out_of_range_is_refused_by_name_and_value(field, bad):
     with pytest.raises(ValueError, match=f"{field}={bad!r}: expected"):
-        LinearFairness(**{**WORLD, field: bad}, mean_deviation=1.0, deviation_variance=1.0)
+        LinearFairness(**{"given_moments": (1.0, 1.0), **WORLD, field: bad})
 
 
 def test_what_cannot_be_asked_is_refused():

@@ -8,9 +8,8 @@ from flower_ext.planning import (
     LinearFairness,
     Outcome,
     alternating_search,
-    best_rounds,
+    best_schedule,
     convergence_bound,
-    joint_search,
 )
 from tests.support.grids import grid
 
@@ -39,7 +38,9 @@ FAIRNESS = LinearFairness(
 @pytest.mark.parametrize("basis", ["published", "provable"])
 @pytest.mark.parametrize("variance", [1e-6, 1e-4, 1e-2])
 def test_the_joint_search_is_brute_force_over_a_grid_of_weights(variance, basis):
-    plan = joint_search(PROBLEM, FAIRNESS, variance_per_round=variance, max_rounds=150, basis=basis)
+    plan = best_schedule(
+        PROBLEM, FAIRNESS, variance_per_round=variance, max_rounds=150, basis=basis
+    )
     grid, best = np.linspace(0, 2, 2001), (math.inf, 0, 0.0)
     for T in range(1, 151):
         spread = FAIRNESS.unfairness(grid, upload_variance=variance * T, basis=basis)
@@ -59,7 +60,7 @@ def test_the_joint_search_is_brute_force_over_a_grid_of_weights(variance, basis)
 
 
 def test_best_rounds_is_the_minimum_of_the_bound_it_returns():
-    plan = best_rounds(PROBLEM, global_weight=0.8, variance_per_round=1e-4, max_rounds=400)
+    plan = best_schedule(PROBLEM, 0.8, variance_per_round=1e-4, max_rounds=400)
     assert 0 < plan.rounds < 400
     assert plan.value == plan.bound.after(np.arange(1, 401)).min()
     assert plan.global_weight == 0.8
@@ -68,11 +69,11 @@ def test_best_rounds_is_the_minimum_of_the_bound_it_returns():
 def test_where_no_number_of_rounds_helps_the_answer_is_none():
     facts = {"variance_per_round": 1e6, "max_rounds": 30}
     far = DittoProblem(**{**vars(PROBLEM), "initial_gap": 1e3})
-    assert best_rounds(far, global_weight=1.0, **facts).rounds == 0
+    assert best_schedule(far, 1.0, **facts).rounds == 0
     # The first round still receives a model without noise.
-    assert best_rounds(PROBLEM, global_weight=1.0, **facts).rounds == 1
+    assert best_schedule(PROBLEM, 1.0, **facts).rounds == 1
     started_at_the_optimum = DittoProblem(**{**vars(PROBLEM), "initial_distance": 0.0})
-    assert joint_search(started_at_the_optimum, FAIRNESS, **facts).rounds == 0
+    assert best_schedule(started_at_the_optimum, FAIRNESS, **facts).rounds == 0
 
 
 @pytest.mark.filterwarnings("error")
@@ -84,7 +85,7 @@ def test_the_joint_search_takes_no_rounds_where_the_bound_says_nothing(rate, max
     changes = {"personal_learning_rate": rate, "strong_convexity": 0.5, "smoothness": 1.0}
     far = DittoProblem(**{**vars(PROBLEM), **changes})
     loud = LinearFairness(**{**vars(FAIRNESS), "label_variance": 1.0})
-    plan = joint_search(far, loud, variance_per_round=1e-5, max_rounds=max_rounds, basis=basis)
+    plan = best_schedule(far, loud, variance_per_round=1e-5, max_rounds=max_rounds, basis=basis)
     assert math.inf in plan.bound.after(np.arange(1, max_rounds + 1))
     assert plan.rounds == 0
 
@@ -92,11 +93,11 @@ def test_the_joint_search_takes_no_rounds_where_the_bound_says_nothing(rate, max
 def test_problems_that_do_not_belong_together_and_no_rounds_are_refused():
     other = LinearFairness(**{**vars(FAIRNESS), "dimension": 11})
     with pytest.raises(ValueError, match="dimension=11 of the fairness problem: expected 10"):
-        joint_search(PROBLEM, other, variance_per_round=1.0, max_rounds=5)
+        best_schedule(PROBLEM, other, variance_per_round=1.0, max_rounds=5)
     with pytest.raises(ValueError, match="max_rounds=0"):
-        joint_search(PROBLEM, FAIRNESS, variance_per_round=1.0, max_rounds=0)
+        best_schedule(PROBLEM, FAIRNESS, variance_per_round=1.0, max_rounds=0)
     with pytest.raises(ValueError, match="global_weight=3"):
-        best_rounds(PROBLEM, global_weight=3, variance_per_round=1.0, max_rounds=5)
+        best_schedule(PROBLEM, 3, variance_per_round=1.0, max_rounds=5)
 
 
 # Alternating --------------------------------------------------------------------------------------

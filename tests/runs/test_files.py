@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from flower_ext.runs import files
-from flower_ext.runs.files import InUse, is_locked, lock, write_whole
+from flower_ext.runs.files import InUse, lock, write_whole
 
 HOLD = """
 import os, sys, time
@@ -34,34 +33,24 @@ def holding(path, *words):
     return process, int(process.stdout.readline())
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(files, "_LAST_MOMENTS", 0.2)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_a_lock_in_use_names_its_process_and_ends_with_it(tmp_path):
     process, pid = holding(tmp_path / ".lock")
-    assert is_locked(tmp_path / ".lock")
     with pytest.raises(InUse, match=rf"in use by process {pid} on {socket.gethostname()} since"):
-        lock(tmp_path / ".lock")
+        lock(tmp_path / ".lock", seconds=0.2)
     process.kill()
     process.wait()
-    assert not is_locked(tmp_path / ".lock")
-    lock(tmp_path / ".lock").close()
+    lock(tmp_path / ".lock", seconds=0).close()
     assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
     assert f"process {pid} on" not in (tmp_path / ".lock").read_text()
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_lock_that_a_forked_child_holds_waits_for_the_child(tmp_path, monkeypatch):
+def test_a_lock_that_a_forked_child_holds_waits_for_the_child(tmp_path):
     process, child = holding(tmp_path / ".lock", "fork")
     process.wait()
     with pytest.raises(InUse, match="or by a process that it started"):
-        lock(tmp_path / ".lock")
-    monkeypatch.setattr(files, "_LAST_MOMENTS", 60)
+        lock(tmp_path / ".lock", seconds=0.2)
     os.kill(child, 9)
-    lock(tmp_path / ".lock").close()
+    lock(tmp_path / ".lock", seconds=60).close()
 
 
 def _write(path, content, times, begin, errors):

@@ -51,7 +51,7 @@ def test_declarations_hold_choices_ranges_and_meanings():
     assert declared["solver"].choices == ("sgd", "newton")
     assert declared["any_rate"].name == "any-rate"
     assert declared["any_rate"].meaning == "a rate"
-    assert declared["target"].expected == "a finite number > 0"
+    assert declared["target"].rule.expected == "a finite number > 0"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DP2FedSAM
-from flower_ext.federation import InProcessGrid, first_config, recorded_run, save_outcome
+from flower_ext.federation import InProcessGrid, first_config, record, recorded_run
 from flower_ext.privacy import Budget, PoissonSampling, ReleasePlan
 from flower_ext.runs import RunDirectory
 from tests.support.strategies import strategy_of
@@ -62,8 +62,7 @@ def play(
             strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS, settings
         )
         grid.dies_in, grid.at = dies_in, at
-        result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
-        save_outcome(run, strategy, result)
+        record(run, strategy, grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
     return RunDirectory.open(folder / "run"), strategy
 
 

@@ -12,12 +12,12 @@ DELTA = 1e-5
 
 
 def tight(silo, group_size, delta=DELTA):
-    return group_loss([silo], group_size=group_size, delta=delta).epsilon
+    return group_loss(silo, group_size=group_size, delta=delta).epsilon
 
 
 def renyi(silo, group_size, delta=DELTA):
-    return group_loss_by_renyi([silo], group_size=group_size, delta=delta).epsilon
+    return group_loss_by_renyi(silo, group_size=group_size, delta=delta).epsilon
 
 
 def conversion(silo, group_size, delta=DELTA):
-    return group_loss_by_conversion([silo], group_size=group_size, delta=delta).epsilon
+    return group_loss_by_conversion(silo, group_size=group_size, delta=delta).epsilon

@@ -86,19 +86,14 @@ def jobs_of(model, settings, sizes, terms=lambda start, client: []):
     return made
 
 
+def train_one(task, params, examples, training, *, trained=lambda name: True, **options):
+    """Train one job of these arguments."""
+    job = Job(params=params, examples=examples, training=training, **options)
+    return train(task, job, trained=trained)
+
+
 def one_by_one(task, jobs, trained=lambda name: True):
-    return [
-        train(
-            task,
-            job.params,
-            job.examples,
-            job.training,
-            trained=trained,
-            terms=job.terms,
-            generator=job.generator,
-        )
-        for job in jobs
-    ]
+    return [train(task, job, trained=trained) for job in jobs]
 
 
 def same(ours, theirs):

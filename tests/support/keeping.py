@@ -233,5 +233,5 @@ def kinked(by_vmap):
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0, batch_size=16)
     if by_vmap:
-        gradient.in_one_pass = False
+        gradient.way = "by vmap"
     return gradient, params

@@ -12,5 +12,5 @@ def noiseless(model, tau):
             seen.append(dict(update))
             return super().add_gaussian(update, stddev, **how)
 
-    OutputPerturbation(clipping_norm=tau, noise_stddev=1.0).apply(model, Watched(0))
+    OutputPerturbation(clipping_norm=tau, noise_stddev=1.0).released(model, Watched(0))
     return seen[0]

@@ -21,7 +21,7 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.mechanisms import noise
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, BoundedUpdate
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import CellSum, in_cells
 from flower_ext.privacy.mechanisms.updates import total
@@ -32,7 +32,7 @@ ENORMOUS = 1e9
 
 
 def _not_clipped(update, clipping_norm):
-    return BoundedUpdate(value=dict(update), bound=clipping_norm)
+    return BoundedSum(value=dict(update), bound=clipping_norm, count=1)
 
 
 def _sum_not_clipped(uploads, clipping_norm, *, like):
@@ -76,7 +76,6 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.protections.in_cells", _cells_not_clipped)
     patch.setattr(SecureScores, "vector", _scores_not_clipped)
-    patch.setattr("flower_ext.privacy.mechanisms.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(silo_training, "sum_clipped_rows", _rows_not_clipped)
     patch.setattr(silo_training, "sum_rows_in_cells", _rows_in_cells_not_clipped)

@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.privacy import SecureNoise
-from flower_ext.training import LocalTraining, StepNoise, train
+from flower_ext.training import LocalTraining, StepNoise
 from flower_ext.training.dp.dp_sgd import ClippedJob, train_clipped_steps
-from tests.support.jobs import problem
+from tests.support.jobs import problem, train_one
 
 ONE_STEP = LocalTraining(epochs=1, batch_size=20, learning_rate=0.1)
 
@@ -58,7 +58,7 @@ def one_step(model, params, trained):
 @pytest.mark.parametrize(("model", "trained"), CASES)
 def test_the_loop_takes_the_plain_step(model, trained):
     params = problem(model).initial_params(0)
-    found = train(
+    found = train_one(
         problem(model), params, images(), ONE_STEP, trained=trained, generator=torch.Generator()
     )
     torch.testing.assert_close(found, one_step(model, params, trained))
@@ -75,5 +75,5 @@ def test_dp_sgd_takes_the_plain_step_where_nothing_is_clipped_or_noised(model, t
         generator=torch.Generator(),
         noise=noise,
     )
-    (found,) = train_clipped_steps(problem(model), [job], trained=trained)
+    found = train_clipped_steps(problem(model), job, trained)
     torch.testing.assert_close(found, one_step(model, params, trained), rtol=1e-4, atol=1e-5)

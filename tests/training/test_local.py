@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -16,12 +17,17 @@ from flower_ext.training import (
     Task,
     evaluate,
     minimise,
-    train,
 )
 from flower_ext.training.local import batches, perturbation
 from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.objective import Linear
-from tests.support.jobs import train_many
+from flower_ext.training.problem import LocalProblem
+from tests.support.jobs import train_many, train_one
+
+
+def by_hand(loss_at, start):
+    cpu = torch.device("cpu")
+    return LocalProblem(start=start, loss_at=loss_at, rest={}, device=cpu, still=nullcontext)
 
 
 def examples(n: int = 30, features: int = 4, classes: int = 3, seed: int = 0) -> Examples:
@@ -99,7 +105,7 @@ def plain_sam(params, data, training, seed):
 def test_training_equals_a_plain_torch_loop(training, reference):
     params = task().initial_params(seed=3)
     data = examples()
-    ours = train(task(), params, data, training, generator=torch.Generator().manual_seed(5))
+    ours = train_one(task(), params, data, training, generator=torch.Generator().manual_seed(5))
     theirs = reference(params, data, training, seed=5)
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
@@ -119,7 +125,8 @@ def test_sam_step_on_a_quadratic_has_its_closed_form():
         return 0.5 * w @ curvature @ w
 
     training = LocalTraining(steps=1, batch_size=1, learning_rate=0.01, sam_radius=0.3)
-    moved = minimise(loss_at, start, examples(n=1), training, torch.Generator())
+    one_step = batches(examples(n=1), training, torch.Generator())
+    moved = minimise(by_hand(loss_at, start), one_step, training)
     w = torch.cat(list(start.values()))
     gradient = curvature @ w
     expected = w - 0.01 * curvature @ (w + 0.3 * gradient / gradient.norm())
@@ -140,7 +147,7 @@ def test_sam_stays_finite_where_the_gradient_vanishes():
 def test_sam_perturbs_only_what_it_trains():
     params = task().initial_params(seed=3)
     training = LocalTraining(epochs=1, batch_size=30, learning_rate=0.1, sam_radius=0.4)
-    moved = train(
+    moved = train_one(
         task(),
         params,
         examples(),
@@ -172,13 +179,15 @@ def test_sam_perturbs_only_what_it_trains():
 def test_training_leaves_its_inputs_untouched():
     params = task().initial_params(seed=3)
     before = {name: p.clone() for name, p in params.items()}
-    train(task(), params, examples(), LocalTraining(), generator=torch.Generator())
+    train_one(task(), params, examples(), LocalTraining(), generator=torch.Generator())
     assert all(torch.equal(params[name], before[name]) for name in before)
 
 
 def test_zero_epochs_change_nothing():
     params = task().initial_params(seed=3)
-    moved = train(task(), params, examples(), LocalTraining(epochs=0), generator=torch.Generator())
+    moved = train_one(
+        task(), params, examples(), LocalTraining(epochs=0), generator=torch.Generator()
+    )
     assert all(torch.equal(moved[name], params[name]) for name in params)
 
 
@@ -207,7 +216,7 @@ def test_linear_term_adds_its_direction_to_the_gradient():
     training = LocalTraining(steps=1, batch_size=30, learning_rate=0.1)
     direction = {name: torch.full_like(p, 2.0) for name, p in params.items()}
     runs = [
-        train(task(), params, examples(), training, terms=terms, generator=torch.Generator())
+        train_one(task(), params, examples(), training, terms=terms, generator=torch.Generator())
         for terms in ([], [Linear(direction=direction)])
     ]
     for name in params:
@@ -220,7 +229,7 @@ def test_proximal_sgd_equals_a_hand_written_loop():
         epochs=3, batch_size=7, learning_rate=0.3, momentum=0.5, proximal_weight=0.8
     )
     params, data = task().initial_params(seed=3), examples()
-    ours = train(task(), params, data, training, generator=torch.Generator().manual_seed(5))
+    ours = train_one(task(), params, data, training, generator=torch.Generator().manual_seed(5))
 
     model = Net()
     model.load_state_dict(params)
@@ -242,7 +251,7 @@ def test_proximal_sgd_equals_a_hand_written_loop():
 def test_a_proximal_weight_keeps_only_trained_parameters_near_and_others_where_they_are():
     params, data = task().initial_params(seed=3), examples()
     training = LocalTraining(steps=1, batch_size=30, learning_rate=0.1, proximal_weight=100.0)
-    moved = train(
+    moved = train_one(
         task(),
         params,
         data,
@@ -287,7 +296,7 @@ def test_a_tolerance_trains_to_the_exact_minimiser_whatever_the_settings_of_sgd(
     exact = proximal_ridge(params, data, 0.7, torch.zeros(5))
     for settings in ({}, {"epochs": 0}, {"steps": 3, "learning_rate": 50.0, "momentum": 0.9}):
         training = LocalTraining(tolerance=1e-10, proximal_weight=0.7, **settings)
-        moved = train(ridge(), params, data, training, generator=torch.Generator())
+        moved = train_one(ridge(), params, data, training, generator=torch.Generator())
         torch.testing.assert_close(flat(moved), exact, rtol=0, atol=1e-9)
 
 
@@ -295,7 +304,7 @@ def test_a_linear_term_moves_the_exact_minimiser_to_where_the_slope_is_its_oppos
     params, data = ridge().initial_params(seed=1), ridge().data(0).train
     n = {"weight": torch.tensor([[1.0, -2.0, 0.5, 3.0]]).double(), "bias": torch.ones(1).double()}
     training = LocalTraining(tolerance=1e-10, proximal_weight=0.7)
-    moved = train(
+    moved = train_one(
         ridge(), params, data, training, terms=[Linear(direction=n)], generator=torch.Generator()
     )
     exact = proximal_ridge(params, data, 0.7, flat(n))
@@ -305,12 +314,12 @@ def test_a_linear_term_moves_the_exact_minimiser_to_where_the_slope_is_its_oppos
 def test_exact_training_keeps_the_model_in_its_precision_and_frozen_parts_as_they_are():
     params, data = ridge(torch.float32).initial_params(seed=1), ridge().data(0).train
     training = LocalTraining(tolerance=1e-10, proximal_weight=0.7)
-    moved = train(ridge(torch.float32), params, data, training, generator=torch.Generator())
+    moved = train_one(ridge(torch.float32), params, data, training, generator=torch.Generator())
     assert {p.dtype for p in moved.values()} == {torch.float32}
     exact = proximal_ridge(params, data, 0.7, torch.zeros(5)).float()
     torch.testing.assert_close(flat(moved), exact, rtol=1e-6, atol=1e-7)
 
-    half = train(
+    half = train_one(
         ridge(torch.float32),
         params,
         data,
@@ -413,7 +422,7 @@ def test_evaluation_and_training_leave_the_examples_as_they_are(model):
     evaluate(given, params, data, batch_size=7)
     training = LocalTraining(tolerance=1e-8, proximal_weight=0.1)
     double = Examples(data.features.double(), data.targets)
-    train(given, params, double, training, generator=torch.Generator())
+    train_one(given, params, double, training, generator=torch.Generator())
     assert torch.equal(data.features, examples().features)
     assert torch.equal(double.features, examples().features.double())
 
@@ -421,7 +430,7 @@ def test_evaluation_and_training_leave_the_examples_as_they_are(model):
 def test_selecting_nothing_to_train_is_an_error():
     params = task().initial_params(seed=3)
     with pytest.raises(ValueError, match="selects no parameter"):
-        train(
+        train_one(
             task(),
             params,
             examples(),
@@ -438,7 +447,7 @@ def test_cuda_training_equals_cpu_training():
     on_gpu = Task(model=Net, data=lambda i: ClientData(train=data, test=data), device="cuda")
     training = LocalTraining(epochs=2, sam_radius=0.1, momentum=0.5)
     results = [
-        train(t, params, data, training, generator=torch.Generator().manual_seed(2))
+        train_one(t, params, data, training, generator=torch.Generator().manual_seed(2))
         for t in (task(), on_gpu)
     ]
     for name in params:
@@ -450,11 +459,9 @@ def test_effective_steps_say_how_far_a_constant_gradient_moves_the_model(momentu
     training = LocalTraining(epochs=2, batch_size=4, learning_rate=0.01, momentum=momentum)
     x = torch.tensor([[1.0, -3.0]]).repeat(10, 1)
     moved = minimise(
-        lambda params, x, y: (x @ params["w"]).mean(),
-        {"w": torch.zeros(2)},
-        Examples(features=x, targets=torch.zeros(10)),
+        by_hand(lambda params, x, y: (x @ params["w"]).mean(), {"w": torch.zeros(2)}),
+        batches(Examples(x, torch.zeros(10)), training, torch.Generator().manual_seed(0)),
         training,
-        torch.Generator().manual_seed(0),
     )
     expected = -0.01 * training.effective_steps(10) * x[0]
     torch.testing.assert_close(moved["w"], expected)
@@ -473,8 +480,8 @@ def test_what_a_model_draws_by_itself_follows_the_generator_and_nothing_else(dro
 
     def trained(seed):
         generator = torch.Generator().manual_seed(seed)
-        first = train(random, params, examples(), settings, generator=generator)
-        return first["weight"], train(random, params, examples(), settings, generator=generator)
+        first = train_one(random, params, examples(), settings, generator=generator)
+        return first["weight"], train_one(random, params, examples(), settings, generator=generator)
 
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -563,7 +570,7 @@ def test_mini_batches_of_one_row_are_refused_with_the_layer_that_refuses_them():
     start = own.initial_params(0)
     expected = r"batch_size=1: expected at least 2, because layer '1' \(BatchNorm1d\) refuses"
     with pytest.raises(ValueError, match=expected) as refusal:
-        train(own, start, examples(5), training, generator=torch.Generator())
+        train_one(own, start, examples(5), training, generator=torch.Generator())
     assert is_tellable(refusal.value)
 
 

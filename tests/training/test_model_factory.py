@@ -21,14 +21,13 @@ from flower_ext.training import (
     check_shareable,
     evaluate,
     model_factory,
-    train,
     train_dp_sgd,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import batches
 from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
-from tests.support.jobs import train_many
+from tests.support.jobs import train_many, train_one
 from tests.support.reference.clipped_gradient import by_loop
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
@@ -122,7 +121,7 @@ def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
         model = own.model().train()
         model.body.eval()
         expected.append(plain_loop(model, params, examples(seed), seed))
-    alone = train(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    alone = train_one(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
     assert_same(alone, expected[0])
     for found, one in zip(
         train_many(own, [job(params, s) for s in range(6)]), expected, strict=True
@@ -132,14 +131,14 @@ def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
 
 def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
     own = task(Backbone)
-    before = {name: value.clone() for name, value in own.factory.frozen.items()}
+    before = {name: value.clone() for name, value in own.factory.facts.frozen.items()}
     assert set(before) == {
         *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
         *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
     }
     params = own.initial_params(0)
     train_many(own, [job(params, seed) for seed in range(6)])
-    train(own, params, examples(9), SGD, generator=torch.Generator())
+    train_one(own, params, examples(9), SGD, generator=torch.Generator())
     evaluate(own, params, examples(8))
     for model in (own.model(), own.model()):
         state = model.state_dict()
@@ -278,7 +277,7 @@ def test_tied_parameters_train_as_one_which_travels_once_and_unused_ones_stay():
     params = own.initial_params(0)
     assert "out.weight" not in params
     expected = [plain_loop(own.model().train(), params, examples(s), s) for s in range(6)]
-    found = train(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    found = train_one(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
     assert_same(found, expected[0])
     assert torch.equal(found["unused.weight"], params["unused.weight"])
     for one, other in zip(
@@ -337,7 +336,7 @@ def test_an_option_that_names_a_tied_parameter_by_its_other_name_alone_says_so(n
     said = "names 'b.weight', which is tied to 'a.weight'"
     with pytest.raises(InvalidValue, match=f"trainable=.* {said}"):
         factory_of(Twice, names).initial(0)
-    tied, travelling = factory_of(Twice).tied, factory_of(Twice).travelling
+    tied, travelling = factory_of(Twice).facts.tied, factory_of(Twice).facts.travelling
     assert tied == {"b.weight": "a.weight"}
     for option in ("personal", "adaptive"):
         with pytest.raises(InvalidValue, match=f"{option}=.* {said}"):

@@ -11,9 +11,9 @@ from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
-from flower_ext.training import Job, LocalTraining, Task, train
+from flower_ext.training import Job, LocalTraining, Task
 from flower_ext.training.local import batches
-from tests.support.jobs import train_many
+from tests.support.jobs import train_many, train_one
 
 OTHERS = {
     "AdamW": {"weight_decay": 0.1},
@@ -55,7 +55,7 @@ def test_training_is_that_of_torchs_own_optimizer_alone_and_among_others(name):
             cross_entropy(plain(x), y).backward()
             optimizer.step()
         expected.append(plain.state_dict())
-    found = train(own, start, examples(0), training, generator=torch.Generator().manual_seed(0))
+    found = train_one(own, start, examples(0), training, generator=torch.Generator().manual_seed(0))
     jobs = [
         Job(
             params=start,

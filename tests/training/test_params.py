@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from flower_ext.privacy.mechanisms.updates import layout_of
 from flower_ext.training import matches, split
-from flower_ext.training.params import FlatParams
 
 MODEL = {
     "extractor.weight": torch.zeros(2),
@@ -42,19 +40,3 @@ def test_a_star_stands_for_any_part_of_a_name():
 def test_a_single_parameter_may_be_named():
     assert matches("head.bias", ["head.bias"])
     assert not matches("head.weight", ["head.bias"])
-
-
-def flat(count=2):
-    layout = layout_of({"a": torch.zeros(2, 3), "b": torch.zeros(())})
-    return FlatParams(torch.arange(7.0 * count).view(count, 7), layout)
-
-
-def test_models_in_one_tensor_are_views_of_its_rows():
-    models = flat()
-    one, other = models.models()
-    assert one.numbers.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert other["a"].tolist() == [[7, 8, 9], [10, 11, 12]]
-    assert other["b"].item() == 13
-    one["b"].fill_(-1)
-    assert models["b"].tolist() == [-1, 13]
-    assert models.numbers[0, 6] == one.numbers[6] == -1

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class UnderZeros(nn.Module):
     ],
     ids=["looks at the batch", "looks at it under zeros", "two rows an example"],
 )
-def test_models_that_mix_examples_are_scored_one_by_one(model):
+def test_models_that_mix_examples_of_a_client_mix_no_clients(model):
     def loss(outputs, targets):
         return cross_entropy(outputs, targets.repeat_interleave(len(outputs) // len(targets)))
 
@@ -55,19 +56,34 @@ def test_models_that_mix_examples_are_scored_one_by_one(model):
         assert ours == pytest.approx(evaluate(task, params, own), abs=1e-6)
 
 
-@pytest.mark.parametrize("memory_limit", [1, 600, 2**30])
-def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
-    jobs = jobs_of(Dense, [SGD], UNEVEN)
+@pytest.mark.parametrize("model", [Dense, partial(nn.Linear, 4, 3)], ids=["own class", "layer"])
+def test_models_are_scored_on_their_own_examples_shared_or_not(model):
+    task, jobs = problem(model), jobs_of(model, [SGD], UNEVEN)
     shared = jobs[0].params
     models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]
     examples = [job.examples for job in jobs]
-    for ours, model, own in zip(
-        evaluate_each(problem(), models, examples, memory_limit=memory_limit),
-        models,
-        examples,
-        strict=True,
-    ):
-        assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
+    scores = evaluate_each(task, models, examples)
+    for ours, params, data in zip(scores, models, examples, strict=True):
+        assert ours == evaluate(task, params, data)
+
+
+class Remembering(Dense):
+    """A model that adds to its outputs what it has seen, even in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(())
+
+    def forward(self, x):
+        self.seen = self.seen + x.square().sum()
+        return super().forward(x) * (1 + self.seen)
+
+
+def test_no_bit_of_a_score_depends_on_the_clients_before():
+    task, jobs = problem(Remembering), jobs_of(Dense, [SGD], [8, 8, 8])
+    data = [job.examples for job in jobs]
+    together = evaluate_each(task, [jobs[0].params] * 3, data)
+    assert together == [evaluate(task, jobs[0].params, own) for own in data]
 
 
 def test_accuracy_of_targets_that_are_no_classes_is_refused():

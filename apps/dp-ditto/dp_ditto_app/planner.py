@@ -13,7 +13,7 @@ from dataclasses import asdict
 from dp_ditto_app.loss_constants import LossConstants
 from dp_ditto_app.pilot import pilot_run
 from dp_ditto_app.settings import Settings
-from flower_ext.planning import DittoProblem, best_rounds
+from flower_ext.planning import DittoProblem, best_schedule
 from flower_ext.privacy import PrivacyPlan, RecordLevelPlan
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
@@ -104,9 +104,9 @@ def planned_rounds(
             f"run-config planner={settings.planner!r} with a {type(plan).__name__}: expected a "
             "RecordLevelPlan, whose noise Theorem 1 counts, or planner='none'"
         )
-    planned = best_rounds(
+    planned = best_schedule(
         problem_of(settings, task, pilot),
-        global_weight=settings.global_weight,
+        settings.global_weight,
         variance_per_round=plan.upload_stddev**2,
         max_rounds=most,
         basis=basis,

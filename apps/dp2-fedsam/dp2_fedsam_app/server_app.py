@@ -7,7 +7,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from dp2_fedsam_app.settings import Settings
 from dp2_fedsam_app.task import task_of
-from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
+from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedSAM
 from flower_ext.federation import FederatedStrategy, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
 from flower_ext.runs import RunDirectory
@@ -15,9 +15,9 @@ from flower_ext.runs.settings import UnfitSetting
 
 SHARED_MODEL = {
     "dp-fedavg": DPFedAvg,
-    "dp-fedavg-ft": DPFedAvgFT,
+    "dp-fedavg-ft": DPFedAvg,
     "dp-fedsam": DPFedSAM,
-    "dp-fedsam-ft": DPFedSAMFT,
+    "dp-fedsam-ft": DPFedSAM,
     "fedavg": DPFedAvg,
 }
 PERSONAL_HEAD = {"centaur": Centaur, "dp2-fedsam": DP2FedSAM, "p-fedsam": DP2FedSAM}
@@ -56,7 +56,8 @@ def strategy_of(
     options, rate = configured.options(settings, run, plan), settings.server_learning_rate
     if method in SHARED_MODEL:
         local = sam if "sam" in method else sgd
-        shared = SHARED_MODEL[method](local=local, server_learning_rate=rate)
+        tuning = sgd if method.endswith("-ft") else None
+        shared = SHARED_MODEL[method](local=local, fine_tuning=tuning, server_learning_rate=rate)
         return FederatedStrategy(shared, **options)
     head = configured.training(
         settings, epochs=settings.head_epochs, learning_rate=settings.head_learning_rate

@@ -9,9 +9,7 @@ from flower_ext.algorithms import (
     Centaur,
     DP2FedSAM,
     DPFedAvg,
-    DPFedAvgFT,
     DPFedSAM,
-    DPFedSAMFT,
     UldpAvg,
     Upcycled,
 )
@@ -24,9 +22,9 @@ from private_finetuning_app.task import USERS, client_data, shares_of, source_of
 
 SHARED_MODEL = {
     "dp-fedavg": DPFedAvg,
-    "dp-fedavg-ft": DPFedAvgFT,
+    "dp-fedavg-ft": DPFedAvg,
     "dp-fedsam": DPFedSAM,
-    "dp-fedsam-ft": DPFedSAMFT,
+    "dp-fedsam-ft": DPFedSAM,
     "fedavg": DPFedAvg,
 }
 OWN_HEAD = "own-head"
@@ -93,7 +91,8 @@ def method_of(settings: Settings) -> Method:
         silos = settings.clients
         return UldpAvg(weighting="by-records", num_silos=silos, local=sgd, **rate)
     if method in SHARED_MODEL:
-        return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **rate)
+        local, tuning = sam if "sam" in method else sgd, sgd if method.endswith("-ft") else None
+        return SHARED_MODEL[method](local=local, fine_tuning=tuning, **rate)
     head = configured.training(
         settings,
         epochs=settings.head_epochs,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flower_ext.checks import require_at_least_one, require_one_of
-from flower_ext.data import Distribution
-from flower_ext.data.users import USER_EXPONENT
 from flower_ext.errors import InvalidValue
+from uldp_fl_app.allocation import USER_EXPONENT, Distribution
 
 
 def allocate_within(

@@ -11,15 +11,13 @@ import torch
 from flower_ext.checks import require_one_of
 from flower_ext.data import (
     ClientData,
-    Distribution,
     SiloData,
-    allocate,
-    deal_silos,
     load,
     split,
 )
 from flower_ext.errors import InvalidValue
 from uldp_fl_app import tables
+from uldp_fl_app.allocation import Distribution, allocate, deal_silos
 from uldp_fl_app.fixed_silos import allocate_within
 
 _MNIST, _MNIST_TRAINING = 70_000, 60_000

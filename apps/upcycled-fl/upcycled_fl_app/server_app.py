@@ -5,7 +5,13 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
-from flower_ext.algorithms.upcycled import coefficient_of
+from flower_ext.algorithms.upcycled import (
+    Coefficient,
+    Constant,
+    Decaying,
+    half_lambda,
+    proximal_ratio,
+)
 from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured
 from flower_ext.privacy import (
     NonPrivatePlan,
@@ -24,8 +30,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     settings = configured.begun(Settings, context)
-    weight = local_training(settings).proximal_weight
-    coefficient = coefficient_of(settings.schedule, settings.coefficient, proximal_weight=weight)
+    coefficient = coefficient_of(settings)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
 
@@ -35,6 +40,20 @@ def main(grid: Grid, context: Context) -> None:
 
     facts = {"data-source": data_facts(settings).source, "model": model_name(settings)}
     configured.start(grid, context, Settings, task, strategy, facts=facts)
+
+
+def coefficient_of(settings: Settings) -> Coefficient:
+    """Return the coefficient of the schedule that the settings name."""
+    value, weight = settings.coefficient, local_training(settings).proximal_weight
+    match settings.schedule:
+        case "constant":
+            return Constant(value)
+        case "decaying":
+            return Decaying(value)
+        case "half-lambda":
+            return half_lambda(value)
+        case "proximal-ratio":
+            return proximal_ratio(proximal_weight=weight, penalty=value)
 
 
 def strategy_of(

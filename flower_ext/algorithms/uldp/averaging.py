@@ -57,6 +57,7 @@ from flower_ext.federation import (
     Connected,
     HiddenSum,
     LocalResult,
+    Memory,
     Method,
     Population,
     Question,
@@ -150,15 +151,13 @@ class UldpAvg(Method):
         Fields of `Method`.
     """
 
-    units_are_clients = False
     bounds_units = True
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
         local_model=shared_model,
-        memoryless=True,
         answer=answer,
-        keeps_memory=False,  # a resumed run sets up keys of a weighted sum anew
+        memory=Memory.NONE,  # a resumed run sets up keys of a weighted sum anew
     )
 
     num_silos: int

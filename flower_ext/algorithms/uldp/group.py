@@ -37,6 +37,7 @@ from flower_ext.federation import (
     Cohort,
     Connected,
     LocalResult,
+    Memory,
     Method,
     State,
     Summation,
@@ -115,9 +116,8 @@ class UldpGroup(Method):
         name="uldp_group",
         local_update=local_update,
         local_model=shared_model,
-        memoryless=True,
         answer=answer_counts,
-        keeps_memory=False,
+        memory=Memory.NONE,
     )
 
     num_silos: int

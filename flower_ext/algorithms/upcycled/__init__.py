@@ -8,27 +8,17 @@ from flower_ext.algorithms.upcycled.coefficients import (
     Coefficient,
     Constant,
     Decaying,
-    HalfLambda,
-    ProximalRatio,
-    coefficient_of,
-)
-from flower_ext.algorithms.upcycled.gradient_norm import (
-    ConvergenceConstants,
-    convergence_constants,
-    gradient_norm_bound,
+    half_lambda,
+    proximal_ratio,
 )
 from flower_ext.algorithms.upcycled.wrapper import Traffic, Upcycled
 
 __all__ = [
     "Coefficient",
     "Constant",
-    "ConvergenceConstants",
     "Decaying",
-    "HalfLambda",
-    "ProximalRatio",
     "Traffic",
     "Upcycled",
-    "coefficient_of",
-    "convergence_constants",
-    "gradient_norm_bound",
+    "half_lambda",
+    "proximal_ratio",
 ]

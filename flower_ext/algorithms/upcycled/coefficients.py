@@ -1,13 +1,13 @@
 """The coefficient c_m of the m-th even round: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²).
 
-The paper writes one free coefficient in two ways; its theory is about `ProximalRatio`.
+The paper writes one free coefficient in two ways; its theory is about `proximal_ratio`.
 
 ====================  ==================================  ================================
 coefficient           c_m                                 source
 ====================  ==================================  ================================
 ``Constant(c)``       c                                   the experiments' tuned parameter
-``ProximalRatio``     μ / (μ + λ)                         Eq. 6
-``HalfLambda``        λ / 2                               Algorithm 1, line 6
+``proximal_ratio``    μ / (μ + λ)                         Eq. 6
+``half_lambda``       λ / 2                               Algorithm 1, line 6
 ``Decaying(c)``       c / √m, i.e. λ_m = μ (√m / c − 1)   Corollary 5.8: increasing λ_m
 ====================  ==================================  ================================
 """
@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flower_ext.checks import require_not_negative, require_one_of, require_positive
+from flower_ext.checks import require_not_negative, require_positive
 
 Coefficient = Callable[[int], float]
 """A function from m = 1, 2, … to c_m, which is finite and not negative."""
@@ -38,36 +38,6 @@ class Constant:
         return self.value
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProximalRatio:
-    """μ / (μ + λ): the extrapolation that FedProx's first-order condition gives (Eq. 6)."""
-
-    proximal_weight: float
-    penalty: float
-
-    def __post_init__(self) -> None:
-        require_positive("proximal_weight", self.proximal_weight)
-        require_not_negative("penalty", self.penalty)
-
-    def __call__(self, m: int) -> float:
-        """Return μ / (μ + λ) for every m."""
-        return self.proximal_weight / (self.proximal_weight + self.penalty)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HalfLambda:
-    """λ / 2, as Algorithm 1 prints it."""
-
-    penalty: float
-
-    def __post_init__(self) -> None:
-        require_not_negative("penalty", self.penalty)
-
-    def __call__(self, m: int) -> float:
-        """Return λ / 2 for every m."""
-        return self.penalty / 2
-
-
 @dataclass(frozen=True)
 class Decaying:
     """c / √m: the increasing penalties under which Corollary 5.8's rate O(1/√M) holds."""
@@ -82,19 +52,14 @@ class Decaying:
         return self.first / math.sqrt(m)
 
 
-def coefficient_of(schedule: str, value: float, *, proximal_weight: float) -> Coefficient:
-    """Return the coefficient of a schedule: ``"constant"``, ``"decaying"`` and so on.
+def proximal_ratio(*, proximal_weight: float, penalty: float) -> Constant:
+    """Return μ / (μ + λ): the extrapolation that FedProx's first-order condition gives (Eq. 6)."""
+    require_positive("proximal_weight", proximal_weight)
+    require_not_negative("penalty", penalty)
+    return Constant(proximal_weight / (proximal_weight + penalty))
 
-    Raises
-    ------
-    InvalidValue
-        There is no such schedule, or the coefficient is out of range.
-    """
-    schedules: dict[str, Callable[[], Coefficient]] = {
-        "constant": lambda: Constant(value),
-        "decaying": lambda: Decaying(value),
-        "half-lambda": lambda: HalfLambda(penalty=value),
-        "proximal-ratio": lambda: ProximalRatio(proximal_weight=proximal_weight, penalty=value),
-    }
-    require_one_of("schedule", schedule, [*schedules])
-    return schedules[schedule]()
+
+def half_lambda(penalty: float) -> Constant:
+    """Return λ / 2, as Algorithm 1 prints it."""
+    require_not_negative("penalty", penalty)
+    return Constant(penalty / 2)

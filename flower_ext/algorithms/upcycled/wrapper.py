@@ -14,14 +14,14 @@ from logging import getLogger
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.arrays import require_finite, to_arrays, to_record
+from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
 from flower_ext.federation.uploads import payload_bytes
 
 log = getLogger("flwr")
@@ -93,7 +93,8 @@ class Upcycled(Strategy):
             coefficient if callable(coefficient) else Constant(coefficient)
         )
         self.traffic: dict[int, Traffic] = {}
-        self._before = self._after = ArrayRecord()
+        self._before: Arrays = {}
+        self._after: Arrays = {}
         # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
@@ -109,14 +110,15 @@ class Upcycled(Strategy):
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         messages: list[Message] = []
         if server_round % 2 == 0:
+            # A process that resumes in an even round finds the earlier model in the checkpoint.
             self._before = self._before or self._kept_model()
-            self._after = arrays
+            self._after = to_arrays(arrays)
         else:
-            self._before = arrays
+            self._before = to_arrays(arrays)
             _follow(self.base, arrays)
             number = self._base_round(server_round)
             messages = list(self._base_configure(number, arrays, config, grid))
-            self._keep(arrays)
+            self._keep()
         self.traffic[server_round] = Traffic()
         self.traffic[server_round].count(messages)
         return messages
@@ -141,30 +143,29 @@ class Upcycled(Strategy):
                 f"coefficient({server_round // 2})={coefficient!r}: expected a finite number >= 0"
             )
         metrics = MetricRecord({"upcycling-coefficient": float(coefficient)})
-        if not _differ(
-            self._before, self._after
-        ):  # the odd round failed: there is no step to reuse
-            return None, metrics
+        before, after = self._before, self._after
+        if all(np.array_equal(before[name], after[name]) for name in after):
+            return None, metrics  # the odd round failed: there is no step to reuse
         self._extrapolate_state(coefficient)
-        moved = extrapolated(self._before, self._after, coefficient)
+        moved = extrapolated(before, after, coefficient)
         require_finite(
-            to_arrays(moved),
+            moved,
             f"in the model after the extrapolation of Upcycled in round {server_round}",
             f"take smaller coefficients than {coefficient:g}",
         )
-        return moved, metrics
+        return to_record(moved), metrics
 
-    def _keep(self, arrays: ArrayRecord) -> None:
+    def _keep(self) -> None:
         """Keep the model and the state before a training round, in the run's checkpoints, too."""
         if isinstance(self.base, FederatedStrategy):
             run = self.base.run
             sent = {_STATE + name: group for name, group in run.method_state.everyone.items()}
-            run.companions = {_MODEL: to_arrays(arrays), **sent}
+            run.companions = {_MODEL: self._before, **sent}
 
-    def _kept_model(self) -> ArrayRecord:
+    def _kept_model(self) -> Arrays:
         """Return the model before the last training round of the process before this one."""
         companions = self.base.run.companions if isinstance(self.base, FederatedStrategy) else {}
-        return to_record(companions.get(_MODEL, {}))
+        return dict(companions.get(_MODEL, {}))
 
     def _extrapolate_state(self, coefficient: float) -> None:
         """Extrapolate what the server sends beside the model, such as SCAFFOLD's c.
@@ -175,11 +176,7 @@ class Upcycled(Strategy):
             return
         run = self.base.run
         moved = {
-            name: to_arrays(
-                extrapolated(
-                    to_record(run.companions[_STATE + name]), to_record(group), coefficient
-                )
-            )
+            name: extrapolated(run.companions[_STATE + name], group, coefficient)
             for name, group in run.method_state.everyone.items()
         }
         run.state = replace(run.method_state, everyone=moved)
@@ -241,24 +238,17 @@ class Upcycled(Strategy):
         return (server_round + 1) // 2
 
 
-def extrapolated(before: ArrayRecord, after: ArrayRecord, coefficient: float) -> ArrayRecord:
+def extrapolated(before: Arrays, after: Arrays, coefficient: float) -> Arrays:
     """Return after + coefficient (after − before), each array in its own dtype.
 
     Arrays of integers are returned as they are in ``after``.
     """
-    moved = {}
+    moved = dict(after)
     for name, array in after.items():
-        new = array.numpy()
-        if np.issubdtype(new.dtype, np.floating):
-            old = before[name].numpy().astype(np.float64)
-            wide = new.astype(np.float64)
-            new = np.asarray(wide + coefficient * (wide - old)).astype(new.dtype)
-        moved[name] = Array(np.asarray(new, order="C"))
-    return ArrayRecord(moved)
-
-
-def _differ(one: ArrayRecord, other: ArrayRecord) -> bool:
-    return any(not np.array_equal(one[name].numpy(), other[name].numpy()) for name in other)
+        if np.issubdtype(array.dtype, np.floating):
+            wide, old = array.astype(np.float64), before[name].astype(np.float64)
+            moved[name] = np.asarray(wide + coefficient * (wide - old)).astype(array.dtype)
+    return moved
 
 
 def _follow(base: Strategy, arrays: ArrayRecord) -> None:

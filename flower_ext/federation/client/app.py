@@ -1,19 +1,25 @@
-"""A ClientApp for one or several methods."""
+"""A ClientApp for one or several methods: it trains, evaluates, and answers questions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flwr.app import Context, Message, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from flower_ext.federation.client.client_method import ClientMethod
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation import records
+from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
-from flower_ext.federation.client.questions import answer_question
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.roster import IDENTITY, identity
+from flower_ext.federation.client.unmoved import data_of
+from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
+from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.sums import masked
+from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.training import Task
+from flower_ext.training import Task, trains_apart
 
 
 class MethodsApp(CohortApp):
@@ -61,15 +67,15 @@ def client_app(
 
         @app.train(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return _own_reply(message, side.train([message], [context], alone=True))
+            return _reply(message, side.train([message], [context], alone=True))
 
         @app.evaluate(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return _own_reply(message, side.score([message], [context]))
+            return _reply(message, side.score([message], [context]))
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return answer_question(side, message, context)
+            return _answer_question(side, message, context)
 
     return app
 
@@ -80,9 +86,84 @@ def _identities(
     return [identity(context.node_config) for context in contexts]
 
 
-def _own_reply(message: Message, made: Sequence[Answer]) -> Message:
-    (own,) = made
-    if isinstance(own, Exception):
-        raise own
-    assert isinstance(own, RecordDict)
-    return Message(own, reply_to=message)
+def _reply(message: Message, answers: Sequence[Answer]) -> Message:
+    (answer,) = answers
+    if isinstance(answer, Exception):
+        raise answer
+    content = answer.content() if isinstance(answer, Update) else answer
+    return Message(content, reply_to=message)
+
+
+def _answer_question(side: ClientSide, message: Message, context: Context) -> Message:
+    """Return the reply to a question, which the records of the message tell apart."""
+    check_addressee(message, context)
+    if records.SECURE_SUM in message.content:
+        return masked.answer(message, context, side.method.name)
+    answers = (answer for record, answer in _ANSWERS.items() if record in message.content)
+    answer = next(answers, _state)
+    return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)
+
+
+def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Answer a question of the method."""
+    if side.method.answer is None:
+        raise tellable(InvalidValue(f"{side.method.name} answers no questions: ask it none"))
+    partition, content = partition_of(context.node_config), message.content
+    question = Question(
+        data=data_of(side.task_of(context), partition, hidden=True),
+        partition=partition,
+        asked=dict(content.config_records[records.QUESTION]),
+        arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
+        vault=ClientVault(context, side.method.name),
+        may_simulate=side.policy(context).may_simulate,
+    )
+    return records.to_record(side.method.answer(question))
+
+
+def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Answer with the training round of this client's newest memory, or 0 without any.
+
+    The client loads the memory to make sure that it is readable. With ``report-size``, the answer
+    includes the number of training examples, as a reply to a training does.
+    """
+    round_facts = message.content.config_records[records.ROUND]
+    before = int(round_facts["number"]) + 1  # type: ignore[arg-type]
+    memory = ClientMemory(context, side.method.name, str(round_facts["run"]))
+    numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
+    if round_facts.get("report-size"):
+        data = side.task_of(context).data(partition_of(context.node_config))
+        numbers["num-examples"] = len(data.train)
+    return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
+
+
+def _one_by_one(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Answer 1 if the described trainings would run one by one on this machine, else 0.
+
+    The answer depends on the shape of the data only.
+    """
+    task = side.task_of(context)
+    data = data_of(task, partition_of(context.node_config), hidden=True).train
+    trainings = records.read_trainings(message.content).values()
+    apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
+    return records.to_record({records.ONE_BY_ONE: np.array(apart, dtype=np.int64)})
+
+
+def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Confirm that this node's model has the frozen part that the server names."""
+    expected = message.content.config_records[records.FROZEN]["fingerprint"]
+    if (fingerprint := side.task_of(context).fingerprint) != expected:
+        raise tellable(
+            InvalidValue(
+                f"the frozen part of this node's model has the fingerprint {fingerprint!r}: "
+                f"expected {expected!r}; install the same base model on all nodes"
+            )
+        )
+    return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
+
+
+# By the record that asks; a message with none of them asks for the state.
+_ANSWERS = {
+    records.QUESTION: _of_method,
+    records.ONE_BY_ONE: _one_by_one,
+    records.FROZEN: _frozen,
+}

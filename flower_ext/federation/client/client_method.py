@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question of the server before the first round, and the data to answer it with.
+    """A question of the server beside the rounds, and the data to answer it with.
 
     ``asked`` has the plain values of the question, ``arrays`` the server's array records by name.
     ``may_simulate`` is True if this client accepts what protects nobody (see `NodePolicy`).
@@ -178,6 +179,19 @@ class Question:
     arrays: Mapping[str, records.Arrays]
     vault: ClientVault
     may_simulate: bool
+
+
+class Memory(Enum):
+    """Memory that a client keeps between rounds, and what depends on it."""
+
+    NONE = "none"
+    BESIDE_UPDATES = "beside updates"
+    """Updates do not depend on it, as on the personal model of Ditto."""
+    IN_UPDATES = "in updates"
+    """Updates depend on it, as on the personal head of DP²-FedSAM."""
+    MIRRORED = "mirrored"
+    """Updates depend on it, and the server holds its counterpart, as SCAFFOLD's c and FedDyn's h. A
+    client then forgets the memory of a reply that the server did not use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,16 +210,10 @@ class ClientMethod:
     local_model : Callable[[ClientWork], Params | Steps[Params]]
         Returns the model that this client would use, which it evaluates on its test examples and
         then discards.
-    memoryless : bool
-        True if updates depend on no client memory, as record-level guarantees require.
+    memory : Memory
+        The memory that the client keeps between rounds.
     answer : Callable[[Question], Mapping[str, array]], optional
-        Answers, without noise, a question that the server asks before the first round
-        (``query.<name>``).
-    keeps_memory : bool
-        True if updates write and read the client's memory. A run cannot resume without that memory.
-    mirrored : bool
-        True if the server holds a counterpart of the clients' memories, such as SCAFFOLD's c and
-        FedDyn's h. A client then forgets the memory of a reply that the server did not use.
+        Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
         The only phase of training between the received model and the update, if its other terms
         depend on no record. Noise in this phase then protects the update. None if there is no such
@@ -215,11 +223,19 @@ class ClientMethod:
     name: str
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
     local_model: Callable[[ClientWork], Params | Steps[Params]]
-    memoryless: bool = False
+    memory: Memory = Memory.IN_UPDATES
     answer: Callable[[Question], Mapping[str, Any]] | None = None
-    keeps_memory: bool = True
-    mirrored: bool = False
     upload_phase: str | None = None
+
+    @property
+    def keeps_memory(self) -> bool:
+        """True if clients store memory, without which a run cannot resume."""
+        return self.memory is not Memory.NONE
+
+    @property
+    def memoryless(self) -> bool:
+        """True if updates depend on no client memory, as record-level guarantees require."""
+        return self.memory in (Memory.NONE, Memory.BESIDE_UPDATES)
 
 
 def shared_model(work: ClientWork) -> Params:

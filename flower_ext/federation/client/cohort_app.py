@@ -20,11 +20,11 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.failures import CLIENT_APP_RAISED, STAYS_THERE, failed
 from flower_ext.federation.packing import TOGETHER, packed, unpacked
 from flower_ext.federation.roster import partition_of
-from flower_ext.federation.uploads import Upload, UploadReply
+from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.training import MEMORY_LIMIT
 from flower_ext.training.isolation import isolated
 
-Answer = RecordDict | Upload | Exception
+Answer = RecordDict | Update | Exception
 """One client's answer in a list of several clients' answers."""
 
 
@@ -74,7 +74,7 @@ class CohortApp(ClientApp):
             if isinstance(content, Exception):
                 context.state = RecordDict() if state is None else state
                 replies.append(failed(self, message, context, content))
-            elif isinstance(content, Upload):
+            elif isinstance(content, Update):
                 replies.append(UploadReply(message, content))
             else:
                 replies.append(private.reply_to(message, content))

@@ -19,14 +19,14 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
-from flower_ext.privacy import NoiseSource, ObjectivePerturbation, SecureNoise, SeededNoise
+from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import (
     ClipSteps,
     ClipUnits,
     ClipUnitsToCells,
-    PerturbObjective,
+    ObjectivePerturbation,
     Protection,
 )
 from flower_ext.privacy.mechanisms.quantization import CellSum
@@ -63,7 +63,7 @@ class NodePolicy:
         """True if this client accepts what protects nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
-    def check(self, protection: Protection | None) -> None:
+    def check(self, protection: Protection) -> None:
         """Refuse training with less noise than the node's owner requires.
 
         Raises
@@ -72,8 +72,7 @@ class NodePolicy:
             The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        multiplier = 0.0 if protection is None else protection.noise_multiplier
-        if not multiplier >= least:
+        if not (multiplier := protection.noise_multiplier) >= least:
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"
@@ -128,20 +127,14 @@ Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 """A client's update as it leaves the client."""
 
 
-def protects(protection: Protection | None) -> bool:
-    """Return True if the client or the server protects the upload as a whole.
+class Unprotected(Protection):
+    """No protection: the update leaves the client as it is, and so do errors."""
 
-    The bound then covers this client only, so no other client may be able to change the upload.
-    """
-    return protection is not None and protection.bounds_uploads
-
-
-def bounds_models(protection: Protection | None) -> bool:
-    """Return True if a client's whole model, rather than its update, is clipped and noised."""
-    return protection is not None and protection.bounds_models
+    bounds_uploads = False
+    hides_failures = False
 
 
-def check_size(num_examples: int, protection: Protection | None) -> None:
+def check_size(num_examples: int, protection: Protection) -> None:
     """Refuse to train on another number of examples than the guarantee assumes.
 
     Raises
@@ -149,7 +142,7 @@ def check_size(num_examples: int, protection: Protection | None) -> None:
     PreconditionFailed
         The server's plan assumes another number.
     """
-    agreed = None if protection is None else protection.num_examples
+    agreed = protection.num_examples
     if agreed is not None and num_examples != agreed:
         raise tellable(
             PreconditionFailed(
@@ -160,7 +153,7 @@ def check_size(num_examples: int, protection: Protection | None) -> None:
         )
 
 
-def step_noise(protection: Protection | None, noise: NoiseSource) -> StepNoise | None:
+def step_noise(protection: Protection, noise: NoiseSource) -> StepNoise | None:
     """Return the clipping and noise of each local step, if the server asks for them."""
     if not isinstance(protection, ClipSteps):
         return None
@@ -172,7 +165,7 @@ def step_noise(protection: Protection | None, noise: NoiseSource) -> StepNoise |
 
 
 def objective_terms(
-    params: Params, num_examples: int, protection: Protection | None, noise: NoiseSource
+    params: Params, num_examples: int, protection: Protection, noise: NoiseSource
 ) -> tuple[Linear, ...]:
     """Return ⟨n, w⟩ with fresh noise n if the server asks for objective perturbation.
 
@@ -181,7 +174,7 @@ def objective_terms(
     PreconditionFailed
         This client has too few examples for the noise to protect one of them.
     """
-    if not isinstance(protection, PerturbObjective):
+    if not isinstance(protection, ObjectivePerturbation):
         return ()
     if num_examples < protection.least_examples:
         raise tellable(
@@ -192,14 +185,14 @@ def objective_terms(
             )
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
-    direction = ObjectivePerturbation(rate=protection.rate).direction(arrays, noise)
+    direction = protection.direction(arrays, noise)
     return (Linear(direction={n: torch.from_numpy(d).to(params[n]) for n, d in direction.items()}),)
 
 
 def protected(
     update: Contribution,
     received: Params,
-    protection: Protection | None,
+    protection: Protection,
     noise: NoiseSource,
 ) -> Protected:
     """Return the update as it leaves the client.
@@ -215,10 +208,9 @@ def protected(
         and the plan asks for something else.
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
+    # A sum over units says how far one unit moves it; clipping the whole would not.
     if isinstance(update, BoundedSum | CellSum | HiddenSum) or bounds_units:
         return _noised_sum(update, received, protection, noise)
-    if protection is None:
-        return update
     released = protection.released(update, noise)
     if not protection.bounds_models:
         return released
@@ -228,7 +220,7 @@ def protected(
 def _noised_sum(
     update: Contribution,
     received: Params,
-    protection: Protection | None,
+    protection: Protection,
     noise: NoiseSource,
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
+from flower_ext.federation.client.protecting import Unprotected
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import Protection
@@ -24,7 +25,7 @@ class Request:
     """A request of the server: facts of the round, the model, other arrays, phases of training."""
 
     kind: str
-    protection: Protection | None
+    protection: Protection
     facts: Mapping[str, Any]
     model: Params
     state: Mapping[str, Params]
@@ -80,7 +81,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
         if not set(received[records.MODEL]) <= set(task.shapes):
             extra, tied = (
                 sorted(set(received[records.MODEL]) - set(task.shapes)),
-                task.factory.tied,
+                task.factory.facts.tied,
             )
             known = [f"{name!r} is tied to {tied[name]!r}" for name in extra if name in tied]
             raise InvalidValue(
@@ -89,7 +90,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
                 + (f"; {', '.join(known)}, and travels by that name" if known else "")
             )
         round_facts = dict(configs[records.ROUND])
-        protection = check_facts(round_facts)
+        protection = check_facts(round_facts) or Unprotected()
         return Request(
             kind=message.metadata.message_type.partition(".")[0],
             protection=protection,

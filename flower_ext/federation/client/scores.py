@@ -11,7 +11,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.failures import each
-from flower_ext.training import MEMORY_LIMIT, Params, Task, evaluate_each
+from flower_ext.training import Params, evaluate_each
 
 log = getLogger("flwr")
 
@@ -21,65 +21,43 @@ def scores_of(
     models: Sequence[Params | Exception],
     *,
     also_training: bool,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[RecordDict | Exception]:
+) -> list[dict[str, float] | Exception]:
     """Return each model's scores on its client's test examples, or the client's error.
 
-    With ``also_training``, the scores include the loss on the client's training examples.
+    A client without test examples has no scores. With ``also_training``, the scores include the
+    loss on the client's training examples.
     """
-    every = plain_scores(works, models, also_training=also_training, memory_limit=memory_limit)
-    return each(_record, works, every)
-
-
-def plain_scores(
-    works: Sequence[ClientWork | Exception],
-    models: Sequence[Params | Exception],
-    *,
-    also_training: bool,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[dict[str, float] | Exception]:
-    """Return the scores as plain numbers by name; none for a client without test examples."""
     tests = each(lambda work: work.data.test, works)
-    every = _scores(works, models, tests, memory_limit=memory_limit)
-    if also_training:
-        training = each(lambda work: work.data.train, works)
-        trained = _scores(works, models, training, memory_limit=memory_limit)
-        every = each(_with_training_loss, every, trained)
-    return every
+    scores = _scores(works, models, tests)
+    if not also_training:
+        return scores
+    trained = _scores(works, models, each(lambda work: work.data.train, works))
+    return each(lambda of, on: {**of, "training_loss": on["loss"]} if on else of, scores, trained)
 
 
 def _scores(
     works: Sequence[ClientWork | Exception],
     models: Sequence[Params | Exception],
     examples: Sequence[Examples | Exception],
-    *,
-    memory_limit: int,
 ) -> list[dict[str, float] | Exception]:
-    """Return the scores from `evaluate_each`; none for a model without examples."""
-    scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
-    some: list[tuple[int, Params, Examples]] = []
-    task: Task | None = None
-    for index, (work, model, chosen_examples) in enumerate(
-        zip(works, models, examples, strict=True)
-    ):
-        if isinstance(work, Exception) or isinstance(model, Exception):
-            continue
-        if not isinstance(chosen_examples, Exception) and len(chosen_examples):
-            task = work.task
-            some.append((index, model, chosen_examples))
-    if task is not None:
-        places, chosen, tests = zip(*some, strict=True)
-        evaluated = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
-        for index, one in zip(places, evaluated, strict=True):
-            scores[index] = one
+    rows = each(lambda *row: row, works, models, examples)
+    scores: list[dict[str, float] | Exception] = [
+        row if isinstance(row, Exception) else {} for row in rows
+    ]
+    scored = {
+        n: row for n, row in enumerate(rows) if not isinstance(row, Exception) and len(row[2])
+    }
+    if scored:
+        (work, *_), *_ = scored.values()  # all clients of a process share the task
+        _, chosen, data = zip(*scored.values(), strict=True)
+        evaluated = evaluate_each(work.task, chosen, data)
+        for index, result in zip(scored, evaluated, strict=True):
+            scores[index] = result
     return scores
 
 
-def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> dict[str, float]:
-    return {**scores, "training_loss": trained["loss"]} if trained else scores
-
-
-def _record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
+def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
+    """Return the reply with a client's finite scores and its number of test examples."""
     # A score may be undefined for these examples; the server would refuse the others with it.
     finite = {n: v for n, v in scores.items() if abs(v) <= records.LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):

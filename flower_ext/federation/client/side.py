@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -23,27 +23,30 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import arrays_of
-from flower_ext.federation.client.client_method import ClientMethod, ClientWork, LocalResult
+from flower_ext.federation.client.client_method import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Memory,
+)
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     Contribution,
     HiddenSum,
     NodePolicy,
     Protected,
-    bounds_models,
+    Unprotected,
     check_size,
     objective_terms,
     protected,
-    protects,
     step_noise,
 )
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.scores import scores_of
+from flower_ext.federation.client.scores import scores_of, scores_record
 from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,
     data_of,
-    hides_failures,
     log_unmoved,
     unmoved_by_errors,
 )
@@ -52,7 +55,7 @@ from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
-from flower_ext.federation.uploads import Upload, content_of
+from flower_ext.federation.uploads import Update, content_of
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import CellSum
@@ -60,8 +63,302 @@ from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import MEMORY_LIMIT, Params, Task, difference
+from flower_ext.training.isolation import attempted
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
+
+
+class Turn(NamedTuple):
+    """One client's turn in a round: its node, the server's request, and the method's input."""
+
+    context: Context
+    request: Request
+    work: ClientWork
+
+
+@dataclass(frozen=True)
+class ClientSide:
+    """One method's answers, for any number of clients at a time: one client per message."""
+
+    method: ClientMethod
+    task: Task | Callable[[Context], Task]
+    allow_seeded_noise: bool
+    queries: Mapping[str, type[VectorQuery]] = field(default_factory=dict)
+
+    def train(
+        self,
+        messages: Sequence[Message],
+        contexts: Sequence[Context],
+        *,
+        memory_limit: int = MEMORY_LIMIT,
+        alone: bool = False,
+    ) -> list[RecordDict | Update | Exception]:
+        """Train, protect, store memory and reply, in this order, so an error changes no memory.
+
+        An error replaces the reply of its client only. ``alone`` means that the node trains no
+        other client at the same time.
+        """
+        turns = self._turns(messages, contexts, alone=alone)
+
+        def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
+            protection = turn.request.protection
+            # Under noise, a missing upload tells more about a record than an unmoved model does.
+            if protection.hides_failures or protection.bounds_models:
+                return unmoved_by_errors(self.method.local_update, turn.work, protection)
+            return self.method.local_update(turn.work)
+
+        def finish(index: int, result: LocalResult) -> RecordDict | Update:
+            turn = turns[index]
+            assert isinstance(turn, Turn)
+            return self._finished(turn, result)
+
+        return side_by_side(in_turn(begin, turns), finish, memory_limit=memory_limit)
+
+    def _turns(
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
+    ) -> list[Turn | Exception]:
+        """Return each client's request and work, or its error; all share one task."""
+        task = self.task_of(next(filter(_has_device, contexts), contexts[0]))
+        read = reader(task)
+
+        def turn_of(message: Message, context: Context) -> Turn:
+            _device_of(context)
+            check_addressee(message, context)
+            request = read(message)
+            # Beside others, libraries may round differently: a batch must not show in the bits.
+            steady = not alone and request.protection.bounds_uploads
+            return Turn(context, request, self._work(request, context, task, steady=steady))
+
+        return each(turn_of, messages, contexts)
+
+    def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
+        policy, phase = self.policy(context), self.method.upload_phase
+        with knowing_no_data():
+            if request.kind == "train":
+                policy.check(request.protection)
+            partition = partition_of(context.node_config)
+            own_noise = policy.noise(request.facts, OF_UPLOADS)
+            in_steps = step_noise(request.protection, own_noise)
+            if in_steps is not None and phase is None:
+                raise InvalidValue(
+                    f"{self.method.name} has no upload_phase: noise in local steps needs one phase "
+                    "of training that makes the whole update"
+                )
+        seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
+        data = _data(task, request, partition)
+        return ClientWork(
+            task=task,
+            data=data,
+            received=request.model,
+            memory=self._remembered(request, context) if self.method.keeps_memory else None,
+            vault=ClientVault(context, self.method.name),
+            training=request.training,
+            round=request.round,
+            seed=request.seed,
+            generator=torch.Generator().manual_seed(seed),
+            settings=request.settings,
+            state=request.state,
+            terms=objective_terms(request.model, len(data.train), request.protection, own_noise),
+            noise=policy.noise(request.facts, "training-noise"),
+            step_noise={} if in_steps is None or phase is None else {phase: in_steps},
+            config=request.config,
+            steady=steady,
+        )
+
+    def _remembered(self, request: Request, context: Context) -> Params | None:
+        """Load the memory from before this training round; an evaluation includes this round's."""
+        memory = ClientMemory(context, self.method.name, request.run)
+        mirrored = self.method.memory is Memory.MIRRORED
+        if mirrored and request.kind == "train" and "remembered" in request.facts:
+            _go_back(memory, request.facts["remembered"])
+        return memory.load(before=request.round + (request.kind == "evaluate"))
+
+    def _finished(self, turn: Turn, result: LocalResult) -> RecordDict | Update:
+        """Protect the client's update and store its memory, then return its reply."""
+        request, protection = turn.request, turn.request.protection
+        contribution, update = self._protected(turn, result)
+        metrics = _metrics(turn, result, contribution)
+        reply: RecordDict | Update
+        if isinstance(protection, ClipToCells):
+            of_sum = arrays_of(request.state[records.SECURE_SUM])
+            cells = arrays_of(update)
+            sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
+            reply = content_of(sealed, metrics)
+            update = {name: value * protection.cell for name, value in cells.items()}
+        else:
+            reply = Update(arrays_of(update), metrics)
+        self._remember(turn, result, update)
+        return reply
+
+    def _protected(self, turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
+        """Return the client's update before and after its protection."""
+        request, received = turn.request, turn.work.received
+        protection = request.protection
+
+        def protect(result: LocalResult) -> tuple[Contribution, Protected]:
+            contribution = result.bounded(received, whole=protection.bounds_models)
+            noise = self.policy(turn.context).noise(request.facts, OF_UPLOADS)
+            return contribution, protected(contribution, received, protection, noise)
+
+        try:
+            return protect(result)
+        except Exception as error:  # a difference of two finite models may overflow
+            if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
+                raise
+            log_unmoved(error)
+            return protect(LocalResult(model=received))
+
+    def _remember(self, turn: Turn, result: LocalResult, update: Protected) -> None:
+        """Store the client's new memory, which may depend on the ``update`` that it sends."""
+        memory = result.memory
+        try:
+            if callable(memory):
+                released = {name: torch.as_tensor(value) for name, value in update.items()}
+                received = turn.work.received
+                memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
+            check_finite(memory)
+        except Exception as error:  # the upload is on its way: a missing one would reveal the error
+            if not turn.request.protection.hides_failures:
+                raise
+            log_unmoved(error)
+            memory = turn.work.memory
+        if memory is None:
+            return
+        if not self.method.keeps_memory:
+            reason = f"{self.method.name} returns memory, but declares memory=Memory.NONE"
+            raise tellable(InvalidValue(f"{reason}: expected another Memory"))
+        kept = ClientMemory(turn.context, self.method.name, turn.request.run)
+        kept.store(memory, turn.request.round, and_before=self.method.memory is Memory.MIRRORED)
+
+    def score(
+        self,
+        messages: Sequence[Message],
+        contexts: Sequence[Context],
+        *,
+        memory_limit: int = MEMORY_LIMIT,
+    ) -> list[RecordDict | Exception]:
+        """Return each client's scores of the model that it would use, or its error.
+
+        If a query is answered by a noised sum, each client is evaluated by itself, so that no bit
+        of its part depends on the other clients.
+        """
+        turns = self._turns(messages, contexts, alone=True)
+        if any(isinstance(turn, Turn) and turn.request.query for turn in turns):
+            return each(self._masked_vector, turns)
+        works = each(lambda turn: turn.work, turns)
+        models = self._used(works, memory_limit)
+        wanted = each(lambda turn: bool(turn.request.facts.get("training-loss")), turns)
+        scores = scores_of(works, models, also_training=True in wanted)
+        return each(scores_record, works, scores)
+
+    def _masked_vector(self, turn: Turn) -> RecordDict:
+        query = query_of(turn.request, self.queries)
+        view = WorkView(turn.work, lambda: self._used([turn.work], MEMORY_LIMIT)[0])
+        policy = self.policy(turn.context)
+        return masked_vector(query, view, turn.request, turn.context, self.method.name, policy)
+
+    def used(self, message: Message, context: Context) -> Params:
+        """Return the model that this client would use, which is the one that `score` evaluates.
+
+        Raises
+        ------
+        Exception
+            The error that `score` would return.
+        """
+        (turn,) = self._turns([message], [context], alone=True)
+        (model,) = self._used(each(lambda turn: turn.work, [turn]), MEMORY_LIMIT)
+        if isinstance(model, Exception):
+            raise model
+        return model
+
+    def _used(
+        self, works: Sequence[ClientWork | Exception], memory_limit: int
+    ) -> list[Params | Exception]:
+        """Return the whole model that each client would use, or its error."""
+
+        def finish(index: int, model: Params) -> Params:
+            work = works[index]
+            assert isinstance(work, ClientWork)
+            check_whole(model, work.task)
+            return model
+
+        runs = in_turn(self.method.local_model, works)
+        return side_by_side(runs, finish, memory_limit=memory_limit)
+
+    def policy(self, context: Context) -> NodePolicy:
+        """Return what the node's owner permits."""
+        return NodePolicy(context, self.allow_seeded_noise)
+
+    def task_of(self, context: Context) -> Task:
+        """Return the task, on the device that the node's owner names."""
+        task = self.task if isinstance(self.task, Task) else _built(self.task, context)
+        device = _device_of(context)  # the node's owner decides
+        return task if device is None else replace(task, device=device)
+
+
+def _data(task: Task, request: Request, partition: int) -> ClientData:
+    """Return a client's data, checked; no data if none can be used and the server may not know."""
+    hidden = _hides_missing_data(request)
+    data = data_of(task, partition, hidden=hidden)
+    if data is NO_DATA or isinstance(request.protection, Unprotected):
+        return data
+    num_examples = len(data.train)
+    check_size(num_examples, request.protection)
+    if request.kind != "train" or num_examples == 0:
+        return data
+    try:  # a trial of the model may be impossible with examples of this kind
+        refuse_state_between_trainings(task, data.train)
+    except Exception as error:
+        if is_tellable(error) or not hidden:
+            raise
+        log_unmoved(error)
+        return NO_DATA
+    return data
+
+
+def _hides_missing_data(request: Request) -> bool:
+    """Return True if the server must not learn that this client could not load its data."""
+    if request.kind == "evaluate":
+        return bool(request.query)  # summed under noise
+    return request.protection.hides_missing_data
+
+
+def _go_back(memory: ClientMemory, used: int) -> None:
+    """Forget memory of training rounds after ``used``, whose replies the server did not use."""
+    memory.forget(after=used)
+    if (newest := memory.newest()) < used:
+        raise tellable(
+            InvalidValue(
+                f"this client lost its memory of training round {used} (newest: "
+                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
+                "name a state-folder in the node config, so that memory outlives the SuperNode"
+            )
+        )
+
+
+def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
+    """Return the numbers that leave the client beside its update."""
+    facts, protection = turn.request.facts, turn.request.protection
+    metrics: dict[str, float] = {}
+    if facts.get("report-size"):
+        # Of a client without its data, the agreed number.
+        agreed = protection.num_examples
+        size = len(turn.work.data.train) if agreed is None else agreed
+        metrics |= {"num-examples": size, **result.metrics}
+    if facts.get("diagnostics"):
+        if isinstance(contribution, HiddenSum):
+            raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
+        moved: Mapping[str, Any]
+        if isinstance(contribution, BoundedSum):
+            moved = contribution.value
+        elif isinstance(contribution, CellSum):
+            moved = contribution.in_numbers()
+        elif protection.bounds_models:
+            moved = difference(contribution, turn.work.received)
+        else:
+            moved = contribution
+        metrics["update-norm"] = l2_norm(moved)
+    return metrics
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -93,305 +390,5 @@ def _device_of(context: Context) -> str | None:
     return name
 
 
-@dataclass(frozen=True)
-class ClientSide:
-    """One method's answers, for any number of clients at a time: one client per message."""
-
-    method: ClientMethod
-    task: Task | Callable[[Context], Task]
-    allow_seeded_noise: bool
-    queries: Mapping[str, type[VectorQuery]] = field(default_factory=dict)
-
-    def train(
-        self,
-        messages: Sequence[Message],
-        contexts: Sequence[Context],
-        *,
-        memory_limit: int = MEMORY_LIMIT,
-        alone: bool = False,
-    ) -> list[RecordDict | Upload | Exception]:
-        """Train, protect, store memory and reply, in this order, so an error changes no memory.
-
-        An error replaces the reply of its client only. ``alone`` means that the node trains no
-        other client at the same time; the answer is then a RecordDict.
-        """
-        requests, works = self._unpack(messages, contexts, alone=alone)
-
-        def finish(index: int, result: LocalResult) -> RecordDict | Upload:
-            request, work = requests[index], works[index]
-            assert isinstance(request, Request)
-            assert isinstance(work, ClientWork)
-            return self._finished(contexts[index], request, work, result, alone=alone)
-
-        def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
-            protection = request.protection
-            if protection is not None and (protection.hides_failures or protection.bounds_models):
-                return unmoved_by_errors(self.method.local_update, work, protection)
-            return self.method.local_update(work)
-
-        runs = in_turn(begin, requests, works)
-        return side_by_side(runs, finish, memory_limit=memory_limit)
-
-    def score(
-        self,
-        messages: Sequence[Message],
-        contexts: Sequence[Context],
-        *,
-        memory_limit: int = MEMORY_LIMIT,
-    ) -> list[RecordDict | Exception]:
-        """Return each client's scores of the model that it would use, or its error.
-
-        If a query is answered by a noised sum, each client is evaluated by itself, so that no bit
-        of its part depends on the other clients.
-        """
-        requests, works = self._unpack(messages, contexts, alone=True)
-        if any(isinstance(request, Request) and request.query for request in requests):
-            return each(self._masked_vector, requests, works, contexts)
-        models = self._used(works, memory_limit)
-        wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
-        return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
-
-    def _masked_vector(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
-        query = query_of(request, self.queries)
-        view = WorkView(work, lambda: self._used([work], MEMORY_LIMIT)[0])
-        policy = self.policy(context)
-        return masked_vector(query, view, request, context, self.method.name, policy)
-
-    def used(self, message: Message, context: Context) -> Params:
-        """Return the model that this client would use, which is the one that `score` evaluates.
-
-        Raises
-        ------
-        Exception
-            The error that `score` would return.
-        """
-        _, works = self._unpack([message], [context], alone=True)
-        (model,) = self._used(works, MEMORY_LIMIT)
-        if isinstance(model, Exception):
-            raise model
-        return model
-
-    def _used(
-        self, works: Sequence[ClientWork | Exception], memory_limit: int
-    ) -> list[Params | Exception]:
-        """Return the whole model that each client would use, or its error."""
-
-        def finish(index: int, model: Params) -> Params:
-            work = works[index]
-            assert isinstance(work, ClientWork)
-            check_whole(model, work.task)
-            return model
-
-        runs = in_turn(self.method.local_model, works)
-        return side_by_side(runs, finish, memory_limit=memory_limit)
-
-    def policy(self, context: Context) -> NodePolicy:
-        """Return what the node's owner permits."""
-        return NodePolicy(context, self.allow_seeded_noise)
-
-    def task_of(self, context: Context) -> Task:
-        """Return the task, on the device that the node's owner names."""
-        task = self.task if isinstance(self.task, Task) else _built(self.task, context)
-        device = _device_of(context)  # the node's owner decides
-        return task if device is None else replace(task, device=device)
-
-    def _unpack(
-        self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
-    ) -> tuple[list[Request | Exception], list[ClientWork | Exception]]:
-        devices = each(_device_of, contexts)
-        # All clients of a process share one task, so build it for the first with a valid device.
-        sound = (n for n, device in enumerate(devices) if not isinstance(device, Exception))
-        if (first := next(sound, None)) is None:
-            errors = [device for device in devices if isinstance(device, Exception)]
-            return [*errors], [*errors]
-        task = self.task_of(contexts[first])
-        read = reader(task)
-
-        def request_of(message: Message, context: Context, device: str | None) -> Request:
-            check_addressee(message, context)
-            return read(message)
-
-        def work_of(request: Request, context: Context) -> ClientWork:
-            steady = not alone and protects(request.protection)
-            return self._work(request, context, task, steady=steady)
-
-        requests = each(request_of, messages, contexts, devices)
-        return requests, each(work_of, requests, contexts)
-
-    def _finished(
-        self,
-        context: Context,
-        request: Request,
-        work: ClientWork,
-        result: LocalResult,
-        *,
-        alone: bool,
-    ) -> RecordDict | Upload:
-        """Protect the client's update and store its memory, then return its reply."""
-        contribution, update = self._protected(context, request, work, result)
-        reply: RecordDict | Upload
-        metrics = _metrics(request, work, result, contribution)
-        if isinstance(request.protection, ClipToCells):
-            of_sum = arrays_of(request.state[records.SECURE_SUM])
-            sealed = masked.seal(arrays_of(update), of_sum, context, self.method.name)
-            reply, cell = content_of(sealed, metrics), request.protection.cell
-            update = {name: value * cell for name, value in arrays_of(update).items()}
-        elif alone:
-            reply = content_of(records.to_record(update), metrics)
-        else:
-            reply = Upload(arrays_of(update), metrics)
-        self._remember(context, request, work, result, update)
-        return reply
-
-    def _protected(
-        self, context: Context, request: Request, work: ClientWork, result: LocalResult
-    ) -> tuple[Contribution, Protected]:
-        """Return the client's update before and after its protection."""
-        protection = request.protection
-
-        def protect(result: LocalResult) -> tuple[Contribution, Protected]:
-            contribution = result.bounded(work.received, whole=bounds_models(protection))
-            noise = self.policy(context).noise(request.facts, OF_UPLOADS)
-            return contribution, protected(contribution, work.received, protection, noise)
-
-        try:
-            return protect(result)
-        except Exception as error:  # a difference of two finite models may overflow
-            if is_tellable(error) or protection is None:
-                raise
-            if not (protection.hides_failures and protection.takes_models):
-                raise
-            log_unmoved(error)
-            return protect(LocalResult(model=work.received))
-
-    def _remember(
-        self,
-        context: Context,
-        request: Request,
-        work: ClientWork,
-        result: LocalResult,
-        update: Protected,
-    ) -> None:
-        """Store the client's new memory, which may depend on the ``update`` that it sends."""
-        memory = result.memory
-        try:
-            if callable(memory):
-                released = {name: torch.as_tensor(value) for name, value in update.items()}
-                memory = memory({n: v.to(work.received[n].dtype) for n, v in released.items()})
-            check_finite(memory)
-        except Exception as error:  # the upload is on its way: a missing one would reveal the error
-            if not hides_failures(request.protection):
-                raise
-            log_unmoved(error)
-            memory = work.memory
-        if memory is None:
-            return
-        if not self.method.keeps_memory:
-            raise tellable(
-                InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
-            )
-        kept = ClientMemory(context, self.method.name, request.run)
-        kept.store(memory, request.round, and_before=self.method.mirrored)
-
-    def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
-        policy, phase = self.policy(context), self.method.upload_phase
-        with knowing_no_data():
-            if request.kind == "train":
-                policy.check(request.protection)
-            partition = partition_of(context.node_config)
-            own_noise = policy.noise(request.facts, OF_UPLOADS)
-            in_steps = step_noise(request.protection, own_noise)
-            if in_steps is not None and phase is None:
-                raise InvalidValue(
-                    f"{self.method.name} has no upload_phase: noise in local steps needs one phase "
-                    "of training that makes the whole update"
-                )
-        seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
-        data = data_of(task, partition, hidden=_hides_missing_data(request))
-        if data is not NO_DATA:
-            check_size(len(data.train), request.protection)
-        if request.kind == "train" and request.protection is not None and len(data.train):
-            data = _kept_apart(task, data, hidden=_hides_missing_data(request))
-        return ClientWork(
-            task=task,
-            data=data,
-            received=request.model,
-            memory=self._remembered(request, context) if self.method.keeps_memory else None,
-            vault=ClientVault(context, self.method.name),
-            training=request.training,
-            round=request.round,
-            seed=request.seed,
-            generator=torch.Generator().manual_seed(seed),
-            settings=request.settings,
-            state=request.state,
-            terms=objective_terms(request.model, len(data.train), request.protection, own_noise),
-            noise=policy.noise(request.facts, "training-noise"),
-            step_noise={} if in_steps is None or phase is None else {phase: in_steps},
-            config=request.config,
-            steady=steady,
-        )
-
-    def _remembered(self, request: Request, context: Context) -> Params | None:
-        """Load the memory from before this training round; an evaluation includes this round's."""
-        memory = ClientMemory(context, self.method.name, request.run)
-        if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
-            _go_back(memory, request.facts["remembered"])
-        return memory.load(before=request.round + (request.kind == "evaluate"))
-
-
-def _kept_apart(task: Task, data: ClientData, *, hidden: bool) -> ClientData:
-    """Return the data; no data where a trial of the model cannot be made of them."""
-    try:
-        refuse_state_between_trainings(task, data.train)
-    except Exception as error:
-        if is_tellable(error) or not hidden:
-            raise
-        log_unmoved(error)
-        return NO_DATA
-    return data
-
-
-def _hides_missing_data(request: Request) -> bool:
-    """Return True if the server must not learn that this client could not load its data."""
-    if request.kind == "evaluate":
-        return bool(request.query)  # summed under noise
-    return request.protection is not None and request.protection.hides_missing_data
-
-
-def _metrics(
-    request: Request, work: ClientWork, result: LocalResult, contribution: Contribution
-) -> dict[str, float]:
-    """Return the numbers that leave the client beside its update."""
-    metrics: dict[str, float] = {}
-    if request.facts.get("report-size"):
-        # Of a client without its data, the agreed number.
-        agreed = None if request.protection is None else request.protection.num_examples
-        size = len(work.data.train) if agreed is None else agreed
-        metrics |= {"num-examples": size, **result.metrics}
-    if request.facts.get("diagnostics"):
-        if isinstance(contribution, HiddenSum):
-            raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
-        moved: Mapping[str, Any]
-        if isinstance(contribution, BoundedSum):
-            moved = contribution.value
-        elif isinstance(contribution, CellSum):
-            moved = contribution.in_numbers()
-        elif bounds_models(request.protection):
-            moved = difference(contribution, work.received)
-        else:
-            moved = contribution
-        metrics["update-norm"] = l2_norm(moved)
-    return metrics
-
-
-def _go_back(memory: ClientMemory, used: int) -> None:
-    """Forget memory of training rounds after ``used``, whose replies the server did not use."""
-    memory.forget(after=used)
-    if (newest := memory.newest()) < used:
-        raise tellable(
-            InvalidValue(
-                f"this client lost its memory of training round {used} (newest: "
-                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
-                "name a state-folder in the node config, so that memory outlives the SuperNode"
-            )
-        )
+def _has_device(context: Context) -> bool:
+    return not isinstance(attempted(_device_of, context), Exception)

@@ -35,11 +35,6 @@ _shown: set[tuple[str, int]] = set()
 """Lines of code whose tracebacks the log of this process has already."""
 
 
-def hides_failures(protection: Protection | None) -> bool:
-    """Return True if the received model may take the place of a failed training."""
-    return protection is not None and protection.hides_failures
-
-
 def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
     """Return a client's data; if they are ``hidden`` and cannot be loaded, no examples.
 
@@ -117,6 +112,7 @@ def _unmoved_trainings(
 ) -> Steps[LocalResult]:
     """Run ``local_update``; a failed training without noise leaves its model unchanged."""
     trained: Any = None
+    checked: Any = None
     with isolated():
         run = local_update(work)
     while isinstance(run, Generator):
@@ -130,6 +126,7 @@ def _unmoved_trainings(
             trained = yield wanted
             if wanted.without_noise:
                 check_finite(trained)
+                checked = trained
         except Exception as error:  # a record may have caused any error
             if not wanted.without_noise:
                 raise
@@ -137,7 +134,7 @@ def _unmoved_trainings(
             trained = dict(wanted.job.params)
     result: LocalResult = run
     for part in (result.model, result.update, result.memory):
-        if isinstance(part, Mapping):
+        if isinstance(part, Mapping) and part is not checked:
             check_finite(part)
     return result
 

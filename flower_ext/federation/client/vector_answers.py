@@ -17,11 +17,11 @@ from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.protecting import NodePolicy
 from flower_ext.federation.client.requests import Request
-from flower_ext.federation.client.scores import plain_scores
+from flower_ext.federation.client.scores import scores_of
 from flower_ext.federation.sums import masked
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.training import MEMORY_LIMIT, Params
+from flower_ext.training import Params
 from flower_ext.training.isolation import isolated
 
 log = getLogger("flwr")
@@ -46,9 +46,7 @@ class WorkView:
         """Return the model's scores; none for a client without test examples."""
         if not len(self.data.test):
             return {}
-        (scores,) = plain_scores(
-            [self.work], [self.model()], also_training=training, memory_limit=MEMORY_LIMIT
-        )
+        (scores,) = scores_of([self.work], [self.model()], also_training=training)
         if isinstance(scores, Exception):
             raise scores
         return scores

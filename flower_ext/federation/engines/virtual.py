@@ -126,6 +126,7 @@ class VirtualGrid(Grid):
         parcels = []
         for message in messages:
             client, node = message.metadata.dst_node_id, self._place(message)[0]
+            # A client's second message waits for the next turn, until its state is stored.
             parcels.append((turns[client] + sent[node] // most, node))
             turns[client] += 1
             sent[node] += 1

@@ -26,7 +26,7 @@ from flwr.app import Context, Error, Message, RecordDict
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.uploads import Upload, UploadReply
+from flower_ext.federation.uploads import Update, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):
@@ -130,6 +130,7 @@ class Workers:
         shares: list[list[Message]] = [[] for _ in range(self.count)]
         for node in self._homes.keys() & by_node:
             shares[self._homes[node]] += by_node.pop(node)
+        # Clients with a state have no choice of process; the others even out the shares.
         part = math.ceil(len(messages) / self.count)
         for node in list(by_node):
             if len(usual := shares[self._usual[node]]) < part:
@@ -246,17 +247,17 @@ def _has_gradients() -> bool:
     return True
 
 
-def _answer_in(reply: Message) -> Error | RecordDict | Upload:
+def _answer_in(reply: Message) -> Error | RecordDict | Update:
     if reply.has_error():
         return reply.error
-    upload = reply.upload if isinstance(reply, UploadReply) else None
-    return reply.content if upload is None else upload
+    update = reply.update if isinstance(reply, UploadReply) else None
+    return reply.content if update is None else update
 
 
-def _reply(message: Message, answer: Error | RecordDict | Upload) -> Message:
+def _reply(message: Message, answer: Error | RecordDict | Update) -> Message:
     if isinstance(answer, Error):
         return Message(answer, reply_to=message)
-    if isinstance(answer, Upload):
+    if isinstance(answer, Update):
         return UploadReply(message, answer)
     return private.reply_to(message, answer)
 

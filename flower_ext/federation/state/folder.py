@@ -136,6 +136,7 @@ class StateFolder:
     def _sealed(self, name: str, content: bytes) -> bytes:
         if self.key is None:
             return content
+        # Bound to its name, a file that was moved or swapped does not decrypt.
         nonce = os.urandom(_NONCE_BYTES)
         return _SEALED + nonce + ChaCha20Poly1305(self.key).encrypt(nonce, content, name.encode())
 

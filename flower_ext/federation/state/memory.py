@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ConfigRecord, Context, RecordDict
 from torch import Tensor
 
 from flower_ext.errors import ProtocolError
-from flower_ext.federation.arrays import to_arrays, to_params, to_record
+from flower_ext.federation.arrays import arrays_of, to_params, to_record
 from flower_ext.federation.roster import partition_of
 from flower_ext.federation.state.folder import SECRETS, StateFolder, safe_name
 from flower_ext.federation.state.sealed import Damaged, pack, unpack
 from flower_ext.training import Params
 
-_KEPT = "memory"
-_VERSION, _BEFORE = ".version", ".before"
+_GROUP = "memory"
 _EARLIER = 2
-"""Number of older versions to keep. If a checkpoint is damaged, a repeated round needs them."""
+"""Older versions to keep in a folder. If a checkpoint is damaged, a repeated round needs them."""
 
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age at which a run's secrets are removed when another run begins. A run stores them in each round
@@ -34,8 +34,8 @@ that a client takes part in, and two runs may use a folder at the same time."""
 class ClientMemory:
     """One client's memory of one method in one run.
 
-    A folder holds several versions of the memory, numbered by the training round that wrote them. A
-    repeated round begins like the first attempt: with the newest version before it.
+    There may be several versions of it, numbered by the training round that stored them. A repeated
+    round begins like the first attempt: with the newest version before it.
 
     Parameters
     ----------
@@ -48,98 +48,113 @@ class ClientMemory:
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
-        self._state = context.state
-        self._key = f"flower_ext.{method}"
-        self._folder = StateFolder.of(context) if run else None
-        if self._folder is not None:
-            self._path = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
+        folder = StateFolder.of(context) if run else None
+        self._place: _InState | _InFolder
+        if folder is None:
+            self._place = _InState(context.state, f"flower_ext.{method}.")
+        else:
+            inside = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
+            self._place = _InFolder(folder, inside)
 
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory of a training round below ``before``, or None.
 
-        Without a folder there is only the newest version, and ``before`` has no effect.
+        In a context's state, ``before`` has no effect.
 
         Raises
         ------
         Damaged
             The file was altered or encrypted with another key.
         """
-        if self._folder is None:
-            kept = self._state.get(self._key)
-            return to_params(kept) if isinstance(kept, ArrayRecord) else None
         version = self.newest(before)
-        if version == 0:
-            return None
-        name = self._name(version)
-        content = self._folder.read(name)
-        assert content is not None
-        try:
-            return to_params(to_record(unpack(content).arrays[_KEPT]))
-        except Damaged as error:
-            raise Damaged(f"{self._folder.path / name}: {error}") from None
+        return self._place.read(version) if version else None
 
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
     ) -> None:
-        """Store the memory of training round ``version``; keep only the two versions before it.
+        """Store the memory of training round ``version``.
 
-        The context's state holds only the newest version; with ``and_before``, also the one before.
+        A folder keeps the two versions before it, the context's state none, or with ``and_before``
+        the last of them.
 
         Raises
         ------
         OSError
             The memory could not be written, so nothing of this round may leave the client.
         """
-        copies = {
-            name: value.clone() for name, value in params.items()
-        }  # a view would keep a whole batch alive
-        if self._folder is None:
-            if and_before and 0 < self.newest() < version:
-                self._move(self._key, self._key + _BEFORE)
-            self._state[self._key] = to_record(copies)
-            self._state[self._key + _VERSION] = ConfigRecord({"round": version})
-            return
-        content = pack({"round": version}, {_KEPT: to_arrays(to_record(copies))})
-        self._folder.write(self._name(version), content)
-        before = sorted(other for other in self._versions() if other < version)
-        for other in self._versions():
-            if other not in (*before[-_EARLIER:], version):
-                (self._folder.path / self._name(other)).unlink(missing_ok=True)
+        # A view would keep a whole batch alive.
+        self._place.write(version, {name: value.clone() for name, value in params.items()})
+        kept = _EARLIER if isinstance(self._place, _InFolder) else int(and_before)
+        versions = self._place.versions()
+        earlier = sorted((other for other in versions if other < version), reverse=True)
+        for other in versions:
+            if other not in (version, *earlier[:kept]):
+                self._place.remove(other)
 
     def forget(self, after: int) -> None:
         """Drop the memory of training rounds above ``after``."""
-        if self._folder is not None:
-            for version in self._versions():
-                if version > after:
-                    (self._folder.path / self._name(version)).unlink(missing_ok=True)
-            return
-        while self.newest() > after:
-            self._move(self._key + _BEFORE, self._key)
+        for version in self._place.versions():
+            if version > after:
+                self._place.remove(version)
 
     def newest(self, before: int | None = None) -> int:
         """Return the last training round below ``before`` that stored memory; 0 if none did."""
-        if self._folder is None:
-            kept = self._state.get(self._key + _VERSION)
-            version = kept["round"] if isinstance(kept, ConfigRecord) else 0
-            return version if isinstance(version, int) else 0
-        versions = self._versions()
-        return max((v for v in versions if before is None or v < before), default=0)
+        versions = self._place.versions()
+        # Only a resumed run repeats a round, and no run resumes from a context's state.
+        if before is not None and isinstance(self._place, _InFolder):
+            versions = [version for version in versions if version < before]
+        return max(versions, default=0)
 
-    def _move(self, source: str, target: str) -> None:
-        """Move a version in the context's state from ``source``, if it exists, to ``target``."""
-        for part in ("", _VERSION):
-            if target + part in self._state:
-                del self._state[target + part]
-            if source + part in self._state:
-                self._state[target + part] = self._state.pop(source + part)
+
+@dataclass(frozen=True)
+class _InState:
+    """Versions in a context's state, which lasts as long as a run or a SuperNode's process."""
+
+    state: RecordDict
+    key: str
+
+    def versions(self) -> list[int]:
+        numbers = (n.removeprefix(self.key) for n in self.state if n.startswith(self.key))
+        return [int(number) for number in numbers if number.isdecimal()]
+
+    def read(self, version: int) -> Params:
+        return to_params(self.state.array_records[f"{self.key}{version}"])
+
+    def write(self, version: int, params: Params) -> None:
+        self.state[f"{self.key}{version}"] = to_record(params)
+
+    def remove(self, version: int) -> None:
+        del self.state[f"{self.key}{version}"]
+
+
+@dataclass(frozen=True)
+class _InFolder:
+    """Versions in a folder of the client's owner, each a file with a checksum."""
+
+    folder: StateFolder
+    inside: str
+
+    def versions(self) -> list[int]:
+        kept: Path = self.folder.path / self.inside
+        return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
+
+    def read(self, version: int) -> Params:
+        content = self.folder.read(self._name(version))
+        assert content is not None
+        try:
+            return to_params(to_record(unpack(content).arrays[_GROUP]))
+        except Damaged as error:
+            raise Damaged(f"{self.folder.path / self._name(version)}: {error}") from None
+
+    def write(self, version: int, params: Params) -> None:
+        content = pack({"round": version}, {_GROUP: arrays_of(params)})
+        self.folder.write(self._name(version), content)
+
+    def remove(self, version: int) -> None:
+        (self.folder.path / self._name(version)).unlink(missing_ok=True)
 
     def _name(self, version: int) -> str:
-        return f"{self._path}/{version}.memory"
-
-    def _versions(self) -> list[int]:
-        assert self._folder is not None
-        kept: Path = self._folder.path / self._path
-        return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
+        return f"{self.inside}/{version}.memory"
 
 
 class ClientVault:
@@ -182,6 +197,7 @@ class ClientVault:
         if (folder := StateFolder.of(self._context)) is not None:
             with folder.one_at_a_time(SECRETS) as secrets:
                 before = folder.read(self._name)
+                # Another process may have answered meanwhile, under the same masks.
                 if self._loaded and before != self._on_disk:
                     raise ProtocolError(
                         "this client's state changed while it answered, so it answers nothing: "

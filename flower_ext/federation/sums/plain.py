@@ -5,19 +5,17 @@ The server adds each contribution when it arrives, and drops it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from flwr.app import Message
 
 from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy.mechanisms.plan import (
-    Aggregate,
-    RoundMechanism,
-    times_examples,
-    weighted_mean,
-)
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism, divided
+from flower_ext.privacy.mechanisms.updates import as_float64, in_float64
 
 
 class PlainSum(Summation):
@@ -45,8 +43,13 @@ class _OpenPlainSum(OpenSum):
         )
         if not self._mechanism.weighs_examples:
             return aggregate((update.arrays for _, update in contributions), like=like)
-        uploads = (
-            times_examples(update.arrays, update.metrics["num-examples"])
-            for _, update in contributions
-        )
-        return weighted_mean(lambda wider: aggregate(uploads, like=wider), like=like)
+        sizes: list[float] = []
+
+        def weighted() -> Iterator[Mapping[str, Any]]:
+            for _, update in contributions:
+                sizes.append(size := update.metrics["num-examples"])
+                yield {name: as_float64(array) * size for name, array in update.arrays.items()}
+
+        mean = aggregate(weighted(), like=in_float64(like))
+        # The mean of n weighted uploads becomes their sum over all examples.
+        return replace(mean, value=divided(mean.value, sum(sizes) / mean.answered, like))

@@ -17,10 +17,7 @@ from typing import Literal
 
 from flower_ext.checks import require_count, require_delta
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.approximation import (
-    total_approximation_error,
-    with_approximation_error,
-)
+from flower_ext.privacy.accounting.approximation import with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
 from flower_ext.privacy.accounting.pld import pld_loss
@@ -78,9 +75,7 @@ def privacy_loss_of(
     for release, count in counts.items():
         exact[replace(release, approximation_error=0.0)] += count
     return with_approximation_error(
-        lambda left: _loss(tuple(exact.items()), left, accountant),
-        total_approximation_error(counts),
-        delta,
+        lambda left: _loss(tuple(exact.items()), left, accountant), counts, delta
     )
 
 

@@ -29,7 +29,7 @@ _SPARED = (2.0**-10, 2.0**-5, 0.5)
 
 
 def with_approximation_error(
-    loss: Callable[[float], PrivacyLoss], shift: float, delta: float
+    loss: Callable[[float], PrivacyLoss], releases: Mapping[Release, int], delta: float
 ) -> PrivacyLoss:
     """Return an upper bound (ε, δ) of a run with its approximation error.
 
@@ -37,12 +37,17 @@ def with_approximation_error(
     ----------
     loss : Callable[[float], PrivacyLoss]
         Returns the loss of the run without approximation error, at a given δ.
-    shift : float
-        μ: bound on the norm of every Gaussian step, over all sums together, in standard deviations
-        of their noise.
+    releases : Mapping[Release, int]
+        All sums, with their errors. Together they bound the norm μ of every Gaussian step.
     delta : float
-        δ of the result. ε is infinite if the shift is too large, above about 0.01.
+        δ of the result. ε is infinite if μ is too large, above about 0.01.
     """
+    shift = math.sqrt(
+        sum(
+            count * (release.relation.sensitivity_factor * release.approximation_error) ** 2
+            for release, count in releases.items()
+        )
+    )
     if not shift:
         return loss(delta)
     for share in _SPARED:
@@ -54,13 +59,3 @@ def with_approximation_error(
         if math.expm1(_STEPS * second) * (delta - spared / 2) <= spared / 2:
             return replace(first, epsilon=first.epsilon + _STEPS * second, delta=delta)
     return replace(first, epsilon=math.inf, delta=delta)
-
-
-def total_approximation_error(releases: Mapping[Release, int]) -> float:
-    """Return how far all sums together may be from exact ones, for `with_approximation_error`."""
-    return math.sqrt(
-        sum(
-            count * (release.relation.sensitivity_factor * release.approximation_error) ** 2
-            for release, count in releases.items()
-        )
-    )

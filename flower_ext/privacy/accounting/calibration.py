@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.accountant import Accountant, privacy_loss_of
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
@@ -41,7 +41,6 @@ def calibrate_noise_multiplier(
     sampling: Sampling,
     rounds: int,
     relation: NeighboringRelation | None = None,
-    accountant: Accountant = "pld",
     tolerance: float = 1e-3,
     besides: Mapping[Release, int] | None = None,
 ) -> float:
@@ -65,18 +64,17 @@ def calibrate_noise_multiplier(
     """
     _check_target(epsilon, rounds)
     relation = relation or default_relation(sampling)
-    others = privacy_loss_of(besides or {}, delta=delta, accountant=accountant).epsilon
-    if others > epsilon:
+    others = Counter(besides or {})
+    if (alone := privacy_loss_of(others, delta=delta).epsilon) > epsilon:
         raise TargetOutOfReach(
             f"epsilon={epsilon!r} at delta={delta!r}: the run's other releases, such as its "
-            f"evaluations, alone spend {others:.4g}; give them more noise, or raise epsilon or "
+            f"evaluations, alone spend {alone:.4g}; give them more noise, or raise epsilon or "
             "delta"
         )
 
     def fits(noise_multiplier: float) -> bool:
         release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
-        releases = Counter({release: rounds}) + Counter(besides or {})
-        return privacy_loss_of(releases, delta=delta, accountant=accountant).epsilon <= epsilon
+        return _meets(epsilon, delta, others + Counter({release: rounds}))
 
     # ε falls as the noise grows: double it until it fits, then halve it until it does not.
     safe = 1.0
@@ -100,12 +98,11 @@ def calibrate_rounds(
     sampling: Sampling,
     noise_multiplier: float,
     relation: NeighboringRelation | None = None,
-    accountant: Accountant = "pld",
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    With PLD, a number above 100,000 may be too small by a thousandth, but is never too large. The
-    search ends where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
+    A number above 100,000 may be too small by a thousandth, but is never too large. The search ends
+    where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
     """
     _check_target(epsilon, rounds=1)
     release = Release(
@@ -114,19 +111,16 @@ def calibrate_rounds(
         relation=relation or default_relation(sampling),
     )
 
-    def fits(rounds: int) -> bool:
-        loss = privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
-        return loss.epsilon <= epsilon
-
     safe, unsafe = 0, 1
-    while fits(unsafe):
+    while _meets(epsilon, delta, {release: unsafe}):
         safe, unsafe = unsafe, 2 * unsafe
         if unsafe > MAX_ROUNDS:
             return safe
-    exact = accountant == "rdp" or unsafe <= _EXACT_ROUNDS
+    exact = unsafe <= _EXACT_ROUNDS
     while unsafe - safe > (1 if exact else safe // 1000):
         middle = (safe + unsafe) // 2
-        safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)
+        meets = _meets(epsilon, delta, {release: middle})
+        safe, unsafe = (middle, unsafe) if meets else (safe, middle)
     return safe
 
 
@@ -137,10 +131,8 @@ def calibrate_sampling_rate(
     population: int,
     noise_multiplier: float,
     rounds: int,
-    accountant: Accountant = "pld",
-    tolerance: float = 1e-3,
 ) -> float:
-    """Return the largest Poisson sampling rate, to a relative ``tolerance``, that meets the target.
+    """Return the largest Poisson sampling rate, to a thousandth of it, that meets the target.
 
     Raises
     ------
@@ -150,14 +142,12 @@ def calibrate_sampling_rate(
     _check_target(epsilon, rounds)
 
     def fits(rate: float) -> bool:
-        sampling = PoissonSampling(population, rate)
         release = Release(
-            sampling=sampling,
+            sampling=PoissonSampling(population, rate),
             noise_multiplier=noise_multiplier,
-            relation=default_relation(sampling),
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         )
-        loss = privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
-        return loss.epsilon <= epsilon
+        return _meets(epsilon, delta, {release: rounds})
 
     if fits(1.0):
         return 1.0
@@ -169,7 +159,7 @@ def calibrate_sampling_rate(
                 f"epsilon={epsilon!r} at delta={delta!r} is out of reach with "
                 f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise it"
             )
-    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=1e-3)
 
 
 def _check_target(epsilon: float, rounds: int) -> None:
@@ -177,13 +167,14 @@ def _check_target(epsilon: float, rounds: int) -> None:
     require_at_least_one("rounds", rounds)
 
 
+def _meets(epsilon: float, delta: float, releases: Mapping[Release, int]) -> bool:
+    return privacy_loss_of(releases, delta=delta).epsilon <= epsilon
+
+
 def _bisect(
     fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float
 ) -> float:
     while abs(safe - unsafe) > tolerance * max(safe, unsafe):
         middle = (safe + unsafe) / 2
-        if fits(middle):
-            safe = middle
-        else:
-            unsafe = middle
+        safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)
     return safe

@@ -113,21 +113,11 @@ class Release:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form, which `from_dict` reads."""
-        fields = {
-            "sampling": sampling_to_dict(self.sampling),
-            "noise_multiplier": self.noise_multiplier,
-            "relation": self.relation.value,
-        }
-        if self.approximation_error:
-            fields["approximation_error"] = self.approximation_error
-        return fields
+        return {**vars(self), "sampling": sampling_to_dict(self.sampling)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Release:
         """Return the release that `to_dict` wrote."""
-        return cls(
-            sampling=sampling_from_dict(fields["sampling"]),
-            noise_multiplier=float(fields["noise_multiplier"]),
-            relation=NeighboringRelation(fields["relation"]),
-            approximation_error=float(fields.get("approximation_error", 0.0)),
-        )
+        sampling = sampling_from_dict(fields["sampling"])
+        relation = NeighboringRelation(fields["relation"])
+        return cls(**{**fields, "sampling": sampling, "relation": relation})

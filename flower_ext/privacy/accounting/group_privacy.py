@@ -1,15 +1,14 @@
 """Group privacy of DP-SGD in several silos: from one record to all records of a user.
 
-Every silo trains by DP-SGD on its own records; a user has at most ``group_size`` records in all
-silos together. `group_loss` bounds (ε, δ) of adding or removing all of them. The bound is tight:
-k records sampled with rate γ move a step by Binomial(k, γ) clipping norms, which is a mixture of
-Gaussians (Ganesh 2024), accounted by PLD.
+Every silo trains by the same DP-SGD on its own records; a user has at most ``group_size`` records
+in all silos together. `group_loss` bounds (ε, δ) of adding or removing all of them. The bound is
+tight: k records sampled with rate γ move a step by Binomial(k, γ) clipping norms, which is a
+mixture of Gaussians (Ganesh 2024), accounted by PLD.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,15 +21,12 @@ from flower_ext.checks import (
     require_positive,
     require_rate,
 )
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, pld_epsilon
 
 _NEGLIGIBLE = 1e-30
 """Outcomes of a step with a smaller probability are counted as the largest outcome."""
-_COMPONENTS = 128
-"""Most components of a mixture; with more, neighbouring counts are merged into their largest."""
 _NO_PRIVACY = 1e4
 """ε of a single step above which sampling is ignored, because no grid holds such losses."""
 
@@ -59,29 +55,25 @@ class DpSgd:
         require_count("steps", self.steps)
 
 
-def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> PrivacyLoss:
+@lru_cache(maxsize=256)
+def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of at most ``group_size`` records, whichever silos they lie in.
 
     All silos' releases of one step form one vector with noise in every coordinate. Sampled records
-    move it by at most as many clipping norms as there are; that number is Binomial(k, γ) at the
-    highest rate. The bound takes the least noise, the highest rate and the most steps of any silo.
+    move it by at most as many clipping norms as there are; that number is Binomial(k, γ).
+
+    Parameters
+    ----------
+    silo : DpSgd
+        Training of every silo.
 
     Raises
     ------
     ValueError
-        There is no silo, ``group_size`` is below 1, or ``delta`` is outside (0, 1).
+        ``group_size`` is below 1, or ``delta`` is outside (0, 1).
     """
-    check_group(silos, group_size, delta)
-    worst = DpSgd(
-        noise_multiplier=min(silo.noise_multiplier for silo in silos),
-        sampling_rate=max(silo.sampling_rate for silo in silos),
-        steps=max(silo.steps for silo in silos),
-    )
-    return _group_loss(worst, group_size, delta)
-
-
-@lru_cache(maxsize=256)
-def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
+    require_at_least_one("group_size", group_size)
+    require_delta(delta)
     import dp_accounting  # here and below: clients do not need it and start faster without
 
     # With all records in every step the release is one Gaussian, which loses at least as much.
@@ -105,8 +97,8 @@ def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     """Return values and probabilities that dominate Binomial(count, rate).
 
-    Some values stand for smaller ones, because a mixture over larger shifts loses no less. Values
-    of negligible probability become ``count``.
+    Values of negligible probability become ``count``, because a mixture over larger shifts loses no
+    less.
     """
     from scipy import stats
 
@@ -115,13 +107,8 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     kept = probabilities > _NEGLIGIBLE
     kept[-1] = True
     probabilities[-1] += probabilities[~kept].sum()
-    values, probabilities = values[kept], probabilities[kept]
-    width = math.ceil(len(values) / _COMPONENTS)
-    # Groups are formed from the largest value down, so that every group ends in its largest value.
-    starts = np.arange((len(values) - 1) % width + 1 - width, len(values), width).clip(0)
-    ends = np.append(starts[1:], len(values)) - 1
-    chosen = np.add.reduceat(probabilities, starts)
-    return values[ends].astype(float).tolist(), (chosen / chosen.sum()).tolist()
+    chosen = probabilities[kept]
+    return values[kept].astype(float).tolist(), (chosen / chosen.sum()).tolist()
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
@@ -131,11 +118,3 @@ def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
         return math.inf
     shift = group_size * silo.sampling_rate * math.sqrt(silo.steps * math.expm1(exponent))
     return gaussian_loss(1 / shift, releases=1, delta=delta).epsilon
-
-
-def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:
-    """Refuse arguments for which no group bound exists."""
-    if not silos:
-        raise InvalidValue("silos=[]: expected the training of at least one silo")
-    require_at_least_one("group_size", group_size)
-    require_delta(delta)

@@ -52,7 +52,7 @@ class Participations:
         self.uploads.update(cohort)
         for unit in cohort:
             self._in_uploads[unit] += asked
-            if answered > 0:
+            if answered > 0:  # without an answer there is no sum to see
                 self._in_sums[unit] += asked / answered
 
     def record_answer(

@@ -39,6 +39,7 @@ class PoissonSampling:
 
     def draw(self, rng: np.random.Generator) -> list[int]:
         """Draw a cohort; return its indices in ascending order."""
+        # One number for every unit, so that a unit's draw does not depend on the others'.
         return np.flatnonzero(rng.random(self.population) < self.rate).tolist()
 
     def describe(self) -> str:

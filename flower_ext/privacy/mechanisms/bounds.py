@@ -20,7 +20,7 @@ empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,12 @@ from flower_ext.privacy.mechanisms.updates import (
     Update,
     as_float64,
     check_arrays,
+    check_like,
     in_float64,
     l2_norm,
-    laid_out,
+    plain_norm,
     scaled_norm,
-    taken_apart,
-    write_numbers,
+    zeros_like,
 )
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -49,16 +49,8 @@ up to a thousand units of equal length (2⁻⁵² n² in all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedUpdate:
-    """One unit's contribution, of L2 norm at most ``bound`` over all its arrays."""
-
-    value: Update
-    bound: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class BoundedSum:
-    """Sum in float64 of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
+    """Sum of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
 
     Guarantees
     ----------
@@ -67,15 +59,15 @@ class BoundedSum:
     """
 
     value: Update
-    count: int
     bound: float
+    count: int
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Return the largest L2 distance by which one unit can move ``value``."""
         return self.bound * relation.sensitivity_factor
 
 
-def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
+def clip(update: Update, clipping_norm: float) -> BoundedSum:
     """Scale an update onto the ball of radius ``clipping_norm`` if it lies outside.
 
     Guarantees
@@ -93,14 +85,14 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     norm = largest * scaled
     target = clipping_norm * _MARGIN
     if norm <= target:
-        return BoundedUpdate(value=dict(update), bound=clipping_norm)
+        return BoundedSum(value=dict(update), bound=clipping_norm, count=1)
     rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
     slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
         if l2_norm(value) <= target:
-            return BoundedUpdate(value=value, bound=clipping_norm)
+            return BoundedSum(value=value, bound=clipping_norm, count=1)
         factor *= 1.0 - slack  # rounding overshot: step back, a longer step each time
         slack = min(2 * slack, 0.5)
 
@@ -116,22 +108,24 @@ def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update
         As `clip` and `total`.
     """
     require_positive("clipping_norm", clipping_norm)
-    layout, summed = laid_out(like)
-    wide, count = summed * 0.0, 0
+    summed, wide, count = zeros_like(like), zeros_like(like), 0
     with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
         for update in updates:
             check_arrays(update)
-            write_numbers(update, like, layout, wide)
-            norm = math.sqrt(float(wide @ wide)) / clipping_norm
+            check_like(update, like)
+            for name, array in wide.items():
+                array[...] = update[name]
+            norm = plain_norm(wide) / clipping_norm
+            bounded: Update = wide
             if not 1e-100 < norm < 1e100:  # squares overflow or underflow
-                bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
-                write_numbers(bounded, like, layout, wide)
+                bounded = clip(wide, clipping_norm).value
             elif norm > _MARGIN:
-                wide *= _MARGIN / norm
-            summed += wide
+                for array in wide.values():
+                    array *= _MARGIN / norm
+            for name, array in summed.items():
+                array += bounded[name]
             count += 1
-    value = taken_apart(summed, layout, like)
-    return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
+    return BoundedSum(value=summed, bound=clipping_norm if count else 0.0, count=count)
 
 
 def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
@@ -193,38 +187,27 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     wide = in_float64(rows)
+    namespace, count = api.array_namespace(*wide.values()), len(next(iter(wide.values())))
     flat = {
-        name: api.array_namespace(array).reshape(
-            array, (array.shape[0], math.prod(array.shape[1:]))
-        )
+        name: namespace.reshape(array, (count, math.prod(array.shape[1:])))
         for name, array in wide.items()
     }
-    namespace, factors = api.array_namespace(*wide.values()), _row_factors(flat, clipping_norm)
-    if factors is not None:
-        for (
-            array
-        ) in flat.values():  # in place, as a second array of all rows would take long to fill
-            array *= factors[:, None]
-        return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
-    each = [
-        clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
-        for number in range(len(next(iter(wide.values()))))
-    ]
-    return {name: namespace.stack([row[name] for row in each]) for name in rows}
-
-
-def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
-    """Return the factor of each row, or None if simple arithmetic could overflow or underflow."""
-    namespace = api.array_namespace(*flat.values())
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = sum(map(_squares, flat.values()))
-    norms = namespace.sqrt(squares) / clipping_norm
+        norms = namespace.sqrt(sum(map(_squares, flat.values()))) / clipping_norm
     usual = (norms > 1e-100) & (norms < 1e100)
+    exceeding = usual & (norms > _MARGIN)
+    factors = _MARGIN / namespace.where(exceeding, norms, namespace.full_like(norms, _MARGIN))
+    for array in flat.values():  # in place: a second array of all rows takes long to fill
+        array *= factors[:, None]
     if not bool(namespace.all(usual)):
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
-        if not bool(namespace.all(usual | ~namespace.any(filled, axis=0))):
-            return None
-    return _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
+        # Squares of the other rows overflow or underflow. Each is clipped alone, if it is not zero.
+        others = api.to_device(~usual & namespace.any(filled, axis=0), "cpu")
+        for number in np.flatnonzero(np.asarray(others)).tolist():
+            row = clip({name: array[number, ...] for name, array in flat.items()}, clipping_norm)
+            for name, value in row.value.items():
+                flat[name][number, ...] = value
+    return {name: namespace.reshape(flat[name], array.shape) for name, array in rows.items()}
 
 
 def _squares(rows: Any) -> Any:

@@ -36,9 +36,8 @@ nearest caches, by 16 random bits each.
    result is the same as with 128 bits drawn at once.
 7. Each probability of a table is wrong by 2⁻¹²⁸ at most, and what lies beyond it has less than
    2⁻¹³⁰. So a draw from a table is within (13.5 a + 4) 2⁻¹²⁸ of N_Z(0, a²) in total variation.
-8. From s = 64 up, `draw` returns L X + Y with L = ⌊√(s/3)⌋, b² = 10 L² and a² = s²/L² − 10, exact
-   fractions. By step 2 with r² = 10 (1 − 10 L²/s²) ≥ 9.4, this is N_Z(0, s²) up to a factor of
-   1 + 1e-79.
+8. `draw` returns L X + Y with L = ⌊√(s/3)⌋, b² = 10 L² and a² = s²/L² − 10, exact fractions. By
+   step 2 with r² = 10 (1 − 10 L²/s²) ≥ 8.4, this is N_Z(0, s²) up to a factor of 1 + 1e-71.
 9. Both together: each draw is within 3·10⁴ · 2⁻¹²⁸ of N_Z(0, s²), and 10⁹ draws are within 1e-24.
    This takes ideal random bits. They are ChaCha20's, under a key of 256 bits for each call.
 """
@@ -67,8 +66,6 @@ _TAIL = 13.5
 """Stddevs beyond which a draw has a probability below 2⁻¹³⁰."""
 _BITS = 320
 """Of the fixed-point numbers in which a table is computed."""
-_ONE_TABLE = 64.0
-"""Stddev below which one table is short enough."""
 _FINE = 10
 """Y's variance, in L²."""
 _UNDECIDED = -(2**31)
@@ -112,15 +109,14 @@ def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
     """
     _check(stddev)
     require_count("count", count)
-    step, tables = _tables(stddev)
+    step, coarse, fine = _tables(stddev)
     words = _words(rng)
     drawn = np.empty(count, dtype=np.int64)
     for start in range(0, count, _TOGETHER):
         part = drawn[start : start + _TOGETHER]
-        part[:] = tables[0].draw(len(part), words)
-        for table in tables[1:]:
-            part *= step
-            part += table.draw(len(part), words)
+        part[:] = coarse.draw(len(part), words)
+        part *= step
+        part += fine.draw(len(part), words)
     return drawn
 
 
@@ -177,14 +173,12 @@ def _check(stddev: float) -> None:
 
 
 @lru_cache(maxsize=4)
-def _tables(stddev: float) -> tuple[int, tuple[_Table, ...]]:
-    """Return L, and the tables of X and Y; for a small stddev one table alone."""
+def _tables(stddev: float) -> tuple[int, _Table, _Table]:
+    """Return L, and the tables of X and Y."""
     variance = Fraction(stddev) ** 2
-    if stddev < _ONE_TABLE:
-        return 1, (_table(variance),)
     step = math.isqrt(int(stddev / 3))  # both tables are then about as long
     fine = Fraction(_FINE * step**2)
-    return step, (_table((variance - fine) / step**2), _table(fine))
+    return step, _table((variance - fine) / step**2), _table(fine)
 
 
 def _table(variance: Fraction) -> _Table:
@@ -193,7 +187,7 @@ def _table(variance: Fraction) -> _Table:
     Weights are whole numbers of 2⁻³²⁰. Each of the less than 2¹⁴ steps adds an error of at most
     2¹⁵ · 2⁻³²⁰ to a weight, so that all together stay below 2⁻²⁸⁰.
     """
-    ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²)
+    ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
     square = ratio * ratio >> _BITS
     reach = math.ceil(_TAIL * math.sqrt(variance)) + 1
     weights, weight, power = [1 << _BITS], 1 << _BITS, ratio

@@ -223,13 +223,13 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         least = self.sum_parameters.least_answers
         share = share_stddev(self.noise_stddev / self.cell, least)
         return ClipToCells(
-            clipping_norm=self.clipping_norm, share_stddev=share * self.cell, cell=self.cell
+            clipping_norm=self.clipping_norm, noise_stddev=share * self.cell, cell=self.cell
         )
 
     @property
     def sum_bits(self) -> int:
         """Bits of the ring of secure sums, enough for all units of the population."""
-        noise = self.cells_protection.share_stddev / self.cell * math.sqrt(self.cohort_size)
+        noise = self.cells_protection.noise_stddev / self.cell * math.sqrt(self.cohort_size)
         return ring_bits(self.largest_sum / self.cell, noise)
 
     @property
@@ -263,8 +263,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         RoundDiscarded
             The sum is larger than a sum of honest answers, so a member spoiled it.
         """
-        share = self.cells_protection.share_stddev
+        share = self.cells_protection.noise_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
+        # Discrete noise has a least stddev, so no noise is a case of its own.
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
         stddev = share * math.sqrt(self.cohort_size)
@@ -305,19 +306,6 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 "noised one, so nothing is released"
             )
 
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return `RoundMechanism.largest_upload`; infinite if the server adds the noise.
-
-        Refusing larger uploads changes a sum with at most that probability per upload, which no
-        reported δ counts. The limit keeps a hostile client from moving the sum further than the
-        noise of an honest upload might. It does not bound the client's part by C, as a server that
-        adds the noise itself does.
-        """
-        if self.noised_by_server:
-            return math.inf
-        share = self.client_noise_stddev(cohort_size)
-        return largest_noised_norm(norms * self.clipping_norm, share, numbers)
-
     def aggregate(
         self,
         uploads: Iterable[Update],
@@ -349,6 +337,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
             )
+        # Variances of shares add up, so the missing clients' part of σ²C² is left to the server.
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
         noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import array_api_compat as api
 
@@ -17,7 +16,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.mechanisms.updates import Update, as_float64, total
+from flower_ext.privacy.mechanisms.updates import Update, total
 
 
 class RoundDiscarded(RuntimeError):
@@ -86,6 +85,11 @@ class RoundMechanism(ABC):
         As in `PrivacyPlan`.
     """
 
+    tells_sizes: ClassVar[bool] = False
+    """True if clients tell the server how many examples they have."""
+    needs_sizes: ClassVar[bool] = False
+    """True if ε depends on the clients' numbers of examples."""
+
     sampling: Sampling
     delta: float | None
 
@@ -101,21 +105,6 @@ class RoundMechanism(ABC):
     @property
     def client_protects(self) -> bool:
         """True if a ClientApp must bound or noise what it sends."""
-        return False
-
-    @property
-    def bounds_models(self) -> bool:
-        """True if a client's whole model is bounded instead of its update."""
-        return False
-
-    @property
-    def tells_sizes(self) -> bool:
-        """True if clients tell the server how many examples they have."""
-        return False
-
-    @property
-    def needs_sizes(self) -> bool:
-        """True if ε depends on the clients' numbers of examples."""
         return False
 
     @property
@@ -138,20 +127,6 @@ class RoundMechanism(ABC):
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the protection that each client of a cohort applies to its upload."""
         return None
-
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
-
-        Parameters
-        ----------
-        cohort_size : int
-            Number of clients that were asked.
-        numbers : int
-            Number of elements in the upload.
-        norms : float
-            Largest norm of an upload before noise, in clipping norms; above 1 if it is a sum.
-        """
-        return math.inf
 
     @abstractmethod
     def aggregate(
@@ -185,7 +160,9 @@ class RoundMechanism(ABC):
 
     def spent(self, run: RunFacts) -> dict[str, float]:
         """Return ε so far, by basis, for the log and the report's figures."""
-        return {f"epsilon_{one.basis}": one.epsilon for one in self.guarantees(run)}
+        if not run.participations.rounds:
+            return {}
+        return {f"epsilon_{claim.basis}": claim.epsilon for claim in self.guarantees(run)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,18 +176,8 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
 
     sampling: Sampling
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse a method whose uploads the plan does not protect.
-
-        Raises
-        ------
-        ValueError
-            The message gives the reason.
-        """
-
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan, which fits the method."""
-        self.check(method)
+        """Return this plan, which is its own mechanism."""
         return self
 
     def aggregate(
@@ -270,8 +237,8 @@ class NonPrivatePlan(PlainAverage):
         """True if ``weighting`` is "examples"."""
         return self.weighting == "examples"
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse weights if the server does not take the mean of the updates.
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan; refuse weights if the server does not take the mean of the updates.
 
         Raises
         ------
@@ -283,33 +250,9 @@ class NonPrivatePlan(PlainAverage):
                 f"weighting='examples': expected 'clients', because {method.name} weighs single "
                 "updates by a rule of its own"
             )
+        return self
 
     def describe(self) -> str:
         """Describe the plan in words, for the log."""
         by = ", weighted by examples" if self.weighs_examples else ""
         return f"{self.sampling.describe()} · no privacy{by}"
-
-
-_SIZE = "number of examples"
-"""Name of the number that is summed beside the uploads; no parameter has a name like it."""
-
-
-def times_examples(upload: Update, size: float) -> dict[str, Any]:
-    """Return an upload times its client's number of examples, together with that number."""
-    first = next(iter(upload.values()))
-    namespace, device = api.array_namespace(first), api.device(first)
-    summed = {name: as_float64(array) * size for name, array in upload.items()}
-    return {**summed, _SIZE: namespace.asarray(size, dtype=namespace.float64, device=device)}
-
-
-def weighted_mean(aggregate: Callable[[Update], Aggregate], like: Update) -> Aggregate:
-    """Return the mean of uploads weighted by examples, in the precision of ``like``.
-
-    Parameters
-    ----------
-    aggregate : Callable[[Update], Aggregate]
-        Returns the plain mean of uploads made by `times_examples`, given their names and shapes.
-    """
-    mean = aggregate(times_examples(like, 1.0))
-    size = float(mean.value[_SIZE])
-    return replace(mean, value=divided({name: mean.value[name] for name in like}, size, like))

@@ -6,14 +6,17 @@ writes the parameters into messages. The local training applies what acts during
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
+from flower_ext.checks import require_positive
 from flower_ext.privacy.mechanisms.bounds import clip
-from flower_ext.privacy.mechanisms.noise import NoiseSource
-from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
+from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import Cells, in_cells
+from flower_ext.privacy.mechanisms.updates import Update, check_arrays, in_float64, in_precision_of
 
 
 class Protection:
@@ -33,14 +36,15 @@ class Protection:
     @property
     def hides_missing_data(self) -> bool:
         """True if the upload of a client that cannot load its data looks like any other upload."""
-        return self.hides_failures
+        # A client whose model is protected reports its number of examples, unless one is agreed.
+        return self.hides_failures and (not self.bounds_models or self.num_examples is not None)
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the client's own noise, in clipping norms; 0 without noise."""
         return 0.0
 
-    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+    def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the upload as it leaves the client: an update, or a model with `bounds_models`.
 
         Raises
@@ -50,9 +54,51 @@ class Protection:
         """
         return upload
 
+    def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
+        """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
+
+        Refusing larger uploads changes a sum with at most that probability per upload, which no
+        reported δ counts. The limit keeps a hostile client from moving the sum further than the
+        noise of an honest upload might. It does not bound the client's part by C, as a server that
+        adds the noise itself does.
+
+        Parameters
+        ----------
+        numbers : int
+            Number of elements in the upload.
+        norms : float
+            Largest norm of the upload before noise, in clipping norms; above 1 if it is a sum.
+        """
+        return math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
-class ClipUpdate(Protection):
+class _ClipAndNoise(Protection):
+    """Bound the whole upload, then add Gaussian noise to it.
+
+    Parameters
+    ----------
+    clipping_norm : float
+        Norm bound C.
+    noise_stddev : float
+        Standard deviation of the noise that this client adds.
+    """
+
+    clipping_norm: float
+    noise_stddev: float
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of this client's own noise, in clipping norms."""
+        return self.noise_stddev / self.clipping_norm
+
+    def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
+        """Return the largest norm of an honest upload, which the noise makes longer."""
+        return largest_noised_norm(norms * self.clipping_norm, self.noise_stddev, numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipUpdate(_ClipAndNoise):
     """Clip the whole update and add a share of the sum's noise (for a `ReleasePlan`).
 
     Parameters
@@ -66,65 +112,15 @@ class ClipUpdate(Protection):
         the grid of the share.
     """
 
-    clipping_norm: float
-    noise_stddev: float
     noise_grid: float | None = None
 
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of this client's own noise, in clipping norms."""
-        return self.noise_stddev / self.clipping_norm
-
-    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+    def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the clipped update with noise."""
         return self.noised(clip(upload, self.clipping_norm).value, noise)
 
-    def noised(self, bounded: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+    def noised(self, bounded: Update, noise: NoiseSource) -> Update:
         """Add noise to an update that is already bounded."""
         return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipToCells(Protection):
-    """Clip the whole update, round it to cells of a public grid, and add discrete Gaussian noise.
-
-    The upload is a vector of whole numbers, for a secure sum (see
-    `privacy.mechanisms.quantization`).
-
-    Parameters
-    ----------
-    clipping_norm : float
-        Norm bound C.
-    share_stddev : float
-        Standard deviation of this client's share of the noise.
-    cell : float
-        Width of a cell, a power of two.
-    """
-
-    clipping_norm: float
-    share_stddev: float
-    cell: float
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of this client's own noise, in clipping norms."""
-        return self.share_stddev / self.clipping_norm
-
-    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
-        """Return the noised update in cells, as int64."""
-        cells = in_cells(upload, self.clipping_norm, self.cell)
-        return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipUnitsToCells(ClipToCells):
-    """The same where the upload is a sum over units, each clipped and rounded by the method."""
-
-    takes_models = False
-
-    def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
-        """Return what is bounded and in cells already with noise."""
-        return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,37 +131,76 @@ class ClipUnits(ClipUpdate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipModel(Protection):
-    """Clip the whole local model and add noise to it (output perturbation).
+class ClipToCells(_ClipAndNoise):
+    """Clip the whole update, round it to cells of a public grid, and add discrete Gaussian noise.
+
+    The upload is a vector of whole numbers, for a secure sum (see
+    `privacy.mechanisms.quantization`).
 
     Parameters
     ----------
     clipping_norm, noise_stddev : float
+        As for `ClipUpdate`.
+    cell : float
+        Width of a cell, a power of two.
+    """
+
+    cell: float
+
+    def released(self, upload: Update, noise: NoiseSource) -> Update:
+        """Return the noised update in cells, as int64."""
+        return self.noised(in_cells(upload, self.clipping_norm, self.cell), noise)
+
+    def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
+        """Add noise to an update that is already bounded and in cells."""
+        return noise.add_discrete_gaussian(cells, self.noise_stddev / self.cell)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipUnitsToCells(ClipToCells):
+    """The same where the upload is a sum over units, each clipped and rounded by the method."""
+
+    takes_models = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPerturbation(_ClipAndNoise):
+    """Clip the whole local model to norm τ and add N(0, σ² I).
+
+    Parameters
+    ----------
+    clipping_norm : float
+        τ > 0, the L2 norm over all arrays together.
+    noise_stddev : float
+        σ > 0, a standard deviation in the unit of the weights.
     num_examples : int, optional
         The only number of training examples that the guarantee covers.
     """
 
     bounds_models = True
-    clipping_norm: float
-    noise_stddev: float
     num_examples: int | None = None
 
-    @property
-    def hides_missing_data(self) -> bool:
-        """True if the number of examples, which the client reports, is agreed on."""
-        return self.num_examples is not None
+    def __post_init__(self) -> None:
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_stddev", self.noise_stddev)
 
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the noise, in clipping norms."""
-        return self.noise_stddev / self.clipping_norm
-
-    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
-        """Return the clipped model with noise."""
-        perturbation = OutputPerturbation(
-            clipping_norm=self.clipping_norm, noise_stddev=self.noise_stddev
+    def __str__(self) -> str:
+        return (
+            f"output perturbation: clipping norm {self.clipping_norm:g}, "
+            f"noise stddev {self.noise_stddev:g}"
         )
-        return perturbation.apply(upload, noise)
+
+    def released(self, upload: Update, noise: NoiseSource) -> dict[str, Any]:
+        """Clip and noise a model in float64, then round the result to the model's own precision.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            As `clip`; also if the result is too large for the model's precision.
+        """
+        check_arrays(upload)
+        bounded = clip(in_float64(upload), self.clipping_norm).value
+        return in_precision_of(upload, noise.add_gaussian(bounded, self.noise_stddev))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,26 +231,50 @@ class ClipSteps(Protection):
         """Standard deviation of a step's noise, in clipping norms of a gradient."""
         return self.noise_stddev / self.gradient_clipping_norm
 
-    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+    def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the clipped model, whose steps were all noised during training."""
         return clip(upload, self.clipping_norm).value
 
+    def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
+        """Return the clipping norm, because the client clips last."""
+        return self.clipping_norm
+
 
 @dataclass(frozen=True, kw_only=True)
-class PerturbObjective(Protection):
-    """Add ⟨n, w⟩ with fresh noise n to the local objective.
+class ObjectivePerturbation(Protection):
+    """Add ⟨n, w⟩ to the local objective, with fresh noise n of density ∝ exp(−α‖n‖₂).
 
     Parameters
     ----------
     rate : float
-        α; the density of n is proportional to exp(−α‖n‖₂).
+        α > 0. The norm of n is Gamma distributed with mean d/α for d parameters.
     least_examples : int
-        Clients with fewer examples are not protected.
+        Clients with fewer examples are not protected. A plan computes it.
     """
 
     hides_failures = False  # as for `ClipSteps`
     rate: float
-    least_examples: int
+    least_examples: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("rate", self.rate)
+
+    def __str__(self) -> str:
+        return f"objective perturbation: rate {self.rate:g}"
+
+    def direction(self, like: Update, noise: NoiseSource) -> dict[str, np.ndarray]:
+        """Draw n, as float64 arrays with the names and shapes of ``like``."""
+        check_arrays(like)
+        sizes = [math.prod(array.shape) for array in like.values()]
+        parts = np.split(noise.gamma_direction(sum(sizes), 1 / self.rate), np.cumsum(sizes)[:-1])
+        return {
+            name: part.reshape(tuple(array.shape))
+            for (name, array), part in zip(like.items(), parts, strict=True)
+        }
+
+
+Perturbation = OutputPerturbation | ObjectivePerturbation
+"""A client's perturbation of its model before the model leaves."""
 
 
 @dataclass(frozen=True)

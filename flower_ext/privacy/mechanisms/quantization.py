@@ -75,24 +75,6 @@ class CellSum:
     cell: float
     count: int
 
-    def __add__(self, other: CellSum) -> CellSum:
-        """Return the sum over the units of both sums, which must share bound and cell.
-
-        Raises
-        ------
-        InvalidValue
-            The sums have different bounds or cells.
-        """
-        if (self.bound, self.cell) != (other.bound, other.cell):
-            raise InvalidValue(
-                f"a sum with bound={other.bound:g} and cell={other.cell:g}: expected "
-                f"bound={self.bound:g} and cell={self.cell:g}"
-            )
-        summed = {name: array + other.value[name] for name, array in self.value.items()}
-        return CellSum(
-            value=summed, bound=self.bound, cell=self.cell, count=self.count + other.count
-        )
-
     def in_numbers(self) -> dict[str, np.ndarray]:
         """Return the sum in float64 instead of cells."""
         return {name: array * self.cell for name, array in self.value.items()}
@@ -241,6 +223,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         exact *= column(np.minimum(shares * scale / cell, clipped))
     whole, squares = rounded(exact)
     bounds = np.floor(limits).astype(np.int64)
+    # Rounding may lengthen a row. A little shorter before rounding, it fits after a try or two.
     for _ in range(_TRIES):
         if not (longer := np.flatnonzero(squares > bounds**2)).size:
             return whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flower_ext.privacy.accounting.participations import Participations
 
@@ -16,8 +16,6 @@ class MethodTraits:
     Parameters
     ----------
     name : str
-    units_are_clients : bool
-        The privacy units are the clients, and each makes one upload per round.
     bounds_units : bool
         A client's upload is a sum over units, and the method bounds each unit.
     needs_each_update : bool
@@ -35,7 +33,6 @@ class MethodTraits:
     """
 
     name: str
-    units_are_clients: bool = True
     bounds_units: bool = False
     needs_each_update: bool = False
     keeps_memory: bool = False
@@ -43,37 +40,6 @@ class MethodTraits:
     upload_phase: str | None = None
     num_silos: int | None = None
     weighting: str = ""
-
-
-class LocalSteps(Protocol):
-    """Settings of local training that plans read (see `training.LocalTraining`)."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate η."""
-
-    @property
-    def batch_size(self) -> int:
-        """Largest number of examples in a step."""
-
-    @property
-    def momentum(self) -> float:
-        """Momentum of the steps; 0 for plain SGD."""
-
-    @property
-    def sam_radius(self) -> float:
-        """Radius ρ of sharpness-aware steps; 0 for plain SGD."""
-
-    @property
-    def tolerance(self) -> float:
-        """Largest gradient norm at which a minimiser stops; 0 where SGD trains."""
-
-    @property
-    def optimizer(self) -> str:
-        """``SGD``, or the name of another optimiser."""
-
-    def num_steps(self, num_examples: int, /) -> int:
-        """Return the number of steps of one training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +53,8 @@ class RunFacts:
         Counts of the rounds that each unit's data went into.
     num_examples : Mapping[int, int]
         |D_i| by client, for clients that reported it.
-    training : Mapping[str, LocalSteps]
-        The phases of local training, by name.
+    training : Mapping[str, LocalTraining]
+        The phases of local training, by name (see `training.LocalTraining`).
     proximal_weight : float
         μ of the proximal term around the received model, the same in every local training.
     sent : Mapping[str, array]
@@ -104,7 +70,7 @@ class RunFacts:
     method: MethodTraits
     participations: Participations
     num_examples: Mapping[int, int] = field(default_factory=dict)
-    training: Mapping[str, LocalSteps] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
     proximal_weight: float = 0.0
     sent: Mapping[str, Any] = field(default_factory=dict)
     secure_noise: bool = True

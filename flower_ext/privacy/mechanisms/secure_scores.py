@@ -86,6 +86,7 @@ class SecureScores(VectorQuery):
         if not scores:
             return np.zeros(self.size)
         parts = [1.0]
+        # Centred scores halve their norm, and with it the noise.
         for name, low, high in self.bounds:
             middle = (low + high) / 2
             value = scores.get(name, middle)

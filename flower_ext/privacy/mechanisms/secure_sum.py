@@ -157,7 +157,7 @@ class SecureSum:
         population = members if population is None else population
         corrupt = self.colluders_among(population)
         colluders = _most_colluders(members, population, corrupt, rounds)
-        lost = math.ceil(self.dropouts * members - 1e-9)
+        lost = math.ceil(self.dropouts * members - 1e-9)  # 0.1 · 30 is a little above 3 in floats
         least, fewest = members - lost, max(colluders + 2, math.ceil(members / 4))
         if least < fewest:
             raise InvalidValue(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 import array_api_compat as api
@@ -19,19 +18,6 @@ from flower_ext.errors import InvalidValue
 
 Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum itself."""
-
-
-Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
-"""By name, the place of an array among all numbers of an update, and its shape."""
-
-
-def layout_of(like: Update) -> Layout:
-    """Return the layout of all arrays of ``like``, one after the other in its order."""
-    ends = accumulate(map(_size, like.values()))
-    return {
-        name: (slice(end - _size(array), end), tuple(array.shape))
-        for (name, array), end in zip(like.items(), ends, strict=True)
-    }
 
 
 class NonFiniteUpdate(InvalidValue):
@@ -112,27 +98,32 @@ def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], i
     ValueError
         Names or shapes differ from those of ``like``, or ``like`` is empty.
     """
-    layout, summed = laid_out(like)
-    count = 0
+    summed, count = zeros_like(like), 0
     for update in updates:
         check_like(update, like)
-        for name, (place, _) in layout.items():
-            summed[place] += update[name].reshape(-1)
+        for name, array in summed.items():
+            array += update[name]
         count += 1
-    return taken_apart(summed, layout, like), count
+    return summed, count
 
 
-def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> None:
-    """Write all numbers of an update ``into`` one array, by the layout of ``like``.
+def zeros_like(like: Update) -> dict[str, Any]:
+    """Return zeros in float64 with the names, shapes and devices of ``like``.
 
     Raises
     ------
     ValueError
-        Names or shapes differ from those of ``like``.
+        ``like`` is empty.
     """
-    check_like(update, like)
-    for name, (place, _) in layout.items():
-        into[place] = update[name].reshape(-1)
+    if not like:
+        raise InvalidValue("like={}: name at least one array")
+    zeros = {}
+    for name, array in like.items():
+        namespace = api.array_namespace(array)
+        zeros[name] = namespace.zeros(
+            tuple(array.shape), dtype=namespace.float64, device=api.device(array)
+        )
+    return zeros
 
 
 def check_like(update: Update, like: Update) -> None:
@@ -163,28 +154,10 @@ def as_float64(array: Any) -> Any:
     return namespace.astype(array, namespace.float64)
 
 
-def laid_out(like: Update) -> tuple[Layout, Any]:
-    """Return the layout of ``like``, and zeros for all of its numbers in float64."""
-    if not like:
-        raise InvalidValue("like={}: name at least one array")
-    first, numbers = next(iter(like.values())), sum(map(_size, like.values()))
-    namespace = api.array_namespace(first)
-    zeros = namespace.zeros(numbers, dtype=namespace.float64, device=api.device(first))
-    return layout_of(like), zeros
-
-
-def taken_apart(numbers: Any, layout: Layout, like: Update) -> dict[str, Any]:
-    """Return arrays with shapes and devices of ``like``; views if ``numbers`` are there already."""
-    return {
-        name: api.to_device(numbers[layout[name][0]].reshape(array.shape), api.device(array))
-        for name, array in like.items()
-    }
-
-
 def scaled_norm(update: Update) -> tuple[float, float]:
     """Return (m, s) with norm = m·s; m exceeds 1 only where squares might overflow."""
-    wide = {name: as_float64(array) for name, array in update.items()}
-    if 1e-100 < (norm := _norm(wide)) < 1e100:
+    wide = in_float64(update)
+    if 1e-100 < (norm := plain_norm(wide)) < 1e100:
         return 1.0, norm
     largest = 0.0
     for name, array in update.items():
@@ -200,10 +173,10 @@ def scaled_norm(update: Update) -> tuple[float, float]:
         largest = max(largest, magnitude)
     if largest == 0.0:
         return 0.0, 0.0
-    return largest, _norm({name: array / largest for name, array in wide.items()})
+    return largest, plain_norm({name: array / largest for name, array in wide.items()})
 
 
-def _norm(wide: Update) -> float:
+def plain_norm(wide: Update) -> float:
     """Return the norm of float64 arrays; inf or NaN if squares overflow, 0 if they underflow."""
     flat = [array.reshape(-1) for array in wide.values()]
     with np.errstate(over="ignore", invalid="ignore"):

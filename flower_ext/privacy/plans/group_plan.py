@@ -63,9 +63,10 @@ class GroupPlan(PlainAverage):
             return []
         silo = replace(self.one_round, steps=self.one_round.steps * rounds)
         return uldp_group_guarantees(
-            [silo] * self.sampling.population,
+            silo,
             group_size=run.group_size,
             delta=self.delta,
+            num_silos=self.sampling.population,
             secure_noise=run.secure_noise,
             not_covered=run.not_covered,
         )

@@ -11,10 +11,8 @@ import numpy as np
 
 from flower_ext.checks import require_delta
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation, Perturbation
 from flower_ext.privacy.mechanisms.plan import PlainAverage
-from flower_ext.privacy.mechanisms.protections import ClipModel, PerturbObjective, Protection
+from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarantees
@@ -38,7 +36,6 @@ class PerturbationPlan(PlainAverage):
     """
 
     client_protects = True
-    bounds_models = True  # the whole local model is perturbed
     needs_sizes = True  # sensitivity falls as the number of records grows
 
     perturbation: Perturbation
@@ -87,20 +84,10 @@ class PerturbationPlan(PlainAverage):
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the perturbation that each client applies."""
-        perturbation = self.perturbation
-        if isinstance(perturbation, OutputPerturbation):
-            return ClipModel(
-                clipping_norm=perturbation.clipping_norm, noise_stddev=perturbation.noise_stddev
-            )
+        if isinstance(self.perturbation, OutputPerturbation):
+            return self.perturbation
         least = self.objective_in(run).least_examples()
-        return PerturbObjective(rate=perturbation.rate, least_examples=least)
-
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return the largest norm of an honest upload; infinite for objective perturbation."""
-        perturbation = self.perturbation
-        if not isinstance(perturbation, OutputPerturbation):
-            return math.inf
-        return largest_noised_norm(perturbation.clipping_norm, perturbation.noise_stddev, numbers)
+        return replace(self.perturbation, least_examples=least)
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Return the published and the provable guarantee; ε is the largest of any client."""

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Basis, Guarantee
-from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
-from flower_ext.privacy.mechanisms.plan import PlainAverage
-from flower_ext.privacy.mechanisms.protections import ClipModel, ClipSteps, Protection
+from flower_ext.privacy.mechanisms.plan import PlainAverage, RoundMechanism
+from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.theorems.clipped_steps import (
-    ClippedSteps,
-    clipped_steps_guarantee,
-    composed_noise_stddev,
-)
+from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
 
 
@@ -53,7 +46,6 @@ class RecordLevelPlan(PlainAverage):
     """
 
     client_protects = True
-    bounds_models = True
 
     clipping_norm: float
     noise_stddev: float
@@ -108,6 +100,7 @@ class RecordLevelPlan(PlainAverage):
             if steps is not None:
                 stddev /= steps.upload_stddev(1.0)
         elif steps is None:
+            # Training may send neighbouring data to opposite ends of the ball.
             stddev = composed_noise_stddev(
                 sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
             )
@@ -147,16 +140,17 @@ class RecordLevelPlan(PlainAverage):
         """Return the number of records on all clients."""
         return self.sampling.population * self.num_examples
 
-    def check(self, method: MethodTraits) -> None:
-        """Refuse a method whose uploads depend on records in more ways than the noised local steps.
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan; refuse a method whose uploads depend on more than noised local steps.
 
-        Noise in the steps does not cover the other ways.
+        Noise in the steps does not cover the other ways in which an upload depends on records.
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
                 f"plan.steps: {method.name} uploads more of a record than its gradients in local "
                 "steps, so noise in the steps does not protect it; choose a plan without steps"
             )
+        return self
 
     def check_training(self, run: RunFacts) -> None:
         """Refuse local training that differs from the steps for which the plan accounts."""
@@ -184,7 +178,7 @@ class RecordLevelPlan(PlainAverage):
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the noise of each client's model, or of each local step."""
         if self.steps is None:
-            return ClipModel(
+            return OutputPerturbation(
                 clipping_norm=self.clipping_norm,
                 noise_stddev=self.noise_stddev,
                 num_examples=self.num_examples,
@@ -196,37 +190,19 @@ class RecordLevelPlan(PlainAverage):
             num_examples=self.num_examples,
         )
 
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return the largest norm of an honest upload.
-
-        Without ``steps`` the client clips its model and then adds noise, which the norm includes.
-        With ``steps`` the client clips last, so the norm is the clipping norm.
-        """
-        stddev = self.noise_stddev if self.steps is None else 0.0
-        return largest_noised_norm(self.clipping_norm, stddev, numbers)
-
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Return the published and the provable guarantee.
 
         Both count an upload of every client in every round.
         """
-        facts: dict[str, Any] = {
-            "rounds": run.participations.rounds,
-            "delta": self.delta,
-            "secure_noise": run.secure_noise,
-            "not_covered": run.not_covered,
-        }
-        published, provable = dp_ditto_guarantees(
-            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=self.upload_stddev),
+        return dp_ditto_guarantees(
+            clipping_norm=self.clipping_norm,
+            noise_stddev=self.noise_stddev,
             num_clients=self.sampling.population,
             num_examples=self.num_examples,
+            rounds=run.participations.rounds,
+            delta=self.delta,
             steps=self.steps,
-            **facts,
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
         )
-        if self.steps is not None:
-            provable = clipped_steps_guarantee(self.steps, noise_stddev=self.noise_stddev, **facts)
-        return [published, provable]
-
-    def spent(self, run: RunFacts) -> dict[str, float]:
-        """Return ε after the rounds so far."""
-        return super().spent(run) if run.participations.rounds else {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.accountant import Accountant, privacy_loss_of
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
@@ -88,7 +88,6 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         sampling: Sampling,
         rounds: int,
         clipping_norm: float,
-        accountant: Accountant = "pld",
         **options: Any,
     ) -> ReleasePlan:
         """Return the plan with the least noise whose provable ε is at most ``epsilon``.
@@ -118,7 +117,6 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             sampling=sampling,
             rounds=rounds,
             relation=options.get("relation"),
-            accountant=accountant,
         )
         return cls(noise_multiplier=multiplier, **terms)
 
@@ -172,7 +170,7 @@ class ReleaseMechanism(NoisedSum):
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Return the bound and one client's share of the noise in a cohort of that size."""
-        if cohort_size == 0:
+        if cohort_size == 0:  # nobody is asked; the server adds the whole noise
             return None
         if self.noised_by_server:
             return ProtectedByServer()

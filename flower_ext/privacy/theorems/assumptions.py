@@ -12,6 +12,13 @@ def noise_assumption(secure: bool) -> str:
     return "SIMULATION: noise is reproducible from the seed, which the clients receive"
 
 
+def draw_assumption(drawn: str, secure: bool) -> str:
+    """Return the assumption about the draw of cohorts or users, as for noise."""
+    if secure:
+        return f"{drawn} are drawn by a cryptographic generator keyed by the operating system"
+    return f"SIMULATION: {drawn} are reproducible from the seed, which the clients receive"
+
+
 ON_A_GRID = (
     "noise and the value that it protects are rounded to a public grid together, and the "
     "generator's Gaussian is exact to the grid's resolution"

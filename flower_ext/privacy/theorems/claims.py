@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
@@ -30,18 +31,11 @@ class Claims:
     assumptions: tuple[str, ...] = ()
     not_covered: Sequence[str] = ()
 
-    def published(
-        self,
-        view: AdversaryView,
-        epsilon: float,
-        *,
-        accountant: str,
-        source: str,
-        assumptions: tuple[str, ...] = (),
-        conditions: Sequence[Condition] = (),
-        not_covered: Sequence[str] = (),
-    ) -> Guarantee:
-        """Return the guarantee of a theorem as its paper states it."""
+    def published(self, view: AdversaryView, epsilon: float, **details: Any) -> Guarantee:
+        """Return the guarantee of a theorem as its paper states it.
+
+        ``details`` are other fields of `Guarantee`.
+        """
         return Guarantee(
             unit=self.unit,
             relation=self.relation,
@@ -49,11 +43,7 @@ class Claims:
             epsilon=epsilon,
             delta=self.delta,
             basis="published",
-            accountant=accountant,
-            source=source,
-            assumptions=assumptions,
-            conditions=tuple(conditions),
-            not_covered=tuple(not_covered),
+            **details,
         )
 
     def provable(
@@ -63,7 +53,7 @@ class Claims:
         source: str,
         *assumptions: str,
         relation: NeighboringRelation | None = None,
-        conditions: Sequence[Condition] = (),
+        conditions: tuple[Condition, ...] = (),
     ) -> Guarantee:
         """Return a provable guarantee, which rests on further ``assumptions`` as well.
 
@@ -79,6 +69,6 @@ class Claims:
             accountant=loss.accountant,
             source=source,
             assumptions=(*self.assumptions, *assumptions),
-            conditions=tuple(conditions),
+            conditions=conditions,
             not_covered=tuple(self.not_covered),
         )

@@ -26,6 +26,7 @@ from flower_ext.privacy.theorems.assumptions import (
     SECURE_SUM,
     TELLS,
     WHOLE_UPLOADS,
+    draw_assumption,
     noise_assumption,
 )
 from flower_ext.privacy.theorems.claims import Claims
@@ -37,12 +38,10 @@ _ALWAYS = (
     OUTLIVES,
 )
 _HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
-_DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
 _MEMORY = (
     "clients keep memory (a personal head), or may (a ClientApp of somebody else), and what "
     "one sends does not reveal who was drawn before: not proven for cohorts of fixed size"
 )
-_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which the clients receive"
 
 
 def client_level_guarantees(
@@ -65,9 +64,14 @@ def client_level_guarantees(
     Raises
     ------
     ValueError
-        The plan does not have clients as units with one upload each (see `check_client_plan`).
+        The units of the plan are not clients with one upload each.
     """
-    check_client_plan(plan)
+    if plan.silos is not None or plan.sensitivity != 1:
+        raise InvalidValue(
+            f"silos={plan.silos!r} and sensitivity={plan.sensitivity!r} of the mechanism: expected "
+            "None and 1, because the guarantee is that of clients with one upload each, bounded as "
+            "a whole"
+        )
     participations = run.participations
     sums = plan.secure_sum
     if plan.noised_by_server:
@@ -133,7 +137,7 @@ def _hidden_cohorts(plan: NoisedSum, run: RunFacts) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if everyone takes part."""
     if isinstance(plan.sampling, FullParticipation):
         return ()
-    drawn = _DRAWN if run.secure_cohorts else _DRAWN_BY_SEED
+    drawn = draw_assumption("cohorts", run.secure_cohorts)
     if isinstance(plan.sampling, FixedSizeSampling):  # the cohort's size is public
         return (_HIDDEN_PLACES, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))
     return (HIDDEN_DRAW, drawn)
@@ -163,23 +167,3 @@ def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
         "the server sees who was asked, who took part and when, and sums of at least "
         f"{parameters.least_answers} uploads",
     )
-
-
-def check_client_plan(plan: NoisedSum) -> None:
-    """Refuse a mechanism whose units are not clients, or whose clients make several uploads.
-
-    Raises
-    ------
-    ValueError
-        The message names the value.
-    """
-    if plan.silos is not None:
-        raise InvalidValue(
-            f"silos={plan.silos!r} of the mechanism: expected None, because the guarantee is that "
-            "of clients, whose updates are bounded as a whole"
-        )
-    if plan.sensitivity != 1:
-        raise InvalidValue(
-            f"sensitivity={plan.sensitivity!r} of the mechanism: expected 1, as a client has one "
-            "upload"
-        )

@@ -1,33 +1,21 @@
-"""Protection of one record if a client uploads its whole local model in every round.
+"""The influence of one record on local steps that clip each record's gradient and add noise.
 
-Noise of the upload alone protects the record, or the local steps clip each record's gradient, with
-or without noise in each step. Gaussians compose without amplification, because every client takes
-part in every round and the server sees each upload.
+Gaussians compose without amplification, because every client takes part in every round and the
+server sees each upload.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from flower_ext.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation
-from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.theorems.assumptions import (
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    OWN_GRADIENTS,
-    noise_assumption,
-)
-from flower_ext.privacy.theorems.claims import Claims
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import NeighboringRelation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +73,7 @@ class ClippedSteps:
     @property
     def uses_per_round(self) -> int:
         """The largest number of steps of a round that use any one record."""
+        # A pass uses each record once, and a round begins a new pass.
         per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
         return math.ceil(self.local_steps / per_pass)
 
@@ -135,56 +124,8 @@ def composed_noise_stddev(
         A parameter is out of range.
     """
     require_positive("sensitivity", sensitivity)
-    check_target(epsilon, delta, releases)
-    return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
-
-
-def clipped_steps_guarantee(
-    steps: ClippedSteps,
-    *,
-    noise_stddev: float,
-    rounds: int,
-    delta: float,
-    secure_noise: bool = True,
-    not_covered: Sequence[str] = (),
-) -> Guarantee:
-    """Return the guarantee for one record if every clipped local step adds its own noise."""
-    loss = steps.loss(noise_stddev, delta=delta, rounds=rounds)
-    source = (
-        f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
-        f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
-    )
-    claims = record_claims(delta, OWN_GRADIENTS, secure_noise=secure_noise, not_covered=not_covered)
-    return claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
-
-
-def record_claims(
-    delta: float, *assumptions: str, secure_noise: bool, not_covered: Sequence[str]
-) -> Claims:
-    """Return the builder of guarantees for one record of a client whose uploads the server sees."""
-    return Claims(
-        unit=PrivacyUnit.RECORD,
-        relation=NeighboringRelation.REPLACE_ONE,
-        delta=delta,
-        assumptions=(
-            "clients train, clip and add noise as instructed",
-            "personal models, and all else that depends on a client's records, stay on the client",
-            "the planned rounds and each client's number of examples are public",
-            "arithmetic in floating point stays within the margins of clipping",
-            *assumptions,
-            LOADS,
-            OUTLIVES,
-            ON_A_GRID,
-            noise_assumption(secure_noise),
-        ),
-        not_covered=not_covered,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _one_gaussian(epsilon: float, delta: float) -> float:
-    """Return the noise multiplier of one Gaussian release of sensitivity 1."""
-    return calibrate_noise_multiplier(
+    require_at_least_one("rounds", releases)
+    one_release = calibrate_noise_multiplier(
         epsilon=epsilon,
         delta=delta,
         sampling=FullParticipation(1),
@@ -192,10 +133,4 @@ def _one_gaussian(epsilon: float, delta: float) -> float:
         relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         tolerance=1e-9,
     )
-
-
-def check_target(epsilon: float, delta: float, rounds: int) -> None:
-    """Refuse a target or a number of rounds that is out of range."""
-    require_positive("epsilon", epsilon)
-    require_delta(delta)
-    require_at_least_one("rounds", rounds)
+    return sensitivity * math.sqrt(releases) * one_release

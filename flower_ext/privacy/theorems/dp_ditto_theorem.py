@@ -6,7 +6,7 @@ Source: Zhao et al., Convergence-Privacy-Fairness Trade-Off in Personalized Fede
 paper                 here
 ====================  =====================================================
 C                     ``clipping_norm`` of the local model
-σ_u                   ``noise_stddev`` of each weight of an upload
+σ_u                   ``noise_stddev`` of each weight of an upload, or `ClippedSteps.upload_stddev`
 Δs                    2C/|D_n| (Eqn 7)
 q                     1/``num_clients`` (Eqn 8)
 T, |D_n|              ``rounds``, ``num_examples``
@@ -28,16 +28,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.perturbation import OutputPerturbation
-from flower_ext.privacy.theorems.clipped_steps import (
-    ClippedSteps,
-    check_target,
-    record_claims,
+from flower_ext.privacy.theorems.assumptions import (
+    LOADS,
+    ON_A_GRID,
+    OUTLIVES,
+    OWN_GRADIENTS,
+    noise_assumption,
 )
-from flower_ext.privacy.units import AdversaryView
+from flower_ext.privacy.theorems.claims import Claims
+from flower_ext.privacy.theorems.clipped_steps import ClippedSteps
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
 def dp_ditto_noise_stddev(
@@ -56,7 +59,9 @@ def dp_ditto_noise_stddev(
     ValueError
         A parameter is out of range.
     """
-    check_target(epsilon, delta, rounds)
+    require_positive("epsilon", epsilon)
+    require_delta(delta)
+    require_at_least_one("rounds", rounds)
     require_at_least_one("num_clients", num_clients)
     require_at_least_one("num_examples", num_examples)
     require_positive("clipping_norm", clipping_norm)
@@ -65,8 +70,9 @@ def dp_ditto_noise_stddev(
 
 
 def dp_ditto_guarantees(
-    perturbation: OutputPerturbation,
     *,
+    clipping_norm: float,
+    noise_stddev: float,
     num_clients: int,
     num_examples: int,
     rounds: int,
@@ -75,36 +81,60 @@ def dp_ditto_guarantees(
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """Return the guarantees for one record when clients upload clipped models with noise σ_u.
+    """Return the guarantees for one record when clients upload clipped models in every round.
 
-    The first guarantee is as published, the second is provable. ``steps`` states that training
-    clipped each record's gradient. Without ``steps``, only the clipping of the whole model limits
-    the influence of a record, which may then move the model by 2C.
+    The first guarantee is as published, the second is provable. Without ``steps`` each upload gets
+    the noise, and only the clipping of the whole model limits a record, which may move it by 2C.
+    With ``steps`` each local step clips every record's gradient and gets the noise.
 
     Raises
     ------
     ValueError
         A parameter is out of range.
     """
-    clip, stddev = perturbation.clipping_norm, perturbation.noise_stddev
-    # By Eqns 7–8 noise and ε are inverse, so the noise for ε = 1 tells the ε of any noise.
-    published = (
-        dp_ditto_noise_stddev(
-            epsilon=1.0,
-            delta=delta,
-            rounds=rounds,
-            num_clients=num_clients,
-            num_examples=num_examples,
-            clipping_norm=clip,
+    require_positive("noise_stddev", noise_stddev)
+    moved, upload_stddev = 2 * clipping_norm, noise_stddev
+    if steps is None:
+        loss = gaussian_loss(noise_stddev / moved, releases=rounds, delta=delta)
+        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
+    else:
+        steps.require_examples(num_examples)
+        moved = min(moved, steps.upload_sensitivity)
+        upload_stddev = steps.upload_stddev(noise_stddev)
+        loss = steps.loss(noise_stddev, delta=delta, rounds=rounds)
+        source = (
+            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
+            f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
         )
-        / stddev
+    claims = Claims(
+        unit=PrivacyUnit.RECORD,
+        relation=NeighboringRelation.REPLACE_ONE,
+        delta=delta,
+        assumptions=(
+            "clients train, clip and add noise as instructed",
+            "personal models, and all else that depends on a client's records, stay on the client",
+            "the planned rounds and each client's number of examples are public",
+            "arithmetic in floating point stays within the margins of clipping",
+            *(() if steps is None else (OWN_GRADIENTS,)),
+            LOADS,
+            OUTLIVES,
+            ON_A_GRID,
+            noise_assumption(secure_noise),
+        ),
+        not_covered=not_covered,
     )
-    sensitivity, source = _moved(clip, num_examples, steps)
-    loss = gaussian_loss(stddev / sensitivity, releases=rounds, delta=delta)
-    claimed = 2 * clip / num_examples
+    # By Eqns 7–8 noise and ε are inverse, so the noise for ε = 1 tells the ε of any noise.
+    for_one = dp_ditto_noise_stddev(
+        epsilon=1.0,
+        delta=delta,
+        rounds=rounds,
+        num_clients=num_clients,
+        num_examples=num_examples,
+        clipping_norm=clipping_norm,
+    )
+    published, claimed = for_one / upload_stddev, 2 * clipping_norm / num_examples
     # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
-    thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon
-    claims = record_claims(delta, secure_noise=secure_noise, not_covered=not_covered)
+    thinned = gaussian_loss(upload_stddev / claimed, releases=rounds / num_clients, delta=delta)
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,
@@ -119,26 +149,15 @@ def dp_ditto_guarantees(
                 ),
                 Condition(
                     f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} "
-                    f"(what holds is {sensitivity:.4g})",
-                    sensitivity <= claimed,
+                    f"(what holds is {moved:.4g})",
+                    moved <= claimed,
                 ),
                 Condition(
                     f"the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
-                    f"{thinned:.4g}, claimed {published:.4g})",
-                    thinned <= published,
+                    f"{thinned.epsilon:.4g}, claimed {published:.4g})",
+                    thinned.epsilon <= published,
                 ),
             ),
         ),
-        claims.provable(AdversaryView.EACH_UPLOAD, loss, f"{rounds} uploads, {source}"),
+        claims.provable(AdversaryView.EACH_UPLOAD, loss, source),
     ]
-
-
-def _moved(clip: float, num_examples: int, steps: ClippedSteps | None) -> tuple[float, str]:
-    """Return how far one record moves an upload, with the reason. Clipping projects onto a ball."""
-    if steps is not None:
-        steps.require_examples(num_examples)
-    ball = 2 * clip
-    if steps is None or steps.upload_sensitivity >= ball:
-        return ball, f"sensitivity 2C = {ball:.4g}"
-    bound = "2ηG/B" if steps.local_steps == 1 else "2KηG (K steps without noise)"
-    return steps.upload_sensitivity, f"sensitivity {bound} = {steps.upload_sensitivity:.4g}"

@@ -59,16 +59,9 @@ class LocalObjective:
     memoryless: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "gradient_bound",
-            "curvature_bound",
-            "feature_norm_bound",
-            "proximal_weight",
-            "distance_to_minimiser",
-            "rounding",
-        ):
-            value = getattr(self, name)
-            if not (is_number(value) and value >= 0):
+        for name, value in vars(self).items():
+            is_truth = name in ("convex", "generalised_linear", "memoryless")
+            if not is_truth and not (is_number(value) and value >= 0):
                 raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
         if math.isinf(self.proximal_weight):
             raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")

@@ -58,16 +58,16 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
     )
 
 
-def shield_of(plan: NoisedSum | None) -> tuple[str, ...]:
+def shield_of(plan: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions about the secure sum of a plan's silos; none without one."""
-    if plan is None or plan.secure_sum is None:
+    if plan.secure_sum is None:
         return ()
     return (*of_secure_sum(plan, plan.secure_sum), _OWN_RECORDS)
 
 
-def published_shield(plan: NoisedSum | None) -> tuple[str, ...]:
+def published_shield(plan: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions of a published theorem about sums, which counts all silos' noise."""
-    if plan is None or plan.secure_sum is None:
+    if plan.secure_sum is None:
         return (SECURE_SUM,)
     return (PROTOCOL, "silos do not collude with the server")
 

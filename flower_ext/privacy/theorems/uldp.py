@@ -34,10 +34,7 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.approximation import (
-    total_approximation_error,
-    with_approximation_error,
-)
+from flower_ext.privacy.accounting.approximation import with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
@@ -50,6 +47,7 @@ from flower_ext.privacy.theorems.assumptions import (
     NOISE_OF_OTHERS,
     NONE_OF_THEM,
     WHOLE_UPLOADS,
+    draw_assumption,
     noise_assumption,
 )
 from flower_ext.privacy.theorems.silo_claims import (
@@ -68,8 +66,6 @@ Weighting = Literal["equal", "by-records"]
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
 """The server knows the sample, so in a neighbouring data set a sampled user's records vanish."""
-_DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
-_DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
 
 
 @lru_cache(maxsize=256)
@@ -86,6 +82,7 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     require_delta(delta)
     if rounds == 0:
         return 0.0
+    # The bound holds at every order, so a grid of orders gives a bound as well.
     above = np.logspace(-6, 8, 100_000)  # α - 1
     alpha = 1 + above
     epsilon = rounds * alpha / (2 * noise_multiplier**2) + np.log(above / alpha)
@@ -195,7 +192,7 @@ def uldp_avg_guarantees(
             lambda delta: gaussian_loss(
                 plan.release.noise_multiplier, releases=exposure, delta=delta
             ),
-            total_approximation_error({plan.release: rounds}),
+            {plan.release: rounds},
             plan.delta,
         )
         return loss, f"most exposed user: {exposure:.4g} sums' worth"
@@ -253,7 +250,7 @@ def _hidden_sample(plan: NoisedSum, secure: bool) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if all users take part."""
     if isinstance(plan.sampling, FullParticipation):
         return ()
-    return (HIDDEN_DRAW, _DRAWN if secure else _DRAWN_BY_SEED)
+    return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
 def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from flower_ext.privacy.accounting.group_privacy import DpSgd, check_group, group_loss
+from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS, noise_assumption
@@ -28,29 +28,29 @@ from flower_ext.privacy.units import AdversaryView
 
 
 def uldp_group_guarantees(
-    silos: Sequence[DpSgd],
+    silo: DpSgd,
     *,
     group_size: int,
     delta: float,
+    num_silos: int = 1,
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-GROUP-k, as published and provable.
 
-    Silos run DP-SGD on at most ``group_size`` records of each user. The published guarantee takes
-    the largest power of two that is not above k, and the orders that the authors' figures use;
-    Lemma 9 does not hold for some of these. The provable one is `group_loss`.
+    Each silo runs the same DP-SGD on at most ``group_size`` records of each user. The published
+    guarantee takes the largest power of two that is not above k, and the orders that the authors'
+    figures use; Lemma 9 does not hold for some of these. The provable one is `group_loss`.
 
     Raises
     ------
     ValueError
         As `group_loss`.
     """
-    check_group(silos, group_size, delta)
+    loss = group_loss(silo, group_size=group_size, delta=delta)
     doublings = group_size.bit_length() - 1
     group = 2**doublings
-    epsilon, order = lemma_9(silos, doublings, delta, orders=_orders_of_the_figures(group))
-    loss = group_loss(silos, group_size=group_size, delta=delta)
+    epsilon, order = lemma_9(silo, doublings, delta, orders=_orders_of_the_figures(group))
     claims = user_claims(
         delta,
         *OF_SILOS,
@@ -91,7 +91,7 @@ def uldp_group_guarantees(
         claims.provable(
             AdversaryView.EACH_UPLOAD,
             loss,
-            f"group of {group_size} records, DP-SGD in {len(silos)} silos",
+            f"group of {group_size} records, DP-SGD in {num_silos} silos",
         ),
     ]
 
@@ -103,26 +103,16 @@ def _orders_of_the_figures(group: int) -> list[float]:
 
 
 def lemma_9(
-    silos: Sequence[DpSgd], doublings: int, delta: float, *, orders: Iterable[float]
+    silo: DpSgd, doublings: int, delta: float, *, orders: Iterable[float]
 ) -> tuple[float, float]:
     """Return ε of a group of 2^doublings records by Lemma 9, and the order α that gave it.
 
     The lemma holds for orders α ≥ 2^(doublings + 1), which this function does not check.
     """
-    alphas = np.array([order for order in orders if order > 2**doublings], dtype=np.float64)
-    losses = 3.0**doublings * largest_renyi(silos, alphas)
-    group = alphas / 2**doublings
-    epsilons = losses + np.log1p(-1 / group) - (math.log(delta) + np.log(group)) / (group - 1)
+    tried = tuple(float(order) for order in orders if order > 2**doublings)
+    curve = sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, tried)
+    group = np.array(tried) / 2**doublings
+    epsilons = 3.0**doublings * silo.steps * curve
+    epsilons += np.log1p(-1 / group) - (math.log(delta) + np.log(group)) / (group - 1)
     best = int(np.argmin(epsilons))
-    return max(0.0, float(epsilons[best])), float(alphas[best])
-
-
-def largest_renyi(silos: Sequence[DpSgd], orders: Iterable[float]) -> np.ndarray:
-    """Return the largest ρ of any silo at each order α, since a record lies in one silo only."""
-    alphas = tuple(float(order) for order in orders)
-    curves = [
-        silo.steps * sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, alphas)
-        for silo in set(silos)
-    ]
-    largest: np.ndarray = np.max(curves, axis=0)
-    return largest
+    return max(0.0, float(epsilons[best])), tried[best]

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 from flower_ext.checks import require_at_least_one, require_count, require_delta
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.mechanisms.perturbation import (
+from flower_ext.privacy.guarantee import Condition, Guarantee, PreconditionFailed
+from flower_ext.privacy.mechanisms.protections import (
     ObjectivePerturbation,
     OutputPerturbation,
     Perturbation,
@@ -46,15 +46,15 @@ _ROUNDINGS = 4
 once, before the model is clipped in float64; clipping does not enlarge its effect."""
 
 
-# Theorems as published --------------------------------------------------------------------------
-
-
 def upcycled_theorem_6_2(
     perturbation: OutputPerturbation, *, num_examples: int, participations: int, delta: float
 ) -> float:
     """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a, a = Mτ²/(2σ²|D_i|²)."""
+    require_at_least_one("num_examples", num_examples)
+    require_count("participations", participations)
     require_delta(delta)
-    a = _moments(perturbation, num_examples, participations)
+    ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
+    a = participations * ratio**2 / 2
     return 2 * math.sqrt(a * math.log(1 / delta)) + a
 
 
@@ -79,9 +79,6 @@ def upcycled_theorem_6_3(
     return participations * epsilon
 
 
-# Guarantees of a run ----------------------------------------------------------------------------
-
-
 def sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, num_examples: int | None
 ) -> float:
@@ -96,49 +93,49 @@ def sensitivity(
 
 
 def epsilons(
-    perturbation: Perturbation,
-    objective: LocalObjective,
-    run: RunFacts,
-    *,
-    delta: float,
+    perturbation: Perturbation, objective: LocalObjective, run: RunFacts, *, delta: float
 ) -> dict[int, tuple[float, float]]:
     """Return (published, provable) ε of each client that was asked; infinite without a promise.
 
     A client that was asked but never reported its number of examples counts as if it had uploaded.
     """
     require_delta(delta)
-    covered = all(condition.holds for condition in objective.theorem_6_3_conditions())
     solved = all(condition.holds for condition in objective.solution_conditions())
-    by_client = {}
-    for client, uploads in run.participations.uploads.items():
-        size = run.num_examples.get(client)
-        if isinstance(perturbation, OutputPerturbation):
+
+    def of_output(
+        output: OutputPerturbation, size: int | None, uploads: int
+    ) -> tuple[float, float]:
+        published, provable = math.inf, 0.0
+        if size is not None:
+            published = upcycled_theorem_6_2(
+                output, num_examples=size, participations=uploads, delta=delta
+            )
+        if (moved := sensitivity(output, objective, size)) > 0:
+            multiplier = output.noise_stddev / moved
+            provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
+        return published, provable
+
+    def of_objective(
+        noise: ObjectivePerturbation, size: int | None, uploads: int
+    ) -> tuple[float, float]:
+        try:
+            published = upcycled_theorem_6_3(
+                noise, objective, num_examples=size or 0, participations=uploads
+            )
+        except PreconditionFailed:
             published = math.inf
-            if size is not None:
-                published = upcycled_theorem_6_2(
-                    perturbation, num_examples=size, participations=uploads, delta=delta
-                )
-            moved, provable = sensitivity(perturbation, objective, size), 0.0
-            if moved > 0:
-                multiplier = perturbation.noise_stddev / moved
-                provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
-        else:
-            published = provable = math.inf
-            if covered and size is not None and large_enough(objective, size).holds:
-                published = upcycled_theorem_6_3(
-                    perturbation, objective, num_examples=size, participations=uploads
-                )
-                provable = published if solved else math.inf
-        by_client[client] = (published, provable)
-    return by_client
+        return published, published if solved else math.inf
+
+    return {
+        client: of_output(perturbation, run.num_examples.get(client), uploads)
+        if isinstance(perturbation, OutputPerturbation)
+        else of_objective(perturbation, run.num_examples.get(client), uploads)
+        for client, uploads in run.participations.uploads.items()
+    }
 
 
 def perturbation_guarantees(
-    perturbation: Perturbation,
-    objective: LocalObjective,
-    run: RunFacts,
-    *,
-    delta: float,
+    perturbation: Perturbation, objective: LocalObjective, run: RunFacts, *, delta: float
 ) -> list[Guarantee]:
     """Return the guarantees for one record of any client: published, and provable.
 
@@ -146,72 +143,65 @@ def perturbation_guarantees(
     """
     by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
-    output = isinstance(perturbation, OutputPerturbation)
-    theorem = f"Yin et al., Upcycled-FL, Theorem 6.{2 if output else 3}"
     sizes = [run.num_examples.get(client) for client in by_client]
-    solution = objective.solution_conditions()
+    conditions: tuple[Condition, ...]
+    needed: tuple[Condition, ...] = ()
+    finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
-        conditions = [_published_sensitivity(perturbation, objective, sizes)]
-        provable_source = _how_sensitive(perturbation, objective, sizes)
+        theorem, closed_form = "6.2", "closed form (moments accountant)"
+        accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
+        tau, moved = perturbation.clipping_norm, _how_sensitive(perturbation, objective, sizes)
+        holds = all(
+            size is not None and sensitivity(perturbation, objective, size) <= tau / size
+            for size in sizes
+        )
+        claimed = (
+            f"one record moves a clipped local model by at most τ/|D_i| (what holds is {moved})"
+        )
+        conditions = (Condition(claimed, holds),)
     else:
+        theorem, closed_form, delta = "6.3", "closed form (pure DP)", 0.0
+        accountant, arithmetic = "sum over releases (pure DP)", _IN_FLOATS
+        # The noise is in the training: no model without it may be sent instead.
+        finite = ("training ends without an error, and finite, for every record",)
         smallest = large_enough(objective, min((size or 0 for size in sizes), default=0))
-        conditions = [*objective.theorem_6_3_conditions(), smallest, *solution]
-        provable_source = theorem
-
-    # Objective perturbation puts the noise into training: no model without it may be sent instead.
-    ends = () if output else ("training ends without an error, and finite, for every record",)
+        of_loss, of_solver = objective.theorem_6_3_conditions(), objective.solution_conditions()
+        conditions = needed = (*of_loss, smallest, *of_solver)
+        moved = None
+    source = f"Yin et al., Upcycled-FL, Theorem {theorem}"
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
-        delta=delta if output else 0.0,
+        delta=delta,
         assumptions=(
             "clients train, clip and add noise as instructed",
-            *ends,
+            *finite,
             "the planned rounds and each client's number of examples are public",
             "bounds on the loss hold for every possible record",
             LOADS,
             OUTLIVES,
-            ON_A_GRID if output else _IN_FLOATS,
+            arithmetic,
             noise_assumption(run.secure_noise),
         ),
         not_covered=run.not_covered,
     )
-    loss = PrivacyLoss(
-        epsilon=max(provable, default=0.0),
-        delta=claims.delta,
-        accountant=EXACT_GAUSSIAN if output else "sum over releases (pure DP)",
-    )
+    loss = PrivacyLoss(epsilon=max(provable, default=0.0), delta=delta, accountant=accountant)
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,
             max(published, default=0.0),
-            accountant="closed form (moments accountant)" if output else "closed form (pure DP)",
-            source=f"{theorem}; {_spread(published)}",
+            accountant=closed_form,
+            source=f"{source}; {_spread(published)}",
             conditions=conditions,
-            not_covered=run.not_covered,
+            not_covered=tuple(run.not_covered),
         ),
         claims.provable(
             AdversaryView.EACH_UPLOAD,
             loss,
-            f"{provable_source}; {_spread(provable)}",
-            conditions=() if output else conditions,
+            f"{moved or source}; {_spread(provable)}",
+            conditions=needed,
         ),
     ]
-
-
-def _published_sensitivity(
-    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
-) -> Condition:
-    """Return the condition that τ/|D_i| bounds the effect of one record, for every client."""
-    tau = perturbation.clipping_norm
-    return Condition(
-        "one record moves a clipped local model by at most τ/|D_i| (what holds is "
-        f"{_how_sensitive(perturbation, objective, sizes)})",
-        all(
-            size is not None and sensitivity(perturbation, objective, size) <= tau / size
-            for size in sizes
-        ),
-    )
 
 
 def _how_sensitive(
@@ -229,10 +219,3 @@ def _spread(values: Sequence[float]) -> str:
         return "no client was asked"
     mean = sum(values) / len(values)
     return f"{len(values)} clients: min {min(values):.4g}, mean {mean:.4g}, max {max(values):.4g}"
-
-
-def _moments(perturbation: OutputPerturbation, num_examples: int, participations: int) -> float:
-    require_at_least_one("num_examples", num_examples)
-    require_count("participations", participations)
-    ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
-    return participations * ratio**2 / 2

@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from logging import getLogger
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flower_ext.data import ClientData, Examples
+from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.descent import Kind, Stack, kind_of, unstacked
+from flower_ext.training.batched.descent import Stack, unstacked
 from flower_ext.training.batched.form import MEMORY_LIMIT, Form
-from flower_ext.training.batched.unfused import faster_alone
-from flower_ext.training.local import SGD, Job, LocalTraining, train_job
+from flower_ext.training.local import SGD, Job, LocalTraining, train
 from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import leaves_attributes_unchanged
+from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
@@ -34,7 +33,7 @@ def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
     """Return why these jobs are better trained one by one; None if they are not."""
     if reason := why_unusual(jobs):
         return reason
-    if reason := _why_unlike(_trial_of(task, jobs[0])):
+    if reason := _why_unlike(_kind(task, jobs[0])):
         _say_once(reason)
     return reason
 
@@ -53,56 +52,40 @@ def why_unusual(jobs: Sequence[Job]) -> str | None:
     return None
 
 
-class _Trial(NamedTuple):
-    """Everything that determines random trainings like those of a job."""
-
-    kind: Kind
-    loss: Callable[..., Tensor]
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def task(self) -> Task:
-        """A task without data."""
-        device = str(self.kind.device)
-        return Task(model=self.kind.build, data=_no_data, loss=self.loss, device=device)
-
-    def job(self, count: int, training: LocalTraining, seed: int) -> Job:
-        """Return a job on ``count`` random examples."""
-        random = torch.Generator().manual_seed(seed)
-        most = 256 if self.kind.dtype == torch.uint8 else 2
-        features = torch.randint(most, (count, *self.kind.shape), generator=random)
-        features = features.to(self.kind.dtype)
-        if features.is_floating_point():
-            features.normal_(generator=random)
-        targets = torch.randint(2, (count, *self.shape), generator=random).to(self.dtype)
-        return Job(
-            params=self.task.factory.like_initial(seed),
-            examples=Examples(features, targets),
-            training=training,
-            generator=random,
-        )
+def _kind(task: Task, job: Job) -> TrainingKind:
+    return kind_of(task, job.examples.features, job.examples.targets, job.params)
 
 
-def _trial_of(task: Task, job: Job) -> _Trial:
-    targets = job.examples.targets
-    return _Trial(kind_of(task, job), task.loss, targets.shape[1:], targets.dtype)
+def _random_job(kind: TrainingKind, count: int) -> Job:
+    """Return a short training on ``count`` random examples."""
+    random = torch.Generator().manual_seed(count)
+    most = 256 if kind.features.dtype == torch.uint8 else 2
+    features = torch.randint(most, (count, *kind.features.shape[1:]), generator=random)
+    features = features.to(kind.features.dtype)
+    if features.is_floating_point():
+        features.normal_(generator=random)
+    targets = torch.randint(2, (count, *kind.targets.shape[1:]), generator=random)
+    return Job(
+        params=kind.task.factory.like_initial(count),
+        examples=Examples(features, targets.to(kind.targets.dtype)),
+        training=LocalTraining(steps=2, batch_size=3),
+        generator=random,
+    )
 
 
 @lru_cache(maxsize=64)
-def _why_unlike(trial: _Trial) -> str | None:
+def _why_unlike(kind: TrainingKind) -> str | None:
     """Return why models of this kind cannot train in a batch, with targets of this shape."""
-    for module in in_training(trial.kind.build()).modules():
+    for module in in_training(kind.model()).modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return "batch normalisation changes the model while it is evaluated"
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        if drops and (type(module) is not nn.Dropout or trial.kind.device.type != "cpu"):
+        if drops and (type(module) is not nn.Dropout or kind.device.type != "cpu"):
             return f"{module} draws other numbers in a batch of models"
-        if faster_alone(module, trial.kind.device):
-            return f"on a CPU {module} is faster by itself"
-    if layer := refusing_layer(trial.kind.build, trial.kind.shape, trial.kind.dtype):
+    shape, dtype = kind.features.shape[1:], kind.features.dtype
+    if layer := refusing_layer(kind.model, shape, dtype):
         return f"{layer} refuses a mini-batch of a single row"
-    return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())
+    return _why_other(kind, lambda jobs: Stack(kind.task, jobs, lambda name: True).minimise())
 
 
 def trains_alike(task: Task, job: Job, form: Form) -> bool:
@@ -112,35 +95,32 @@ def trains_alike(task: Task, job: Job, form: Form) -> bool:
     counts its passes, say, may act on the count long after the trial, so no model is taken whose
     attributes change in a pass.
     """
-    return _trains_alike(_trial_of(task, job), form)
+    return _trains_alike(_kind(task, job), form)
 
 
 @lru_cache(maxsize=64)
-def _trains_alike(trial: _Trial, form: Form) -> bool:
+def _trains_alike(kind: TrainingKind, form: Form) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("the form does not take the random jobs of a trial")
-        if not leaves_attributes_unchanged(
-            in_training(trial.kind.build()), jobs[0].examples.features
-        ):
+        if not leaves_attributes_unchanged(in_training(kind.model()), jobs[0].examples.features):
             raise InvalidValue("a pass changes attributes of the model")
         return form.minimise(jobs, lambda name: True)
 
-    return _why_other(trial, minimise) is None
+    return _why_other(kind, minimise) is None
 
 
-def _why_other(trial: _Trial, minimise: Callable[[Sequence[Job]], Params]) -> str | None:
+def _why_other(kind: TrainingKind, minimise: Callable[[Sequence[Job]], Params]) -> str | None:
     """Return how two short trainings by ``minimise`` differ from `train`; None if they agree."""
-    training = LocalTraining(steps=2, batch_size=3)
 
     def jobs() -> list[Job]:
-        return [trial.job(count, training, seed=count) for count in (3, 2)]
+        return [_random_job(kind, count) for count in (3, 2)]
 
     with torch.random.fork_rng(devices=[]):
         try:
             both = jobs()
             ours = unstacked(minimise(both), both)
-            theirs = [train_job(trial.task, job) for job in jobs()]
+            theirs = [train(kind.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
             return f"two in a batch end with {error!r}"
     for one, other, job in zip(ours, theirs, jobs(), strict=True):
@@ -153,10 +133,6 @@ def _why_other(trial: _Trial, minimise: Callable[[Sequence[Job]], Params]) -> st
             if float((one[name].to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
                 return f"two in a batch do not make the same {name}"
     return None
-
-
-def _no_data(client: int) -> ClientData:
-    raise NotImplementedError
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.objective import affine
-from flower_ext.training.params import FlatParams, Params, Sizes, flat_rows, sizes
+from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 
@@ -29,30 +29,10 @@ IGNORED = -100
 """Target value that cross_entropy leaves out of its mean."""
 
 
-class Kind(NamedTuple):
-    """Everything that determines the form of K models."""
-
-    build: Callable[[], nn.Module]
-    device: torch.device
-    shape: torch.Size
-    dtype: torch.dtype
-    parameters: Sizes
-
-
-def kind_of(task: Task, job: Job) -> Kind:
-    """Return the kind of a job's model."""
-    features, device = job.examples.features, task.torch_device()
-    return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
-
-
-def models_for(task: Task, job: Job) -> MappedModel:
-    """Return the form that computes several models of a job's kind at once."""
-    return _models(kind_of(task, job))
-
-
 @lru_cache(maxsize=64)
-def _models(kind: Kind) -> MappedModel:
-    return MappedModel(in_training(kind.build().to(kind.device)))
+def _models(build: Callable[[], nn.Module], device: torch.device, parameters: Sizes) -> MappedModel:
+    """Return the form that computes several models at once."""
+    return MappedModel(in_training(build().to(device)))
 
 
 class MiniBatches(NamedTuple):
@@ -74,11 +54,9 @@ class Stack:
     """
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
-        if any(len(job.examples) == 0 for job in jobs):
-            raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        self.models = models_for(task, jobs[0])
+        self.models = _models(task.model, self.device, sizes(jobs[0].params))
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")
@@ -89,7 +67,6 @@ class Stack:
         self.weights = {name: params.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
         self.rest = params
-        self.batches = Batches(jobs, self.device)
         self.generators = [
             draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
@@ -108,7 +85,7 @@ class Stack:
         if not terms and not momentum.any() and not radius.any():
             return self._descend(rate)
         velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        for batch in self.batches:
+        for batch in self.batches():
             active = len(batch.x)
             now = first(self.weights, active)
             point = now
@@ -128,7 +105,7 @@ class Stack:
 
     def _descend(self, rate: Tensor) -> Params:
         """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
-        for batch in self.batches:
+        for batch in self.batches():
             now = first(self.weights, len(batch.x))
             targets = {name: Target(w, factor=-1.0) for name, w in now.items()}
             self._send(now, batch, targets, rate[: len(batch.x)])
@@ -193,6 +170,33 @@ class Stack:
 
         return summed
 
+    def batches(self) -> Iterator[MiniBatches]:
+        """Yield the mini-batches of all jobs, step by step, in each job's own order."""
+        orders = [
+            [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
+        ]
+        # One copy an epoch: each step by itself would take a small copy for each job.
+        longest = self.jobs[0]
+        ahead = max(1, len(longest.examples) // longest.training.batch_size)
+        for start in range(0, longest.num_steps, ahead):
+            epoch = [order[start : start + ahead] for order in orders if start < len(order)]
+            x, y = (self._selected(part, epoch) for part in ("features", "targets"))
+            for step in range(len(epoch[0])):
+                counts = [len(steps[step]) for steps in epoch if step < len(steps)]
+                real = slice(len(counts)), step, slice(max(counts))
+                yield MiniBatches(x[real], y[real], counts)
+
+    def _selected(self, part: str, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the features, or targets, of some steps: (jobs, steps, rows, …)."""
+        tensors = [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+        width = max(len(rows) for steps in epoch for rows in steps)
+        shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
+        selected: Tensor = tensors[0].new_empty(shape)
+        for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
+            rows = torch.cat([_padded(rows, width) for rows in steps]).to(self.device)
+            torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
+        return selected
+
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
@@ -239,51 +243,18 @@ def add_terms(
 
 
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
-    """Return each job's L2 norm over all its parameters."""
     squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
     # torch.sum over a stack of these would round by the number of models.
     return sum(squares[1:], squares[0]).sqrt()
 
 
-class Batches:
-    """Mini-batches of all jobs, step by step, in each job's own order."""
-
-    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        self.jobs, self.device = jobs, device
-
-    def __iter__(self) -> Iterator[MiniBatches]:
-        orders = []
-        start = 0
-        for job in self.jobs:
-            rows_of_steps = batch_rows(len(job.examples), job.training, job.generator)
-            orders.append([rows + start for rows in rows_of_steps])
-            start += len(job.examples)
-        features, targets = self._joined("features"), self._joined("targets")
-        for step in range(self.jobs[0].num_steps):
-            rows = [order[step] for order in orders if step < len(order)]
-            counts = [*map(len, rows)]
-            longest = max(counts)
-            # Padding repeats an example of its own mini-batch.
-            padded = [r if len(r) == longest else _padded(r, longest) for r in rows]
-            index, shape = torch.cat(padded).to(self.device), (len(rows), longest)
-            x, y = (part.index_select(0, index) for part in (features, targets))
-            yield MiniBatches(x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:]), counts)
-
-    def _joined(self, part: str) -> Tensor:
-        """Return the features, or the targets, of all jobs, one job after the other."""
-        return torch.cat(
-            [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
-        )
-
-
 def _padded(rows: Tensor, length: int) -> Tensor:
-    return torch.cat([rows, rows[:1].expand(length - len(rows))])
+    """Repeat a row of the same mini-batch."""
+    return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
     """Return each job's whole model: its row where there is one, else its own parameters."""
-    if isinstance(rows, FlatParams) and all([*job.params] == [*rows] for job in jobs):
-        return list(rows.models())
     trained = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
         {name: trained[name][row] if name in trained else p for name, p in job.params.items()}

@@ -94,11 +94,7 @@ def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch
 
     def add(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
         nonlocal count
-        if isinstance(module, nn.RNNBase):  # a step keeps gates, their slopes and its states
-            steps = inputs[0].numel() // module.input_size
-            gates = sum(len(p) for n, p in module.named_parameters() if n.startswith("weight_hh"))
-            count += 3 * steps * gates
-        elif isinstance(output, Tensor):
+        if isinstance(output, Tensor):
             count += output.numel()
 
     model = build()

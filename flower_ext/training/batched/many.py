@@ -2,12 +2,13 @@
 
 The results are those of `train` for each job, up to the order of floating-point sums. Jobs train
 in the form of a plug-in if one takes them (`form`), else in a batch (`descent`). Models that a
-batch would change train one by one (`batchable`).
+batch would change train one by one (`batchable`). `_ways` makes this choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -19,11 +20,12 @@ from flower_ext.training.batched.descent import Stack, unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
 from flower_ext.training.batched.grouping import alike, groups, longest_first
 from flower_ext.training.isolation import isolated
-from flower_ext.training.local import Job, LocalTraining, train_job
-from flower_ext.training.model_templates import template_of
+from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
+Minimise = Callable[[Sequence[Job], Callable[[str], bool]], Params]
+"""Trains jobs, of parameters that the function names, and returns their models in rows."""
 _TYPICAL_ROWS = 32
 
 
@@ -86,25 +88,45 @@ def train_groups(
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
+    for group, minimise in _ways(task, jobs, memory_limit, steady=steady):
+        yield group, minimise([jobs[index] for index in group], trained)
+
+
+def _ways(
+    task: Task, jobs: Sequence[Job], memory_limit: int, *, steady: bool
+) -> Iterator[tuple[list[int], Minimise]]:
+    """Yield groups of jobs, each with the fastest way to train it that leaves its results alone.
+
+    First choice is the form of a plug-in, and the second a batch of stacked models. The numbers of
+    the latter depend on how many they are, so ``steady`` jobs train one by one instead.
+    """
     for members in alike(jobs):
         left = members
         for form in _offered(task, [jobs[index] for index in members], steady=steady):
-            taken: set[int] = set()
-            for part in form.groups([jobs[index] for index in left], memory_limit):
-                group = [left[index] for index in part]
-                taken.update(group)
-                yield group, form.minimise([jobs[index] for index in group], trained)
-            left = [index for index in left if index not in taken]
+            parts = form.groups([jobs[index] for index in left], memory_limit)
+            taken = [[left[index] for index in part] for part in parts]
+            yield from ((group, form.minimise) for group in taken)
+            trained = {index for group in taken for index in group}
+            left = [index for index in left if index not in trained]
         rest = [jobs[index] for index in left]
         if steady:
-            parts = [[index] for index in longest_first(rest, range(len(rest)))]
+            parts = ([index] for index in longest_first(rest, range(len(rest))))
         else:
             parts = groups(task, rest, memory_limit)
         for part in parts:
-            yield (
-                [left[index] for index in part],
-                _minimised(task, [rest[i] for i in part], trained),
-            )
+            way = _in_a_batch if len(part) > 1 else _alone
+            yield [left[index] for index in part], partial(way, task)
+
+
+def _in_a_batch(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+    like, weights = jobs[0].params, Stack(task, jobs, trained).minimise()
+    return {n: w.to(like[n].device, like[n].dtype) for n, w in weights.items()}
+
+
+def _alone(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+    (job,) = jobs
+    # Copies, because untrained parameters may be the job's own.
+    return {n: p.clone().unsqueeze(0) for n, p in train(task, job, trained=trained).items()}
 
 
 def train_surely(
@@ -159,20 +181,8 @@ def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]
         if len(jobs) == 1 and not steady and not form.gains_alone(jobs[0]):
             continue
         # Known layers show all that they do, so the cost of a trial can be saved.
-        template = template_of(task.factory, task.torch_device())
-        if (template is not None and template.known) or trains_alike(task, jobs[0], form):
+        if task.factory.facts.known or trains_alike(task, jobs[0], form):
             yield form
-
-
-def _minimised(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-    """Train one job by itself, or several as a stack; return their parameters in rows."""
-    like = jobs[0].params
-    if len(jobs) > 1:
-        weights = Stack(task, jobs, trained).minimise()
-        return {n: w.to(like[n].device, like[n].dtype) for n, w in weights.items()}
-    model = train_job(task, jobs[0], trained=trained)
-    # Copies, because untrained parameters may be the job's own.
-    return {name: p.clone().unsqueeze(0) for name, p in model.items()}
 
 
 def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:

@@ -19,7 +19,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flower_ext.training.batched.unfused import unfuse
+from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import Draws
 
 Loss = Callable[[Tensor], Tensor]
@@ -75,7 +75,7 @@ class MappedModel:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
         """Names of the trained parameters."""
-        self._model = unfuse(model)
+        self._model = model
         self._pass: _Pass
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         tied = len(set(names)) > len([*model.parameters()])
@@ -95,6 +95,10 @@ class MappedModel:
                 _replace_forward(layer, _normed)
             elif type(layer) in _POOLING:
                 _replace_forward(layer, partial(_pooled, layer.forward))
+            elif isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+                if layer.max_norm is not None or layer.scale_grad_by_freq:
+                    raise InvalidValue(f"{layer} has no form for many models")
+                _replace_forward(layer, _looked_up)
 
     def gradient(
         self,
@@ -134,7 +138,6 @@ class MappedModel:
                 targets[name].add(slope)
 
     def _product(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b."""
         weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
         begin = self._pass.begin
 
@@ -253,6 +256,13 @@ def _convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
 def _normed(layer: nn.GroupNorm, x: Tensor) -> Tensor:
     # Under vmap, group normalisation knows no other order in memory.
     return nn.GroupNorm.forward(layer, x.contiguous())
+
+
+def _looked_up(layer: nn.Embedding, x: Tensor) -> Tensor:
+    # vmap numbers the rows of all tables as one, so it would find the padding of the first alone.
+    rows = functional.embedding(x, layer.weight)
+    padding = torch.eq(x, layer.padding_idx)  # type: ignore[arg-type]
+    return torch.where(padding.unsqueeze(-1), rows.detach(), rows)
 
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
 
@@ -27,11 +28,10 @@ from torch.nn import functional
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.isolation import attempted
-from flower_ext.training.params import Params, clone, sizes
+from flower_ext.training.params import Params, clone
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
@@ -42,6 +42,7 @@ from flower_ext.training.trials.single_examples import (
     model_of_single_examples,
     require_single_examples,
 )
+from flower_ext.training.trials.trial_examples import kind_of
 
 log = getLogger("flwr")
 
@@ -52,6 +53,14 @@ _MOST_DENSE, _OF_EIGHT = 1024, 8
 """The most that pass together where they are not, in multiples of a register's numbers."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms, whose shortest sums are in single precision."""
+
+
+class Way(StrEnum):
+    """How the gradients of single examples are found, the fastest first."""
+
+    IN_ONE_PASS = "in one pass"
+    BY_VMAP = "by vmap"
+    ONE_BY_ONE = "one by one"
 
 
 class ClippedGradient:
@@ -93,18 +102,14 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model, self.followed = (model_of_single_examples(task, names) for _ in range(2))
-        with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
-            unfuse(self.followed)
+        self.model = model_of_single_examples(task, names)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
-        self.by_vmap: bool | None = None
-        """True if vmap follows model and loss; None until there are examples."""
-        self.in_one_pass: bool | None = None if all(map(is_known, self.layers.values())) else False
-        """True if layers keep examples apart; None until there are examples (see `_choose`)."""
+        self.way: Way | None = None
+        """How gradients are found; None until there are examples (see `_chosen_way`)."""
         self._one_pass = OnePass(self.model, names, self.layers)
-        self._known: _Known | None = None
+        self._facts: _Facts | None = None
         self._logged: set[int] = set()
         holders = [
             m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None
@@ -118,13 +123,10 @@ class ClippedGradient:
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, parameter in self.params.items():
             parameter.copy_(params[name])
-        empty = trees.length(features) == 0
         # Only the first training of a process has trials: their draws must not move its own.
         with self._draws(0):
-            self._check_model(features, targets)
-            if not empty:
-                self._choose(features, targets)
-        if empty:
+            self._prepare(features, targets)
+        if trees.length(features) == 0:
             return summed
         any_passes = False
         for x, y in trees.split((features, targets), self.width):
@@ -138,7 +140,7 @@ class ClippedGradient:
     @property
     def width(self) -> int:
         """The number of examples of each pass, the same for every batch."""
-        return self._widest if self.in_one_pass else self._narrow
+        return self._widest if self.way == Way.IN_ONE_PASS else self._narrow
 
     def _add(self, summed: Params, parts: Parts, passes: Tensor) -> None:
         """Add the clipped gradients of the examples that pass without an error and are finite."""
@@ -154,7 +156,7 @@ class ClippedGradient:
     def _gradients(self, x: Tree, y: Tree) -> Iterator[tuple[Parts, Tensor]]:
         """Yield gradients of up to `width` examples, with a mask of those that have one."""
         count, device = trees.length(x), trees.first(x).device
-        if not (self.in_one_pass or self.by_vmap):
+        if self.way == Way.ONE_BY_ONE:
             yield self._in_a_loop(x, y)
             return
         seed, passes = _seed(), torch.ones(count, dtype=torch.bool, device=device)
@@ -186,7 +188,7 @@ class ClippedGradient:
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         x, y = trees.mapped(widened, (x, y))
-        follow = self._one_pass if self.in_one_pass else self._by_vmap
+        follow = self._one_pass if self.way == Way.IN_ONE_PASS else self._by_vmap
         with self._draws(seed):
             parts = attempted(follow, x, y, self.task.loss)
         if isinstance(parts, Exception):
@@ -198,62 +200,50 @@ class ClippedGradient:
         """Let random draws, as of dropout, depend on an example's place alone."""
         return seeded(seed, devices=self.task.torch_device().type != "cpu")
 
-    def _choose(self, features: Tree, targets: Tree) -> None:
-        """Choose the method, by trials.
+    def _prepare(self, features: Tree, targets: Tree) -> None:
+        """Refuse a model that keeps something, or learns from no example; choose the way."""
+        if self._facts is None:
+            kind = kind_of(self.task, features, targets, self.params)
+            self._facts = _facts(kind, tuple(self.names), self._widest, torch.get_num_threads())
+        facts = self._facts
+        if not facts.learns_singly:
+            require_single_examples(self.task, self.names, features, targets)
+            facts.learns_singly = True
+        if self.way is None and trees.length(features):
+            if facts.way is None:
+                facts.way = self._chosen_way(features, targets)
+                facts.last = self._one_pass.last
+                log.info("gradients of single examples are found %s", facts.way)
+            self.way, self._one_pass.last = facts.way, facts.last
+
+    def _chosen_way(self, features: Tree, targets: Tree) -> Way:
+        """Choose the fastest way that trials allow; their random examples are nobody's data.
 
         One pass finds every example's own gradient, unless a layer treats patches or times as rows,
-        a layer is used twice, or examples mix. A trial checks that, and that the bits of an example
-        depend neither on its place nor on the others. A model whose operations depend on values
-        takes another way, too (`watched`). Trials use random examples, so the choice depends on
-        nobody's data.
+        a layer is used twice, or examples mix; or operations depend on values (`watched`). Neither
+        in one pass nor under vmap may the bits of an example depend on its place or on the others.
         """
-        known = self._known_of(features, targets)
         trial = BatchInvarianceTrial(self.model, self.params, self.names)
         example = features, targets, self.task.loss
-        if self.in_one_pass is not False:
-            if known.in_one_pass is None:
-                one_pass, count = self._one_pass, self._widest
-                known.in_one_pass = (
-                    _holds(one_pass.prepare, features, count)
-                    and _holds(trial.finds_own_gradients, *example, one_pass, count)
-                    and _holds(trial.is_batch_invariant, *example, one_pass, count)
-                )
-                known.last = self._one_pass.last
-            self._one_pass.last = known.last
-            self.in_one_pass = known.in_one_pass
-        if not self.in_one_pass and self.by_vmap is None:
-            if known.by_vmap is None:
-                known.by_vmap = _holds(
-                    trial.is_batch_invariant, *example, self._by_vmap, self._narrow
-                )
-                how = "by vmap" if known.by_vmap else "one by one"
-                log.info("gradients of single examples are found %s", how)
-            self.by_vmap = known.by_vmap
-
-    def _check_model(self, features: Tree, targets: Tree) -> None:
-        """Refuse a model that keeps something, or learns from no example by itself."""
-        known = self._known_of(features, targets)
-        if not known.learns_singly:
-            require_single_examples(self.task, self.names, features, targets)
-            known.learns_singly = True
-
-    def _known_of(self, features: Tree, targets: Tree) -> _Known:
-        """Return the facts about this model on examples of these shapes and types."""
-        if self._known is None:
-            form = trees.form(features), trees.form(targets)
-            kind = self.task.model, self.task.loss, trees.first(features).device, *form
-            shape = self._widest, torch.get_num_threads()
-            self._known = _known(*kind, sizes(self.params), tuple(self.names), *shape)
-        return self._known
+        widest = self._one_pass, self._widest
+        if (
+            all(map(is_known, self.layers.values()))
+            and _holds(self._one_pass.prepare, features, self._widest)
+            and _holds(trial.finds_own_gradients, *example, *widest)
+            and _holds(trial.is_batch_invariant, *example, *widest)
+        ):
+            return Way.IN_ONE_PASS
+        by_vmap = _holds(trial.is_batch_invariant, *example, self._by_vmap, self._narrow)
+        return Way.BY_VMAP if by_vmap else Way.ONE_BY_ONE
 
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
-        buffers = {n: self.params.get(n, b) for n, b in self.followed.named_buffers()}
+        buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
         point = {**self.params, **clone(buffers)}
 
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
-            return loss_alone(self.followed, {**point, **chosen}, loss, x, y)
+            return loss_alone(self.model, {**point, **chosen}, loss, x, y)
 
         gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(gradient) for name, gradient in gradients.items()}
@@ -270,7 +260,6 @@ class ClippedGradient:
         return {name: GradientRows(stack) for name, stack in stacks.items()}, passes
 
     def _gradient_alone(self, x: Tree, y: Tree) -> Params | None:
-        """Return the gradient of one example; None if it raises."""
         x = trees.mapped(Tensor.clone, x)  # the model may write into it
         gradient = attempted(
             gradient_alone, self.model, self.params, self.names, self.task.loss, x, y
@@ -290,18 +279,17 @@ class ClippedGradient:
 
 
 @dataclass
-class _Known:
-    """Facts that trials found out about models of one kind."""
+class _Facts:
+    """Results of trials of models of one kind."""
 
-    by_vmap: bool | None = None
-    in_one_pass: bool | None = None
     learns_singly: bool = False
+    way: Way | None = None
     last: Tree | None = None
 
 
 @lru_cache(maxsize=64)
-def _known(*kind: Hashable) -> _Known:
-    return _Known()
+def _facts(*kind: Hashable) -> _Facts:
+    return _Facts()
 
 
 def _holds(check: Callable[..., bool], *arguments: object) -> bool:
@@ -314,7 +302,6 @@ def _holds(check: Callable[..., bool], *arguments: object) -> bool:
 
 
 def _seed() -> int:
-    """Return a seed from torch's own generator."""
     return int(torch.randint(2**62, (1,)))
 
 

@@ -6,7 +6,7 @@ Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public div
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,6 @@ from flower_ext.checks import (
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import SGD, Job, batches, gradient
 from flower_ext.training.params import Params
@@ -148,13 +147,9 @@ class ClippedJob(Job):
 
 
 def train_clipped_steps(
-    task: Task,
-    jobs: Sequence[ClippedJob],
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[Params]:
-    """Return each job's model after w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
+    task: Task, job: ClippedJob, trained: Callable[[str], bool] = lambda name: True
+) -> Params:
+    """Return the model after steps w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
 
     Guarantees
     ----------
@@ -167,10 +162,6 @@ def train_clipped_steps(
     ValueError
         As `train_dp_sgd`; also if the training asks for more than plain steps.
     """
-    return [_clipped_steps(task, job, trained) for job in jobs]
-
-
-def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) -> Params:
     training, noise = job.training, job.noise
     for name in ("momentum", "sam_radius", "tolerance"):
         if getattr(training, name):

@@ -21,9 +21,8 @@ from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.model_calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
-from flower_ext.training.trials.deterministic import deterministic
 from flower_ext.training.trials.single_examples import Loss, has_rows
-from flower_ext.training.trials.trial_examples import random_examples
+from flower_ext.training.trials.trial_examples import deterministic, random_examples
 
 
 class OnePass:

@@ -20,11 +20,10 @@ Refused wherever uploads are protected:
   variable, or that draws from the global generators of NumPy or Python
   (`refuse_state_between_trainings`; ``trials/test_between_trainings.py``).
 
-Not refused, but trained or scored in a slower way in which no example meets another:
+Not refused, but trained in a slower way in which no example meets another:
 
 * by vmap, a model that reads values of its features (`control_flow.watched`), or that mixes the
   examples of a batch (`BatchInvarianceTrial.finds_own_gradients`);
 * one by one, a model that rounds an example by its place or by the others even under vmap
-  (`BatchInvarianceTrial.is_batch_invariant`);
-* client by client, a model that mixes examples in evaluation (`evaluates_independently`).
+  (`BatchInvarianceTrial.is_batch_invariant`).
 """

@@ -11,21 +11,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
+from flower_ext.training.dp.per_example import Parts
 from flower_ext.training.model_calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
-from flower_ext.training.trials.deterministic import deterministic
 from flower_ext.training.trials.single_examples import Loss, gradient_alone, has_rows
 from flower_ext.training.trials.trial_examples import (
     ODD,
     TRIED,
+    deterministic,
     integer_examples,
     random_examples,
     with_odd_rows,
@@ -36,24 +36,7 @@ _ALIKE, _ROUNDED = 1e-3, 1e-6
 """The tolerated relative rounding, and the rest of it where the terms of a sum cancel."""
 
 
-class ExampleGradients(Protocol):
-    """Gradients of one parameter, by example (see `training.dp.per_example`)."""
-
-    @property
-    def factors(self) -> tuple[Tensor, ...]:
-        """Tensors that determine the gradients, with one row per example."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Return the squared norm of every example's gradient."""
-        ...
-
-    def total(self, factors: Tensor) -> Tensor:
-        """Return the sum of factor · gradient over all examples."""
-        ...
-
-
-Follow = Callable[[Tree, Tree, Loss], Mapping[str, ExampleGradients]]
+Follow = Callable[[Tree, Tree, Loss], Parts]
 """Returns every example's gradient from one pass over features and targets."""
 
 
@@ -192,27 +175,6 @@ class BatchInvarianceTrial:
                 tensor.copy_(before[name])
 
 
-@lru_cache(maxsize=64)
-def evaluates_independently(
-    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
-) -> bool:
-    """Return True if the model in evaluation returns one independent row per example."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(2, (TRIED, *shape), generator=generator).to(dtype)
-    if dtype.is_floating_point:
-        x.normal_(generator=generator)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            model = build().eval()
-            model.load_state_dict(shaken(dict(model.named_parameters()), generator), strict=False)
-            together, alone = model(x.clone()), [model(row.clone()) for row in torch.split(x, 1)]
-            if not isinstance(together, Tensor):
-                return False
-            return len(together) == TRIED and torch.allclose(torch.cat(alone), together, 1e-3, 1e-4)
-        except Exception:  # a model may raise anything for random examples
-            return False
-
-
 def _gradients(follow: Follow, x: Tree, y: Tree, by: Loss, rows: Tensor) -> Params:
     """Return the gradients of some examples, from one pass over all of them."""
     parts = follow(trees.mapped(Tensor.clone, x), y, by)
@@ -248,7 +210,6 @@ def _numbers(follow: Follow, x: Tree, y: Tree, by: Loss) -> list[Tensor]:
 
 
 def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice(None)) -> bool:
-    """Return True if no bit of these rows differs."""
     pairs = zip(ours, theirs, strict=False)
     return len(ours) == len(theirs) and all(torch.equal(a[rows], b[rows]) for a, b in pairs)
 

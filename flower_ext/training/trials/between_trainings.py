@@ -12,26 +12,30 @@ must not depend on the examples that passed before.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from flower_ext.data import ClientData, Examples, trees
+from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.isolation import attempted
-from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
-from flower_ext.training.trials.trial_examples import random_examples, unlike_examples, zeros
+from flower_ext.training.trials.trial_examples import (
+    TrainingKind,
+    kind_of,
+    random_examples,
+    unlike_examples,
+    zeros,
+)
 
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "
@@ -53,40 +57,26 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
     Exception
         Examples of this kind, such as quantised ones, cannot be made at random.
     """
-    features, targets = zeros(examples.features, 1), zeros(examples.targets, 1)
-    form = trees.form(features), trees.form(targets)
     for device in dict.fromkeys((str(task.torch_device()), "cpu")):
+        kind = kind_of(replace(task, device=device), examples.features, examples.targets, {})
         # The trial runs once in a process: its draws must not move those that follow.
         with seeded(0, devices=device != "cpu"):
-            place = _shared_place(_Kind(task.model, task.loss, device, form, features, targets))
+            place = _shared_place(kind)
         if place is not None:
             raise tellable(InvalidValue(_KEEPS.format(place=place)))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The trainings that one trial speaks for; of their examples only the form matters."""
-
-    model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
-    device: str
-    form: Hashable
-    features: Tree = field(compare=False)
-    targets: Tree = field(compare=False)
-
-
 @lru_cache(maxsize=64)
-def _shared_place(kind: _Kind) -> str | None:
+def _shared_place(kind: TrainingKind) -> str | None:
     """Return the place that trainings share and change; None if a trial finds none."""
-    task = Task(model=kind.model, data=_no_data, loss=kind.loss, device=kind.device)
-    generator = torch.Generator().manual_seed(0)
+    task, generator = kind.task, torch.Generator().manual_seed(0)
     start = shaken(task.factory.like_initial(0), generator)
     # A model that no training has: what changes in it, all models share.
     bystander = in_training(task.model().to(task.torch_device()))
     usual, other = (
         (random_examples(kind.features, 3, generator), zeros(kind.targets, 3)) for _ in range(2)
     )
-    on_cpu = kind.device == "cpu"
+    on_cpu = kind.device.type == "cpu"
     unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
     draws = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
     try:
@@ -113,7 +103,7 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
         training=LocalTraining(steps=2, batch_size=2),
         generator=torch.Generator().manual_seed(0),
     )
-    model = attempted(train_job, task, job)
+    model = attempted(train, task, job)
     return None if isinstance(model, Exception) else model
 
 
@@ -123,7 +113,3 @@ def _positions(of_numpy: Any = None, of_python: Any = None) -> tuple[object, ...
     state = numpy_state["state"]
     drawn = state["pos"] if "pos" in state else repr(state), numpy_state["has_gauss"]
     return (*drawn, random.getstate() if of_python is None else of_python)
-
-
-def _no_data(client: int) -> ClientData:
-    raise NotImplementedError

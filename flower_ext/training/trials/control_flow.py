@@ -150,7 +150,6 @@ def _reads(func: Any, inputs: Sequence[Tensor]) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes into."""
     for value, argument in zip(args, func._schema.arguments, strict=False):
         alias = argument.alias_info
         if isinstance(value, Tensor) and alias is not None and alias.is_write:

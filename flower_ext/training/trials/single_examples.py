@@ -22,14 +22,14 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import UnlikeTypes, call_with
-from flower_ext.training.model_factory import channels_last_needs, in_training
+from flower_ext.training.model_factory import in_training, suits_channels_last
 from flower_ext.training.params import Params, clone, is_finite, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
-from flower_ext.training.trials.deterministic import deterministic
 from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
 from flower_ext.training.trials.trial_examples import (
     TRIED,
+    deterministic,
     random_examples,
     unlike_examples,
     zeros,
@@ -60,8 +60,7 @@ _OVER_PAIRS = "expected a loss that a single example can lower, and not one over
 def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
     """Return a model of the task in which examples stay apart, or refuse one in which they mix."""
     model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
-    must_train = channels_last_needs(model)
-    channels_last = must_train is None or must_train in trained  # faster on a CPU
+    channels_last = suits_channels_last(model, trained)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InvalidValue(
@@ -272,7 +271,6 @@ def _has_floats(tree: Tree) -> bool:
 
 
 def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
-    """Return True if the model takes one example by itself."""
     alone = trees.mapped(lambda leaf: leaf[None], example)
     return not isinstance(attempted(_outputs, outputs_of, alone), Exception)
 

@@ -1,4 +1,4 @@
-"""Made-up examples for trials: random and odd ones, with the shapes and types of real examples.
+"""What a trial runs: kinds of trainings, and random and odd examples of the form of real ones.
 
 They depend on nobody's values, so a trial reveals nothing about any record.
 """
@@ -6,13 +6,19 @@ They depend on nobody's values, so a trial reveals nothing about any record.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from flower_ext.data import trees
+from flower_ext.data import ClientData, trees
 from flower_ext.data.trees import Tree
+from flower_ext.training.params import Sizes, sizes
+from flower_ext.training.task import Task
 
 TRIED = 3
 """Number of random examples whose own gradients a trial computes."""
@@ -23,6 +29,46 @@ _HIGHEST = (2, 3, 255, 10_000)
 of images; and large ones, as for counts."""
 _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
 """Integers of targets by which a loss may keep something; negative ones mark what is missing."""
+
+
+_DROPPING = {
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
+}
+
+
+@dataclass(frozen=True)
+class TrainingKind:
+    """Everything by which a trial speaks for a training: a key, under which it is remembered.
+
+    ``features`` and ``targets`` are one example of zeros, of the same form as the real ones.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    device: torch.device
+    sizes: Sizes
+    form: Hashable
+    features: Tree = field(compare=False)
+    targets: Tree = field(compare=False)
+
+    @property
+    def task(self) -> Task:
+        """A task without data."""
+        return Task(model=self.model, data=_no_data, loss=self.loss, device=str(self.device))
+
+
+def kind_of(
+    task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
+) -> TrainingKind:
+    """Return the kind of trainings of these parameters on examples of this form."""
+    form = trees.form(features), trees.form(targets)
+    device, parts = task.torch_device(), (zeros(features, 1), zeros(targets, 1))
+    return TrainingKind(task.model, task.loss, device, sizes(params), form, *parts)
+
+
+def _no_data(client: int) -> ClientData:
+    raise NotImplementedError
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
@@ -47,14 +93,6 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
 def zeros(targets: Tree, count: int) -> Tree:
     """Return ``count`` targets of zeros, with the shapes and types of ``targets``."""
     return trees.mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), targets)
-
-
-def odd_examples(features: Tree) -> Tree:
-    """Return examples that consist of the values in `ODD`, one example for each."""
-    examples = zeros(features, len(ODD))
-    for row, odd in enumerate(ODD):
-        examples = with_odd_rows(examples, row, odd)
-    return examples
 
 
 def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
@@ -86,12 +124,12 @@ def unlike_examples(
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), zeros(targets, 1)
-    unlike_targets, unlike_features = [zero, _odd_but_once(targets)], [x]
+    unlike_targets, unlike_features = [zero, _odd_examples(targets)], [x]
     if integers:
         last_rows = {table.num_embeddings - 1 for table in _tables(model)}
         unlike_targets += _with_odd_integers(zero, _ODD_CLASSES)
         unlike_features += _with_odd_integers(first, (-1, *last_rows, _HIGHEST[-1]))
-    unlike_features.append(_odd_but_once(features))
+    unlike_features.append(_odd_examples(features))
     pairs = [(_repeated(first, y), y) for y in unlike_targets]
     pairs += [(x, _repeated(zero, x)) for x in unlike_features]
     joined: tuple[Tree, Tree] = trees.mapped(lambda *leaves: torch.cat(leaves), *pairs)
@@ -141,9 +179,11 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
     return (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
 
 
-def _odd_but_once(examples: Tree) -> Tree:
-    """Return `odd_examples`; of integers alone, only one of ones and one of zeros."""
-    odd = odd_examples(examples)
+def _odd_examples(examples: Tree) -> Tree:
+    """Return an example for each value in `ODD`; of integers alone, only of ones and of zeros."""
+    odd = zeros(examples, len(ODD))
+    for row, value in enumerate(ODD):
+        odd = with_odd_rows(odd, row, value)
     if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):
         return odd
     return trees.mapped(lambda leaf: leaf[-2:], odd)
@@ -165,3 +205,20 @@ def _repeated(example: Tree, like: Tree) -> Tree:
 
 def _replaced(x: Tree, former: Tensor, leaf: Tensor) -> Tree:
     return trees.mapped(lambda other: leaf if other is former else other, x)
+
+
+class deterministic(TorchFunctionMode):
+    """Switch off a model's random parts, such as dropout, so that it does the same twice."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function without its random part."""
+        kwargs = kwargs or {}
+        if func in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is functional.rrelu:
+            return functional.leaky_relu(args[0], 0.2)
+        if func is functional.scaled_dot_product_attention:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+        return func(*args, **kwargs)

@@ -29,7 +29,7 @@ from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job
 from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.objective import affine
-from flower_ext.training.params import FlatParams, Params, Sizes, sizes
+from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 from flower_ext_kernels.chain import Layer, Part, chain
@@ -65,9 +65,6 @@ class CompiledNetwork:
             for leaf, parameter in layer.module.named_parameters():
                 self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
                 self.size += parameter.numel()
-        self._layout = {name: (part.where, tuple(part.shape)) for name, part in self.parts.items()}
-        self._in_order = not any(part.turned for part in self.parts.values())
-        self._numbers = self.size
         self.size = math.ceil(self.size / LINE) * LINE
         self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
         self.images = any(layer.window is not None for layer in layers)
@@ -153,8 +150,6 @@ class CompiledNetwork:
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
             run = map if pool is None else pool.map
             list(run(train, ends, ends[1:]))
-        if self._in_order and len(names) == len(self.parts):
-            return FlatParams(rows[:, : self._numbers], self._layout)
         return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:

@@ -64,7 +64,7 @@ def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
 def noise_of(strategy, answered=range(SILOS)):
     """The noise of a first round's sum, which follows from the seed: silos' and the server's."""
     own = strategy.run.mechanism
-    share = own.cells_protection.share_stddev / own.cell
+    share = own.cells_protection.noise_stddev / own.cell
     nothing = {n: np.zeros(p.shape, np.int64) for n, p in task().initial_params(SEED).items()}
     total = dict(nothing)
     for number in answered:
@@ -152,14 +152,14 @@ def test_no_user_moves_a_whole_number_of_another():
     """A silo's sum is that of its users, each of whom trains without the others."""
     (everyone, _) = cells_of(silos())
     for number, one in enumerate(silos()):
-        summed = None
+        summed = dict.fromkeys(everyone[number].value, 0)
         for user in range(USERS):
             alone = without_all_but(user, one)
             data = [alone if at == number else other for at, other in enumerate(silos())]
             own = cells_with_weights_of_all(data, number)
-            summed = own if summed is None else summed + own
+            summed = {name: array + own.value[name] for name, array in summed.items()}
         for name, array in everyone[number].value.items():
-            np.testing.assert_array_equal(summed.value[name], array)
+            np.testing.assert_array_equal(summed[name], array)
 
 
 def without_all_but(user, one):
@@ -219,7 +219,7 @@ def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeyp
     asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
     assert len(asked) == SILOS
     own = strategy.run.mechanism
-    assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.share_stddev}
+    assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.noise_stddev}
     assert own.sum_bits == 32
     assert own.cohort_size == SILOS
     sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}

@@ -11,10 +11,10 @@ from flower_ext.data import ClientData
 from flower_ext.errors import tellable
 from flower_ext.federation.client import unmoved
 from flower_ext.federation.client.client_method import LocalResult
+from flower_ext.federation.client.protecting import Unprotected
 from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,
-    hides_failures,
     log_unmoved,
     unmoved_by_errors,
 )
@@ -158,9 +158,9 @@ def test_an_error_that_depends_on_no_data_is_raised_at_once(protection, always):
 
 
 def test_only_noise_on_the_whole_upload_hides_failures():
-    assert hides_failures(UPDATES)
-    assert not hides_failures(STEPS)
-    assert not hides_failures(None)
+    assert UPDATES.hides_failures
+    assert not STEPS.hides_failures
+    assert not Unprotected().hides_failures
 
 
 def test_the_first_parameter_that_is_not_finite_is_named():

@@ -7,11 +7,10 @@ from torch import nn
 
 from flower_ext.federation.client.protecting import objective_terms
 from flower_ext.privacy import ObjectivePerturbation, SecureNoise, SeededNoise
-from flower_ext.privacy.mechanisms.protections import PerturbObjective
 
 
 def term_of(params, rate, noise=None):
-    protection = PerturbObjective(rate=rate, least_examples=0.0)
+    protection = ObjectivePerturbation(rate=rate, least_examples=0.0)
     (term,) = objective_terms(params, 1, protection, noise or SecureNoise())
     return term
 

@@ -8,12 +8,12 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, is_tellable
-from flower_ext.federation.client.protecting import NodePolicy
+from flower_ext.federation.client.protecting import NodePolicy, Unprotected
 from flower_ext.federation.client.vector_answers import masked_vector, query_of
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 
-SHARE = ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16)
+SHARE = ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
 KINDS = {"scores": SecureScores}
 ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
@@ -62,6 +62,7 @@ def test_the_owner_of_a_node_sets_the_least_noise_of_a_query_too(least, error):
 
 
 def test_no_vector_leaves_a_client_without_noise_in_cells_and_a_secure_sum():
-    for asked in (request(), request(protection=None, **{"secure-sum": {"a": np.zeros(1)}})):
+    unprotected = request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})
+    for asked in (request(), unprotected):
         with pytest.raises(InvalidValue, match="expected a protection by noise in cells"):
             answer(asked)

@@ -67,7 +67,7 @@ def expected_model(answered):
                 total[name] += cells
     missing = CLIENTS - len(set(answered))
     if missing:  # the server adds the shares of the missing clients
-        stddev = protection.share_stddev / private.cell * np.sqrt(missing)
+        stddev = protection.noise_stddev / private.cell * np.sqrt(missing)
         total = {name: total[name] for name in sorted(total)}
         total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
     return {

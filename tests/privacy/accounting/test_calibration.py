@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     gaussian_loss,
 )
+from flower_ext.privacy.accounting import calibration
 from flower_ext.privacy.accounting import pld as accounting
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import (
@@ -21,6 +23,17 @@ from flower_ext.privacy.accounting.calibration import (
 from flower_ext.privacy.accounting.events import Release
 from tests.support.grids import grid
 from tests.support.losses import privacy_loss
+
+
+@pytest.fixture
+def searching_by(monkeypatch):
+    """Let searches ask an accountant by name, because PLD takes long for many settings."""
+
+    def choose(accountant):
+        asked = partial(privacy_loss_of, accountant=accountant)
+        monkeypatch.setattr(calibration, "privacy_loss_of", asked)
+
+    return choose
 
 
 def random_settings(number: int, seed: int):
@@ -46,11 +59,18 @@ def random_settings(number: int, seed: int):
         }
 
 
+def without_accountant(setting):
+    return {name: value for name, value in setting.items() if name != "accountant"}
+
+
 @pytest.mark.parametrize("settings", grid([6, 100], lambda settings: settings == 6))
-def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(settings):
+def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(
+    settings, searching_by
+):
     for setting in random_settings(settings, seed=0):
         target = setting["epsilon"]
-        sigma = calibrate_noise_multiplier(**setting)
+        searching_by(setting["accountant"])
+        sigma = calibrate_noise_multiplier(**without_accountant(setting))
         facts = {name: value for name, value in setting.items() if name != "epsilon"}
         facts["relation"] = default_relation(setting["sampling"])
         assert privacy_loss(noise_multiplier=sigma, **facts).epsilon <= target, setting
@@ -59,25 +79,31 @@ def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(se
             assert less > target, setting
 
 
-def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would():
+def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would(searching_by):
     for setting in random_settings(60, seed=1):
         if isinstance(setting["sampling"], PoissonSampling):
             setting["accountant"] = "rdp"  # PLD takes a minute over the rounds that are tried
         facts = {name: value for name, value in setting.items() if name != "rounds"}
-        rounds = calibrate_rounds(noise_multiplier=5.0, **facts)
+        searching_by(setting["accountant"])
+        rounds = calibrate_rounds(noise_multiplier=5.0, **without_accountant(facts))
         target = facts.pop("epsilon")
         facts |= {"relation": default_relation(setting["sampling"]), "noise_multiplier": 5.0}
         assert privacy_loss(rounds=rounds, **facts).epsilon <= target, setting
-        assert privacy_loss(rounds=rounds + 1, **facts).epsilon > target, setting
+        more = rounds + (1 if rounds < 2**16 else rounds // 1000)  # inexact beyond 100,000
+        assert privacy_loss(rounds=more, **facts).epsilon > target, setting
 
 
 @pytest.mark.parametrize("settings", grid([8, 40], lambda settings: settings == 8))
-def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(settings):
+def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(
+    settings, searching_by
+):
     for setting in random_settings(settings, seed=2):
         population = setting.pop("sampling").population
         target = setting["epsilon"]
         try:
-            rate = calibrate_sampling_rate(population=population, noise_multiplier=2.0, **setting)
+            searching_by(setting["accountant"])
+            known = without_accountant(setting)
+            rate = calibrate_sampling_rate(population=population, noise_multiplier=2.0, **known)
         except TargetOutOfReach:
             continue
         facts = {name: value for name, value in setting.items() if name != "epsilon"}
@@ -131,13 +157,16 @@ SELDOM = PoissonSampling(1_000, 0.01)
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("sampling", [SELDOM, FixedSizeSampling(1_000, 10)])
-def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(sampling, accountant, monkeypatch):
+def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(
+    sampling, accountant, monkeypatch, searching_by
+):
     monkeypatch.setattr(accounting, "pld_epsilon", None)  # the answer needs no grid
-    facts = {"sampling": sampling, "accountant": accountant}
+    searching_by(accountant)
     chance = 1 - 0.99**20
-    above = {"delta": 1.000001 * chance, "epsilon": 0.001, **facts}
+    above = {"delta": 1.000001 * chance, "epsilon": 0.001, "sampling": sampling}
     assert calibrate_noise_multiplier(rounds=20, **above) <= 2e-3
-    assert 20 <= calibrate_rounds(noise_multiplier=1e-3, **{**above, "accountant": "rdp"}) < 22
+    searching_by("rdp")
+    assert 20 <= calibrate_rounds(noise_multiplier=1e-3, **above) < 22
 
 
 def test_a_delta_a_little_below_the_chance_of_being_drawn_bounds_a_release_without_noise():

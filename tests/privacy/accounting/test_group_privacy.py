@@ -101,19 +101,6 @@ def test_records_spread_over_two_silos_lose_no_more_than_in_one(split):
         assert max(added, removed) <= divergence(together, sum(split), epsilon)
 
 
-def test_silos_count_with_the_least_noise_the_highest_rate_and_the_most_steps():
-    worst = DpSgd(noise_multiplier=1.0, sampling_rate=0.2, steps=50)
-    silos = [
-        DpSgd(noise_multiplier=1.0, sampling_rate=0.1, steps=50),
-        DpSgd(noise_multiplier=2.0, sampling_rate=0.2, steps=30),
-    ]
-    together = group_loss(silos, group_size=4, delta=DELTA)
-    assert together == group_loss([worst], group_size=4, delta=DELTA)
-    for bound in (group_loss_by_renyi, group_loss_by_conversion):
-        losses = [bound([silo], group_size=4, delta=DELTA).epsilon for silo in silos]
-        assert bound(silos, group_size=4, delta=DELTA).epsilon >= max(losses)
-
-
 def test_nothing_trained_loses_nothing():
     assert tight(DpSgd(noise_multiplier=1.0, sampling_rate=0.1, steps=0), 9) == 0.0
 
@@ -138,12 +125,11 @@ def test_the_number_of_taken_records_is_binomial(count, rate):
 @pytest.mark.parametrize(("count", "rate"), [(300, 0.5), (3_000, 0.02), (20_000, 0.1)])
 def test_many_numbers_of_taken_records_are_rounded_up_never_down(count, rate):
     values, probabilities = _binomial(count, rate)
-    assert len(values) <= 128
     assert values == sorted(set(values))
     # No number of records is exceeded less often than under the binomial distribution.
     at_most = np.cumsum(probabilities)
     assert (at_most <= stats.binom.cdf(values, count, rate) + 1e-12).all()
-    assert np.dot(values, probabilities) == pytest.approx(count * rate, rel=1e-2)
+    assert np.dot(values, probabilities) == pytest.approx(count * rate, rel=1e-9)
 
 
 @pytest.mark.parametrize(("count", "rate"), [(40, 0.01), (3, 1e-20), (400, 0.9), (2_000, 0.3)])
@@ -164,7 +150,7 @@ def test_thousands_of_records_are_accounted_between_a_mean_step_and_all_records_
     assert shift**2 / 2 < tight(silo, group_size) < 2 * shift**2
     assert (
         tight(silo, group_size)
-        < uldp_group_guarantees([silo], group_size=group_size, delta=DELTA)[0].epsilon
+        < uldp_group_guarantees(silo, group_size=group_size, delta=DELTA)[0].epsilon
     )
 
 
@@ -181,11 +167,9 @@ def test_hundreds_of_records_are_accounted_too():
 @pytest.mark.parametrize("bound", [group_loss, group_loss_by_renyi, group_loss_by_conversion])
 def test_unfit_arguments_are_refused_by_name(bound):
     with pytest.raises(ValueError, match="group_size=0: expected an integer >= 1"):
-        bound([SMALL], group_size=0, delta=DELTA)
+        bound(SMALL, group_size=0, delta=DELTA)
     with pytest.raises(ValueError, match="delta=1"):
-        bound([SMALL], group_size=2, delta=1.0)
-    with pytest.raises(ValueError, match="at least one silo"):
-        bound([], group_size=2, delta=DELTA)
+        bound(SMALL, group_size=2, delta=1.0)
 
 
 @pytest.mark.parametrize(

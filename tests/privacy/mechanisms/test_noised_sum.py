@@ -13,7 +13,9 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureSum,
 )
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from tests.support.plans import mechanism_of
 
 POISSON = PoissonSampling(50, 0.2)
@@ -29,6 +31,11 @@ def noised_sum(sampling=POISSON, *, placement="client", **costs):
         noise_placement=placement,
     )
     return mechanism_of(plan, **costs)
+
+
+def protection_of(mechanism):
+    run = RunFacts(method=MethodTraits(name="test"), participations=Participations())
+    return mechanism.protection(run, 10)
 
 
 def test_a_masked_sum_of_clients_refuses_cohorts_whose_size_is_secret():
@@ -49,10 +56,10 @@ def test_a_release_counts_noise_and_residue_in_the_units_of_its_sum():
 def test_an_honest_upload_may_be_as_large_as_its_sum_of_units_and_its_share_of_the_noise():
     share = 0.4 / math.sqrt(10)
     assert noised_sum().client_noise_stddev(10) == pytest.approx(share)
-    limit = noised_sum().largest_upload(cohort_size=10, numbers=7, norms=3.0)
+    limit = protection_of(noised_sum()).largest_upload(7, norms=3.0)
     assert limit == pytest.approx(largest_noised_norm(0.3, share, 7))
     by_server = noised_sum(placement="server")
-    assert by_server.largest_upload(cohort_size=10, numbers=7) == math.inf
+    assert protection_of(by_server).largest_upload(7) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -166,13 +166,3 @@ def test_rows_that_no_norm_bounds_and_weights_that_are_none_are_refused():
             sum_rows_in_cells({"a": np.ones((1, 2))}, 1.0, cell_of(1.0), weights)
     with pytest.raises(ValueError, match="expected a power of two"):
         sum_rows_in_cells({"a": np.ones((1, 2))}, 1.0, 0.3, [1.0])
-
-
-def test_sums_of_other_cells_or_bounds_do_not_add_up():
-    one = sum_rows_in_cells({"a": np.ones((1, 2))}, 1.0, 2.0**-9, [1.0])
-    twice = one + one
-    assert twice.count == 2
-    np.testing.assert_array_equal(twice.value["a"], 2 * one.value["a"])
-    for norm, cell in ((2.0, 2.0**-9), (1.0, 2.0**-8)):
-        with pytest.raises(ValueError, match="a sum with bound"):
-            one + sum_rows_in_cells({"a": np.ones((1, 2))}, norm, cell, [1.0])

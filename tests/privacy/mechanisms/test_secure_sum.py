@@ -351,7 +351,7 @@ def test_no_sum_leaves_its_ring(members, noise):
     bits = own.sum_bits
     assert bits == (64 if noise == 0.01 else 32)
     most = members * own.clipping_norm / own.cell
-    share = own.cells_protection.share_stddev / own.cell
+    share = own.cells_protection.noise_stddev / own.cell
     assert most + 11 * share * math.sqrt(members) < 2 ** (bits - 1)
     with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
         ring_bits(2.0**63, 1.0)
@@ -374,7 +374,7 @@ def test_a_ring_has_room_for_eleven_stddevs_beside_the_largest_sum(whole, share)
 def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
     own = sums_of(sampling=FullParticipation(members))
     parameters = own.sum_parameters
-    share = own.cells_protection.share_stddev / own.cell
+    share = own.cells_protection.noise_stddev / own.cell
     cells = own.noise_stddev / own.cell
     for answers in (1, parameters.honest_answers, parameters.least_answers):
         worth = answers * share**2 - 16
@@ -386,7 +386,7 @@ def test_the_server_adds_the_shares_of_those_who_did_not_answer():
     own = sums_of()
     like = {"a": np.zeros(200_000, np.float64)}
     cells = {"a": np.zeros(200_000, np.int64)}
-    share = own.cells_protection.share_stddev
+    share = own.cells_protection.noise_stddev
     for answered in (90, 99, 100):
         found = own.aggregate_sum(cells, answered=answered, noise=SecureNoise(), like=like)
         expected = share * math.sqrt(100 - answered)
@@ -433,7 +433,7 @@ def test_silos_are_members_whatever_users_are_drawn():
     ]
     assert {own.cohort_size for own in mechanisms} == {5}
     assert {own.sum_parameters.least_answers for own in mechanisms} == {4}
-    assert len({own.cells_protection.share_stddev for own in mechanisms}) == 1
+    assert len({own.cells_protection.noise_stddev for own in mechanisms}) == 1
     for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
         with pytest.raises(ValueError, match=said):
             sums_of(sampling=sampled, silos=silos, **users)
@@ -468,7 +468,7 @@ def test_a_sum_of_the_largest_honest_answers_is_released_and_a_larger_one_is_not
     """All units send C in one direction, and their noise lies there too, as far as it ever does."""
     own = sums_of(silos=silos)
     largest = own.sampling.population * own.clipping_norm
-    stddev = own.cells_protection.share_stddev * math.sqrt(own.cohort_size)
+    stddev = own.cells_protection.noise_stddev * math.sqrt(own.cohort_size)
     honest = largest + stddev * math.sqrt(stats.chi2(numbers).isf(2.0**-40))
     like = {"a": np.zeros(numbers)}
 

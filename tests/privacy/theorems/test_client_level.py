@@ -117,8 +117,11 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"silos": 3}, "silos=3 of the mechanism: expected None"),
-        ({"sensitivity": 3.0}, "sensitivity=3.0 of the mechanism: expected 1"),
+        ({"silos": 3}, "silos=3 and sensitivity=1.0 of the mechanism: expected None and 1"),
+        (
+            {"sensitivity": 3.0},
+            "silos=None and sensitivity=3.0 of the mechanism: expected None and 1",
+        ),
     ],
 )
 def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):

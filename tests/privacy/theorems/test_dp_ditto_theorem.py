@@ -10,11 +10,9 @@ from flower_ext.privacy import (
     AdversaryView,
     Guarantee,
     NeighboringRelation,
-    OutputPerturbation,
     PrivacyUnit,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.clipped_steps import clipped_steps_guarantee
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
@@ -34,9 +32,7 @@ def guarantees(stddev=0.01, **changes):
         "clipping_norm": 20.0,
     }
     facts.update(changes)
-    clip = facts.pop("clipping_norm")
-    perturbation = OutputPerturbation(clipping_norm=clip, noise_stddev=stddev)
-    published, provable = dp_ditto_guarantees(perturbation, **facts)
+    published, provable = dp_ditto_guarantees(noise_stddev=stddev, **facts)
     assert (published.basis, provable.basis) == ("published", "provable")
     return published, provable
 
@@ -120,15 +116,13 @@ def test_clipped_gradients_bring_the_provable_number_down_from_2C():
     assert clipped.epsilon < several.epsilon < worst.epsilon
     assert "2C = 40" in worst.source
     assert "2ηG/B" in clipped.source
-    assert "K steps without noise" in several.source
-    loose = guarantees(steps=steps(gradient_clipping_norm=1e9))[1]
-    assert loose.epsilon == worst.epsilon
+    assert "80 rounds of 3 noised steps" in several.source
 
 
-def test_one_noised_step_is_the_same_as_one_noised_upload():
+def test_one_noised_step_is_the_same_as_one_noised_upload_of_its_sensitivity():
     s = steps()
-    in_steps = clipped_steps_guarantee(s, noise_stddev=0.01, rounds=80, delta=0.01)
-    assert in_steps.epsilon == pytest.approx(guarantees(steps=s)[1].epsilon, rel=1e-12)
+    upload = gaussian_loss(0.01 / s.upload_sensitivity, releases=80, delta=0.01)
+    assert guarantees(steps=s)[1].epsilon == pytest.approx(upload.epsilon, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +167,7 @@ def test_the_closed_form_covers_the_thinned_releases_at_a_small_epsilon():
 
 
 def test_what_a_method_leaves_out_is_said_of_what_is_provable():
-    assert guarantees(not_covered=["scores"])[1].not_covered == ("scores",)
-    in_steps = clipped_steps_guarantee(
-        steps(), noise_stddev=0.1, rounds=3, delta=0.01, not_covered=["scores"], secure_noise=False
-    )
-    assert in_steps.not_covered == ("scores",)
-    assert "SIMULATION" in in_steps.statement()
+    for given in (None, steps()):
+        provable = guarantees(not_covered=["scores"], secure_noise=False, steps=given)[1]
+        assert provable.not_covered == ("scores",)
+        assert "SIMULATION" in provable.statement()

@@ -74,7 +74,7 @@ def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
 
 def all_guarantees():
     yield from naive_guarantees()
-    yield from uldp_group_guarantees([SILO], group_size=5, delta=DELTA)
+    yield from uldp_group_guarantees(SILO, group_size=5, delta=DELTA)
     for sampling in (FullParticipation(100), PoissonSampling(100, 0.3)):
         for weighting in ("equal", "by-records"):
             yield from averaging_guarantees(
@@ -161,7 +161,7 @@ def test_seeds_are_named_as_simulation():
     sampled = plan(PoissonSampling(100, 0.1))
     seeded = [
         *naive_guarantees(secure_noise=False)[1:],
-        *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, secure_noise=False)[1:],
+        *uldp_group_guarantees(SILO, group_size=2, delta=DELTA, secure_noise=False)[1:],
         *averaging_guarantees(sampled, num_silos=2, rounds=1, secure_noise=False)[1:],
     ]
     for guarantee in seeded:
@@ -231,7 +231,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
     out = {"not_covered": ["scores"]}
     every = [
         *naive_guarantees(**out),
-        *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, **out),
+        *uldp_group_guarantees(SILO, group_size=2, delta=DELTA, **out),
         *averaging_guarantees(plan(), num_silos=2, rounds=1, **out),
     ]
     for guarantee in every:

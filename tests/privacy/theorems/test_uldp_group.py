@@ -9,15 +9,15 @@ from flower_ext.privacy import DpSgd
 from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS
 from flower_ext.privacy.theorems.uldp_group import (
-    largest_renyi,
     uldp_group_guarantees,
 )
 from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
 from tests.support.guarantees import by_basis
+from tests.support.reference.uldp_lemmas import renyi_of
 
 
 def published(silo, group_size):
-    return uldp_group_guarantees([silo], group_size=group_size, delta=DELTA)[0]
+    return uldp_group_guarantees(silo, group_size=group_size, delta=DELTA)[0]
 
 
 # The paper's text gives the numbers 2.85, 2100 and 11400; its code gives the others.
@@ -61,7 +61,7 @@ def test_lemma_9_rounds_the_group_up_never_down():
 
 def test_lemma_8_is_what_a_search_for_the_records_delta_finds():
     group_size, orders = 5, np.arange(2, 400)
-    curve = largest_renyi([SMALL], orders)
+    curve = renyi_of(SMALL, orders)
 
     def of_one_record(log_delta):
         return (curve + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1)).min()
@@ -78,12 +78,8 @@ def test_the_lemmas_without_sampling_are_those_of_gaussians_and_the_limit_of_sam
     everyone = DpSgd(noise_multiplier=4.0, sampling_rate=1.0, steps=7)
     nearly = DpSgd(noise_multiplier=4.0, sampling_rate=1 - 1e-9, steps=7)
     orders = [2, 3, 10, 60]
-    np.testing.assert_allclose(
-        largest_renyi([everyone], orders), [7 * a / (2 * 16) for a in orders]
-    )
-    np.testing.assert_allclose(
-        largest_renyi([nearly], orders), largest_renyi([everyone], orders), rtol=1e-6
-    )
+    np.testing.assert_allclose(renyi_of(everyone, orders), [7 * a / (2 * 16) for a in orders])
+    np.testing.assert_allclose(renyi_of(nearly, orders), renyi_of(everyone, orders), rtol=1e-6)
 
 
 def test_the_moments_are_those_of_dp_accounting():
@@ -96,19 +92,19 @@ def test_the_moments_are_those_of_dp_accounting():
             ),
             silo.steps,
         )
-        np.testing.assert_allclose(largest_renyi([silo], orders), accountant.rdp, rtol=1e-8)
+        np.testing.assert_allclose(renyi_of(silo, orders), accountant.rdp, rtol=1e-8)
 
 
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
 
 
 def test_group_says_what_its_published_number_covers_and_proves_the_exact_group():
-    published, provable = by_basis(uldp_group_guarantees([SILO], group_size=40, delta=DELTA))
+    published, provable = by_basis(uldp_group_guarantees(SILO, group_size=40, delta=DELTA))
     failed = [condition.text for condition in published.conditions if not condition.holds]
     assert any("groups of 40 records are covered (ε is that of 32)" in text for text in failed)
     assert any("Lemma 9 holds" in text for text in failed)
     assert any("decided privately" in text for text in failed)
-    assert provable.epsilon == group_loss([SILO], group_size=40, delta=DELTA).epsilon
+    assert provable.epsilon == group_loss(SILO, group_size=40, delta=DELTA).epsilon
     assert "which records are kept" in provable.statement()
     assert any("at most 40 records" in text for text in provable.assumptions)
     assert OWN_GRADIENTS in provable.assumptions
@@ -116,5 +112,5 @@ def test_group_says_what_its_published_number_covers_and_proves_the_exact_group(
 
 
 def test_group_of_a_small_power_of_two_meets_all_but_the_privacy_of_the_choice():
-    published, _ = by_basis(uldp_group_guarantees([SILO], group_size=4, delta=DELTA))
+    published, _ = by_basis(uldp_group_guarantees(SILO, group_size=4, delta=DELTA))
     assert [condition.holds for condition in published.conditions] == [True, True, False]

@@ -17,7 +17,6 @@ from flower_ext.training import (
     cox_loss,
     evaluate,
     evaluate_each,
-    train,
 )
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.many import train_groups, trains_apart
@@ -38,6 +37,7 @@ from tests.support.jobs import (
     problem,
     same,
     train_many,
+    train_one,
 )
 
 
@@ -296,28 +296,8 @@ class Mapped(nn.Module):
         return self.body(x.abs() + x)
 
 
-class Reading(nn.Module):
-    """A recurrent network that reads the rows of an image."""
-
-    kind = nn.GRU
-
-    def __init__(self):
-        super().__init__()
-        self.recurrent = self.kind(8, 21, batch_first=True)
-        self.head = nn.Linear(21, 3)
-
-    def forward(self, x):
-        return self.head(self.recurrent(x.flatten(1, 2))[0].mean(dim=1))
-
-
-class Remembering(Reading):
-    """A recurrent network with two states."""
-
-    kind = nn.LSTM
-
-
 ALONE = [
-    *(pooled, wide, Mapped, Reading, Remembering),
+    *(pooled, wide, Mapped),
     *map(of, (nn.Sigmoid, nn.SiLU, nn.ELU, nn.GELU, nn.Softplus, nn.Tanh)),
 ]
 
@@ -421,7 +401,8 @@ def test_a_loss_that_compares_examples_is_not_taken_apart():
             )
 
     alone = [
-        train(task, job.params, job.examples, training, generator=job.generator) for job in jobs()
+        train_one(task, job.params, job.examples, training, generator=job.generator)
+        for job in jobs()
     ]
     for one, other in zip(alone, train_many(task, list(jobs())), strict=True):
         torch.testing.assert_close(one["weight"], other["weight"], atol=1e-5, rtol=0)

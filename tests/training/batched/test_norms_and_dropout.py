@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from opacus.layers import DPGRU
 from torch import nn
 
 from flower_ext.data import Examples
@@ -113,7 +114,7 @@ class Read(nn.Module):
     def __init__(self, recurrent):
         super().__init__()
         self.words, self.drop = nn.Embedding(10, 6, padding_idx=9), nn.Dropout(0.2)
-        self.read = nn.GRU(6, 5, batch_first=True) if recurrent else None
+        self.read = DPGRU(6, 5, batch_first=True) if recurrent else None
         self.forget, self.head = nn.Dropout(0.5), nn.Linear(5 if recurrent else 6, 3)
 
     def forward(self, x):

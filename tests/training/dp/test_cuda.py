@@ -93,7 +93,7 @@ def test_records_at_a_kink_keep_their_side_whoever_joins(by_vmap, beside):
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0, batch_size=16)
     if by_vmap:
-        gradient.in_one_pass = False
+        gradient.way = "by vmap"
     some = at_a_kink(params, 90)
     params, silent = moved(params), torch.zeros(beside, 8)
 

@@ -143,7 +143,7 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, coun
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=clipping_norm)
     ours = gradient(params, data.features, data.targets)
-    assert gradient.in_one_pass == (which != "by vmap")
+    assert (gradient.way == "in one pass") == (which != "by vmap")
     theirs = by_loop(task, params, data, clipping_norm, list(params))
     for name in params:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=3e-5 * count)
@@ -394,7 +394,7 @@ def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
     ours = gradient(params, data.features, data.targets)
-    assert gradient.in_one_pass == (build is in_place)
+    assert (gradient.way == "in one pass") == (build is in_place)
     theirs = by_loop(task, params, data, 0.1, list(params))
     for name in params:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
@@ -441,7 +441,7 @@ def test_a_layer_without_a_slope_at_first_is_seen_for_what_it_is(body, shape, in
     features, targets = torch.randn(shape, generator=draw), torch.arange(3)
     gradient = ClippedGradient(task, list(start), clipping_norm=0.1)
     gradient(start, features, targets)
-    assert gradient.in_one_pass == in_one_pass
+    assert (gradient.way == "in one pass") == in_one_pass
     later = {name: p + 0.5 * torch.randn(p.shape, generator=draw) for name, p in start.items()}
     ours = gradient(later, features, targets)
     theirs = by_loop(task, later, Examples(features, targets), 0.1, list(later))
@@ -518,7 +518,7 @@ def test_no_model_lets_one_record_move_the_sum_by_more_than_the_clipping_norm(wh
     gradient = ClippedGradient(task, list(params), clipping_norm=0.05)
     gradient.names = [name for name, _ in task.model().named_parameters()]
     every = gradient(params, data.features, data.targets)
-    assert not gradient.in_one_pass
+    assert gradient.way != "in one pass"
     less = gradient(params, data.features[1:], data.targets[1:])
     moved = sum(float((every[n] - less[n]).square().sum()) for n in gradient.names)
     assert math.sqrt(moved) <= 0.05 * (1 + 1e-5)
@@ -643,7 +643,7 @@ def test_dropout_does_not_hide_that_layers_tell_examples_apart():
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
     gradient(params, data.features, data.targets)
-    assert gradient.in_one_pass
+    assert gradient.way == "in one pass"
     assert gradient.model[1].training
 
 
@@ -754,9 +754,8 @@ def clipped_job(**changes):
 
 def test_clipped_steps_with_terms_equal_the_plain_loop():
     anchor = worlds.task().initial_params(9)
-    (ours,) = train_clipped_steps(
-        worlds.task(), [clipped_job(terms=[Proximal(weight=0.7, anchor=anchor)])]
-    )
+    job = clipped_job(terms=[Proximal(weight=0.7, anchor=anchor)])
+    ours = train_clipped_steps(worlds.task(), job)
     model, noise = worlds.Net(), SeededNoise(5)
     data, order = worlds.client_data(1).train, torch.Generator().manual_seed(3)
     weights = worlds.task().initial_params(0)
@@ -784,7 +783,7 @@ def test_clipped_steps_with_terms_equal_the_plain_loop():
 def test_clipped_steps_are_plain_steps(setting):
     training = LocalTraining(epochs=1, **setting)
     with pytest.raises(ValueError, match="expected 0 with clipped steps"):
-        train_clipped_steps(worlds.task(), [clipped_job(training=training)])
+        train_clipped_steps(worlds.task(), clipped_job(training=training))
 
 
 @pytest.mark.parametrize(

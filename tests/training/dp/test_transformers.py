@@ -106,9 +106,9 @@ def test_texts_pass_at_once_and_each_has_its_own_gradient(model, attention, lora
     def found(in_one_pass):
         gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
         if not in_one_pass:
-            gradient.in_one_pass = gradient.by_vmap = False
+            gradient.way = "one by one"
         summed = gradient(params, data.features, data.targets)
-        assert gradient.in_one_pass == in_one_pass
+        assert (gradient.way == "in one pass") == in_one_pass
         return summed
 
     ours, theirs = found(True), found(False)
@@ -124,7 +124,7 @@ def test_dropout_does_not_hide_that_texts_are_told_apart(model, attention):
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
     gradient(params, data.features, data.targets)
-    assert gradient.in_one_pass
+    assert gradient.way == "in one pass"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_text_moves_no_other_by_a_bit_by_its_padding_nor_by_a_word_that_is_non
             data.features["input_ids"][3, 0] = word
         gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
         summed = gradient(params, data.features, data.targets)
-        assert gradient.in_one_pass
+        assert gradient.way == "in one pass"
         return summed
 
     padded = found(texts(whole=others))

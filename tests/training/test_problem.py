@@ -1,4 +1,4 @@
-"""A copied model of known layers acts as a newly built one, and shares no state with others."""
+"""A training equals a plain loop on a new model, and shares no state with other trainings."""
 
 from functools import partial
 
@@ -8,15 +8,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, LocalTraining, Task, train
+from flower_ext.training import Job, LocalTraining, Task
 from flower_ext.training.local import batch_rows, batches
 from flower_ext.training.model_factory import in_training
-from flower_ext.training.model_templates import template_of
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.seeding import seeded
-from tests.support.jobs import train_many
+from tests.support.jobs import train_many, train_one
 
-CPU = torch.device("cpu")
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
 WAYS = {
     "plain": SGD,
@@ -81,7 +79,7 @@ class Own(nn.Module):
         return self.head(self.body(x)).tanh() * self.power / len(self.calls)
 
 
-KNOWN = [dense, images, headed, tied, twice, frozen_below, Own]
+MODELS = [dense, images, headed, tied, twice, frozen_below, Own]
 
 
 def task(model) -> Task:
@@ -96,7 +94,7 @@ def examples(seed: int = 0, count: int = 10) -> Examples:
 
 def trained(given: Task, params, seed: int = 0, way: LocalTraining = SGD):
     random = torch.Generator().manual_seed(seed)
-    return train(given, params, examples(seed), way, generator=random)
+    return train_one(given, params, examples(seed), way, generator=random)
 
 
 def plain_loop(given: Task, params, way: LocalTraining):
@@ -118,10 +116,9 @@ def plain_loop(given: Task, params, way: LocalTraining):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", KNOWN)
-def test_a_copied_model_trains_as_one_built_anew_does_in_a_plain_loop(model, way):
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_trains_as_in_a_plain_loop(model, way):
     given = task(model)
-    assert template_of(given.factory, CPU) is not None
     params = given.initial_params(1)
     expected = plain_loop(given, params, WAYS[way])
     found = trained(given, params, way=WAYS[way])
@@ -130,7 +127,12 @@ def test_a_copied_model_trains_as_one_built_anew_does_in_a_plain_loop(model, way
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [*KNOWN, dropping])
+def test_a_model_of_plain_layers_alone_is_known():
+    known = [model for model in MODELS if task(model).factory.facts.known]
+    assert known == [dense, images, headed, tied, twice, frozen_below]
+
+
+@pytest.mark.parametrize("model", [*MODELS, dropping])
 def test_a_training_leaves_nothing_for_the_next(model):
     given = task(model)
     params = given.initial_params(1)
@@ -138,34 +140,6 @@ def test_a_training_leaves_nothing_for_the_next(model):
     trained(given, {n: p + 1 for n, p in params.items()}, seed=4)
     again = trained(given, params, seed=3)
     assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-@pytest.mark.parametrize("model", KNOWN)
-def test_two_copies_share_no_tensor_but_frozen_weights_and_no_container(model):
-    given = task(model)
-    template = template_of(given.factory, CPU)
-    params = given.initial_params(0)
-    one, other = template.copied(), template.copied()
-    for copy in (one, other):
-        copy.set_params({name: p.clone() for name, p in params.items()})
-    frozen = {id(p) for p in given.factory.frozen.values() if isinstance(p, nn.Parameter)}
-    pairs = zip(one.model.modules(), other.model.modules(), strict=True)
-    for mine, its in pairs:
-        assert mine is not its
-        for key, value in vars(mine).items():
-            if isinstance(value, dict | list | set):
-                assert value is not vars(its)[key], key
-        for kind in ("_parameters", "_buffers"):
-            for leaf, tensor in getattr(mine, kind).items():
-                if tensor is not None and id(tensor) not in frozen:
-                    assert tensor.data_ptr() != getattr(its, kind)[leaf].data_ptr(), leaf
-
-
-def test_what_trains_is_not_held_between_trainings():
-    template = template_of(task(frozen_below).factory, CPU)
-    held = [*template._model.parameters()]
-    assert held
-    assert not any(t.requires_grad for t in held)
 
 
 class Remembering(nn.Module):
@@ -192,52 +166,6 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.head(x.flatten(1)) * self.calls
-
-
-class Numbered(nn.Module):
-    """A model whose number tells it from every other one."""
-
-    built = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 3)
-        Numbered.built += 1
-        self.number = Numbered.built
-
-
-class Drawing(nn.Module):
-    """A model that draws a number of its own, which does not travel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.factor = nn.Linear(64, 3), float(torch.rand(()))
-
-
-class Logging(nn.Module):
-    """A model that tells all models' list of its calls."""
-
-    log: list[int] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.calls = nn.Linear(64, 3), self.log
-
-
-class Slotted(nn.Module):
-    """A model that holds a value outside its dictionary."""
-
-    __slots__ = ("factor",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 3)
-        self.factor = 2.0
-
-
-@pytest.mark.parametrize("model", [Numbered, Drawing, Logging, Slotted])
-def test_a_class_whose_models_differ_or_share_something_is_built_anew(model):
-    assert template_of(task(model).factory, CPU) is None
 
 
 def hooked():
@@ -297,42 +225,12 @@ def parametrized():
 def test_a_model_that_remembers_forgets_between_trainings(model):
     """Each of these would add one person's data to the upload of another's training."""
     given = task(model)
-    assert (template_of(given.factory, CPU) is None) == (model is not Counting)
+    assert not given.factory.facts.known
     params = given.initial_params(1)
     first = trained(given, params, seed=3)
     trained(given, params, seed=4)
     again = trained(given, params, seed=3)
     assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-def test_buffers_that_do_not_travel_are_each_copys_own():
-    def constant():
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
-        model[1].register_buffer("calls", torch.zeros(()), persistent=False)
-        return model
-
-    template = template_of(task(constant).factory, CPU)
-    template.copied().model[1].calls.add_(1)
-    assert float(template.copied().model[1].calls) == 0
-
-
-def test_a_hull_is_no_model_for_numbers_of_other_shapes_or_for_some_of_them():
-    class Factory:
-        width = 5
-
-        def build(self):
-            layers = nn.Linear(64, self.width), nn.Tanh(), nn.Linear(self.width, 3)
-            return nn.Sequential(nn.Flatten(), *layers)
-
-    factory = Factory()
-    for factory.width in (5, 7):
-        model = factory.build()
-        params = {name: p.detach() for name, p in model.named_parameters()}
-        given = task(factory.build)
-        found = trained(given, params)
-        assert not torch.equal(found["1.weight"], params["1.weight"])
-    assert not template_of(given.factory, CPU).takes(params)
-    assert not template_of(task(dense).factory, CPU).takes({})
 
 
 def test_numbers_for_a_part_of_a_model_train_under_the_rest_of_one_built_anew():
@@ -344,7 +242,7 @@ def test_numbers_for_a_part_of_a_model_train_under_the_rest_of_one_built_anew():
     assert not torch.equal(found["3.weight"], part["3.weight"])
 
 
-def test_making_the_hull_draws_nothing_of_what_the_training_draws():
+def test_building_a_model_draws_nothing_of_what_the_training_draws():
     """The first training of a process equals any later one."""
 
     def fresh():
@@ -458,7 +356,7 @@ def job(params, seed: int = 0, way: LocalTraining = SGD) -> Job:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [*KNOWN, dropping, Counting, partial(Remembering)])
+@pytest.mark.parametrize("model", [*MODELS, dropping, Counting, partial(Remembering)])
 def test_one_of_many_trainings_alone_is_the_plain_one(model, way):
     given = task(model)
     params = given.initial_params(1)
