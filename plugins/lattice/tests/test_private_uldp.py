@@ -10,7 +10,6 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_part
-from flower_ext.data import histogram
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -39,7 +38,7 @@ from tests.support.private_silos import (
     start,
     vault,
 )
-from tests.support.silos import ROUNDS, SEED, SILOS, USERS, plan, silos, task
+from tests.support.silos import ROUNDS, SEED, SILOS, USERS, histogram, plan, silos, task
 from tests.support.travelling import Recorder
 
 NORM = 0.3

@@ -23,7 +23,7 @@ from flower_ext.algorithms.uldp import (
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.silo_part import SiloPart
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
-from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
+from flower_ext.data import ClientData, Examples, SiloData, group_size
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -43,7 +43,19 @@ from flower_ext.training.batched import many
 from tests.support.plans import mechanism_of
 from tests.support.reference import uldp as reference
 from tests.support.reference.comparing import close
-from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, silo, silos, task
+from tests.support.silos import (
+    COMMON,
+    LOCAL,
+    ROUNDS,
+    SEED,
+    SILOS,
+    USERS,
+    histogram,
+    plan,
+    silo,
+    silos,
+    task,
+)
 from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import CLASSES, FEATURES

@@ -19,7 +19,7 @@ from flower_ext.algorithms.uldp import (
     UldpSgd,
     silo_part,
 )
-from flower_ext.data import SiloData, histogram
+from flower_ext.data import SiloData
 from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
@@ -60,6 +60,7 @@ from tests.support.silos import (
     SEED,
     SILOS,
     USERS,
+    histogram,
     plan,
     silos,
     task,

@@ -10,7 +10,7 @@ from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import UldpAvg, averaging
 from flower_ext.algorithms.uldp.weights import counts_of, user_weights
-from flower_ext.data import SiloData, histogram
+from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import Ledger, PoissonSampling
@@ -29,7 +29,7 @@ from tests.support.private_silos import (
     name_of,
     start,
 )
-from tests.support.silos import ROUNDS, SEED, SILOS, USERS, silos, task
+from tests.support.silos import ROUNDS, SEED, SILOS, USERS, histogram, silos, task
 from tests.support.worlds import Net
 
 FEW = PoissonSampling(USERS, 0.4)
