@@ -29,6 +29,7 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
+    silo_part,
     silo_training,
 )
 from flower_ext.data import ClientData, Examples, SiloData
@@ -500,7 +501,7 @@ PATHS = {
             protocol=PAILLIER,
         ),
         through=(
-            (silo_training, "clip_each_row"),
+            (silo_part, "clip_each_row"),
             (protecting.HiddenSum, "__init__"),
             (WeightedSum, "open"),
         ),
