@@ -144,10 +144,9 @@ TESTS = {
     "secure/aggregation/context.py": ("secure/aggregation",),
     "secure/aggregation/mask_streams.py": ("secure/aggregation",),
     "secure/aggregation/member.py": ("secure/aggregation",),
-    "secure/aggregation/member_state.py": ("secure/aggregation",),
     "secure/aggregation/aggregation_messages.py": ("secure/aggregation",),
     "secure/messages.py": ("secure",),
-    "secure/stored_state.py": ("secure",),
+    "secure/json_record.py": ("secure",),
     "secure/aggregation/aggregation_server.py": ("secure/aggregation",),
     "secure/aggregation/shamir.py": ("secure/aggregation",),
 }

@@ -18,7 +18,6 @@ from flower_ext.secure.aggregation import (
     RoundContext,
     SumServer,
     degree,
-    draw_order,
     graph_digest,
     graph_of,
     member,
@@ -94,7 +93,7 @@ def round_cost(members: int, length: int) -> Cost:
     mechanism = mechanism_of(members)
     parameters = mechanism.sum_parameters
     neighbours = degree(members, parameters.neighbors)
-    graph = graph_of(draw_order(members, np.random.default_rng()), neighbours)
+    graph = graph_of(np.random.default_rng().permutation(members).tolist(), neighbours)
     context = RoundContext(
         run=b"benchmark",
         round_number=1,

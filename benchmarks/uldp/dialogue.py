@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from flower_ext.secure.weighting.party import Dialogue, Step
 from flower_ext.secure.weighting.silo_party import SiloParty
+from flower_ext.secure.weighting.weighting_steps import Dialogue, Step
 
 T = TypeVar("T")
 
@@ -36,6 +36,20 @@ def answers(
 def set_up(server: Any, silos: Sequence[SiloParty[Any, Any]], counts: Any) -> None:
     """Set up a server and silos with these counts, of shape (silos, users)."""
     converse(server.set_up(), partial(answers, silos, counts.tolist()))
+
+
+def open_round(server: Any, number: int) -> bytes:
+    """Begin a round in which nobody is drawn, and return its weights."""
+    weights: bytes = converse(server.begin_round(number, None), lambda step: {})
+    return weights
+
+
+def weigh(silo: Any, number: int, weights: bytes, updates: Any, noise: Any) -> bytes:
+    """Return a silo's masked sum of a round."""
+    opened = silo.open_sum(number, weights)
+    opened.add(updates)
+    masked: bytes = opened.finish(noise)
+    return masked
 
 
 def _counts(counts: Sequence[int], limit: int) -> Sequence[int]:

@@ -33,17 +33,18 @@ from flower_ext.algorithms.uldp import (
     weighted_sum,
 )
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
-from flower_ext.federation.sums.weighted import WeightedSum, party_options
+from flower_ext.federation.sums.weighted import WeightedSum, cores
 from flower_ext.metrics import concordance_index
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.runs.page import table
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from flower_ext.secure.weighting.protocol import WeightingProtocol
-from flower_ext.secure.weighting.weighting_server import WeightingServer
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
 from flower_ext.training.models import build
 from flower_ext_lattice.server import LatticeServer
-from flower_ext_lattice.silo import LatticeOpenSum, LatticeSilo
+from flower_ext_lattice.silo import LatticeSilo
+from flower_ext_lattice.weighing import Weighing
 from flower_ext_lattice.weighting import LatticeWeighting
 
 PARTS = ("set-up", "training", "encryptions", "silos", "decryption", "rest")
@@ -63,15 +64,14 @@ class Clock:
         spots: tuple[tuple[Any, str, str], ...] = (
             (UldpAvg, "connect", "set-up"),
             (WeightedSum, "connect", "set-up"),
-            (WeightingServer, "open_round", "encryptions"),
-            (WeightingServer, "_seal_weights", "encryptions"),
-            (WeightingSilo, "_draw_receiver", "silos"),
-            (WeightingSilo, "weigh", "silos"),
-            (WeightingServer, "close_round", "decryption"),
+            (PaillierServer, "_encrypt", "encryptions"),
+            (PaillierSilo, "_draw_receiver", "silos"),
+            (PaillierSilo, "weigh", "silos"),
+            (PaillierServer, "close_round", "decryption"),
             (LatticeServer, "_encrypt", "encryptions"),
             (LatticeSilo, "open_sum", "silos"),
-            (LatticeOpenSum, "add", "silos"),
-            (LatticeOpenSum, "finish", "silos"),
+            (Weighing, "add", "silos"),
+            (Weighing, "finish", "silos"),
             (LatticeServer, "close_round", "decryption"),
             (silo_training, "users_updates", "training"),
         )
@@ -157,7 +157,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     parameters = sum(array.size for array in found.values())
     print(
         f"\n{dataset}: {info.num_silos} silos, {users} users, {parameters} parameters, "
-        f"{protocol.describe()}, {party_options()['workers']} threads"
+        f"{protocol.describe()}, {cores()} threads"
         + (", processor seconds" if arguments.cpu else "")
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")

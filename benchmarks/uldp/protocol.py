@@ -5,10 +5,9 @@
 All parties run in this process, one after the other, with a 3072-bit key and N_max = 2000. The
 plain version takes one full exponentiation for every user and coordinate. A few coordinates of one
 silo are timed, and the rest is extrapolated. The default takes three minutes on two cores, with 100
-coordinates; ``--full`` takes ten, with 1,000. Every setting sums fresh encryptions of all users,
-with pools of zeros that were prepared before. A line of its own has the time of this preparation,
-which a run needs once. Seconds are of the clock and, after a slash, of the processor, which other
-jobs on the machine disturb less.
+coordinates; ``--full`` takes a quarter of an hour, with 1,000. Every setting sums fresh encryptions
+of all users. Seconds are of the clock and, after a slash, of the processor, which other jobs on the
+machine disturb less.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ import numpy as np
 import phe
 from gmpy2 import mpz
 
-from benchmarks.uldp.dialogue import set_up
+from benchmarks.uldp.dialogue import open_round, set_up, weigh
 from flower_ext.runs.page import table
 from flower_ext.secure.threads import map_slices
-from flower_ext.secure.weighting import encrypted_sums
-from flower_ext.secure.weighting.agreement import WeightingSettings
-from flower_ext.secure.weighting.multiexp import FixedBaseProducts, choose_windows
-from flower_ext.secure.weighting.paillier import PrivateKey, ZeroPool, generate_key
-from flower_ext.secure.weighting.weighting_server import WeightingServer
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+from flower_ext.secure.weighting.multiexp import FixedBaseProducts
+from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_settings import PaillierSettings
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 
-BASE = WeightingSettings(
+BASE = PaillierSettings(
     run="benchmark",
     users=100,
     silos=3,
@@ -105,34 +103,28 @@ class Round:
 class Parties:
     """Server and silos after set-up, and an input."""
 
-    def __init__(
-        self, settings: WeightingSettings, key: PrivateKey, pool: ZeroPool | None, workers: int
-    ) -> None:
+    def __init__(self, settings: PaillierSettings, key: PrivateKey, workers: int) -> None:
         self.settings = settings
-        self.server = WeightingServer(settings, key=key, workers=workers)
-        self.silos = [WeightingSilo(settings, i, workers=workers) for i in range(settings.silos)]
+        self.server = PaillierServer(settings, key=key, workers=workers)
+        self.silos = [PaillierSilo(settings, i, workers=workers) for i in range(settings.silos)]
         rng = np.random.default_rng(0)
         most = settings.max_records_per_user // settings.silos
         self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)
         set_up(self.server, self.silos, self.counts)
-        encrypted_sums._POOL_PAYS = math.inf if pool is None else 0
-        for silo in self.silos:
-            if pool is not None:
-                silo._sums.zeros = pool
         self.updates = rng.uniform(-1, 1, (settings.silos, settings.users, settings.coordinates))
         self.noise = rng.normal(0, 3, (settings.silos, settings.coordinates))
 
-    def round(self, number: int, *, fresh: bool = True) -> Round:
+    def round(self, number: int) -> Round:
         """Run one round, and check it against the plain sum."""
-        places = range(self.settings.users) if fresh else None
-        encrypt, message = timed(lambda: self.server.open_round(number, places=places))
+        encrypt, message = timed(lambda: open_round(self.server, number))
         silos, sums = timed(
             lambda: [
-                silo.weigh(message, dict(enumerate(self.updates[i])), self.noise[i])
+                weigh(silo, number, message, dict(enumerate(self.updates[i])), self.noise[i])
                 for i, silo in enumerate(self.silos)
             ]
         )
-        decrypt, found = timed(lambda: self.server.close_round(sums))
+        read = [self.server.read_sum(i, data) for i, data in enumerate(sums)]
+        decrypt, found = timed(lambda: self.server.close_round(read))
         weights = self.counts / self.counts.sum(0)
         plain = np.einsum("su,suc->c", weights, self.updates) + self.noise.sum(0)
         return Round(
@@ -140,7 +132,7 @@ class Parties:
             silos=silos,
             decrypt=decrypt,
             error=float(np.abs(found - plain).max()),
-            upload=len(sums[0].ciphertexts),
+            upload=len(read[0].ciphertexts),
         )
 
 
@@ -157,18 +149,13 @@ def main() -> None:
     scale = FULL if arguments.full else DEFAULT
 
     key = generate_key()
-    preparing, pool = timed(lambda: ZeroPool(key.public, workers=arguments.workers))
-    print(
-        f"Pool of zeros, once for each silo: {preparing} s in {arguments.workers} threads\n",
-        flush=True,
-    )
     settings = replace(BASE, coordinates=scale.coordinates)
-    side_by_side(settings, key, pool, arguments.workers, scale)
-    by_part(settings, key, pool, arguments.workers)
-    growth(settings, key, pool, arguments.workers, scale)
+    side_by_side(settings, key, arguments.workers, scale)
+    by_part(settings, key, arguments.workers)
+    growth(settings, key, arguments.workers, scale)
 
 
-def plain_seconds(key: PrivateKey, settings: WeightingSettings, coordinates: int) -> Seconds:
+def plain_seconds(key: PrivateKey, settings: PaillierSettings, coordinates: int) -> Seconds:
     """Return a plain round's time with phe, extrapolated from a few coordinates of one silo."""
     public = phe.PaillierPublicKey(int(key.public.n))
     private = phe.PaillierPrivateKey(public, int(key.p), int(key.q))
@@ -194,25 +181,20 @@ def plain_seconds(key: PrivateKey, settings: WeightingSettings, coordinates: int
     )
 
 
-def side_by_side(
-    settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
-) -> None:
+def side_by_side(settings: PaillierSettings, key: PrivateKey, workers: int, scale: Scale) -> None:
     """Print whole rounds, all parties together; time the plain version anew beside each."""
     packed = replace(settings, max_records_per_user=120)
     small = replace(settings, users=10, coordinates=16)
     sizes = (
-        (settings, 1, True, True),
-        (packed, 1, True, True),
-        (small, 1, True, True),
-        (settings, workers, True, True),
-        (packed, workers, True, True),
-        (settings, workers, False, True),
-        (settings, workers, True, False),
+        (settings, 1),
+        (packed, 1),
+        (small, 1),
+        (settings, workers),
+        (packed, workers),
     )
     header = (
         "round of 3 silos",
         "threads",
-        "encryptions",
         "plain, s",
         "here, s",
         "times as fast",
@@ -220,16 +202,12 @@ def side_by_side(
         "largest error",
     )
     print(table(header, []), flush=True)
-    for at, threads, fresh, pooled in sizes:
-        parties = Parties(at, key, pool if pooled else None, threads)
-        if not fresh:
-            parties.round(1, fresh=False)
+    for at, threads in sizes:
         plain = plain_seconds(key, at, scale.plain_coordinates)
-        done = parties.round(2, fresh=fresh)
+        done = Parties(at, key, threads).round(1)
         row = (
             f"{at.users} users, {at.coordinates} coordinates, N_max {at.max_records_per_user}",
             threads,
-            ("fresh" if fresh else "kept") + (", pool" if pooled else ", no pool"),
             plain,
             done.total,
             plain.times(done.total),
@@ -240,20 +218,13 @@ def side_by_side(
     print()
 
 
-def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
+def by_part(settings: PaillierSettings, key: PrivateKey, workers: int) -> None:
     """Print the parts of a round, for all silos, timed one by one."""
-    alone, together = (parts(settings, key, pool, threads) for threads in (1, workers))
+    alone, together = (parts(settings, key, threads) for threads in (1, workers))
     rows = [(name, str(alone[name]), str(together[name])) for name in alone]
     print(table(("part, all silos", "1 thread, s", f"{workers} threads, s"), rows))
-    largest = settings.encoding.largest
-    windows = choose_windows(
-        bases=settings.users,
-        products=settings.coordinates,
-        lowest=-largest,
-        highest=largest,
-        modulus_bits=2 * settings.key_bits,
-    )
-    count = settings.silos * settings.coordinates * windows.column_multiplications(settings.users)
+    digits = math.ceil((2 * settings.encoding.largest).bit_length() / 7)
+    count = settings.silos * settings.coordinates * digits * (settings.users + 7)
     one = one_multiplication(key.public.n_squared)
     print(
         f"\nProducts: {count} multiplications of {1e6 * one:.2f} processor µs, "
@@ -261,9 +232,7 @@ def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, worker
     )
 
 
-def parts(
-    settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int
-) -> dict[str, Seconds]:
+def parts(settings: PaillierSettings, key: PrivateKey, workers: int) -> dict[str, Seconds]:
     """Return the seconds of every part; a silo's parts count for all silos."""
     public, silos, largest = key.public, settings.silos, settings.encoding.largest
     exponents = np.random.default_rng(1).integers(
@@ -279,18 +248,11 @@ def parts(
     encrypt, weights = timed(lambda: key.encrypt([mpz(1)] * settings.users, workers=workers))
     folding, bases = timed(lambda: map_slices(fold, weights, workers=workers))
     tables, products = timed(
-        lambda: FixedBaseProducts(
-            bases,
-            public.n_squared,
-            lowest=-largest,
-            highest=largest,
-            expected_products=settings.coordinates,
-            workers=workers,
-        )
+        lambda: FixedBaseProducts(bases, public.n_squared, largest=largest, workers=workers)
     )
     multiply, sums = timed(lambda: products.of(exponents, workers=workers))
     share = math.ceil(settings.ciphertexts / silos)
-    rerandomise, _ = timed(lambda: pool.take(share, workers=workers))
+    rerandomise, _ = timed(lambda: public.zeros(share, workers=workers))
     decrypt, _ = timed(lambda: key.decrypt(sums[: settings.ciphertexts], workers=workers))
     return {
         "encrypt (server)": encrypt,
@@ -302,16 +264,14 @@ def parts(
     }
 
 
-def growth(
-    settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
-) -> None:
+def growth(settings: PaillierSettings, key: PrivateKey, workers: int, scale: Scale) -> None:
     """Print seconds against coordinates and users."""
     header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
     print(table(header, []), flush=True)
     sizes = [replace(settings, coordinates=count) for count in scale.growth]
     sizes += [replace(settings, users=count) for count in scale.users]
     for at in sizes:
-        done = Parties(at, key, pool, workers).round(1)
+        done = Parties(at, key, workers).round(1)
         silo, server = done.silos * (1 / at.silos), done.encrypt + done.decrypt
         print(_row((at.users, at.coordinates, silo, server)), flush=True)
 

@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.uldp.app import load_silos
-from flower_ext.algorithms.uldp.silo_training import ClippedTotal, SiloJob, add_users
+from flower_ext.algorithms.uldp.silo_training import SiloJob, WeightedTotal, add_users
 from flower_ext.data import SiloData
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task
@@ -95,7 +95,7 @@ def main() -> None:
     def batches(given: Sequence[SiloJob]) -> list[Any]:
         limit = arguments.memory_limit * 2**20
         totals = [
-            ClippedTotal(dict(job.params), CLIPPING_NORM, [1 / len(silos)] * arguments.users)
+            WeightedTotal(dict(job.params), CLIPPING_NORM, [1 / len(silos)] * arguments.users)
             for job in given
         ]
         fresh = [replace(job, total=total) for job, total in zip(given, totals, strict=True)]
@@ -157,7 +157,7 @@ def jobs_of(task: Task, silos: Sequence[SiloData], users: int, epochs: int) -> l
                 generator=generator,
                 users=silo.by_user(),
                 seeds=torch.randint(2**63 - 1, (users,), generator=generator).tolist(),
-                total=ClippedTotal(start, CLIPPING_NORM, [1 / len(silos)] * users),
+                total=WeightedTotal(start, CLIPPING_NORM, [1 / len(silos)] * users),
             )
         )
     return made

@@ -7,7 +7,7 @@ messages only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,9 +16,10 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
-from flower_ext.federation.sums.masked import BEGIN, INDEX, NEIGHBOURS, SENT
+from flower_ext.federation.sums.masked import BEGIN, SENT
 from flower_ext.secure.aggregation import (
     Advert,
+    Invitation,
     MaskedInput,
     Revealed,
     RoundContext,
@@ -44,7 +45,7 @@ class SecureTranscript:
     def __init__(self) -> None:
         self._context: RoundContext | None = None
         self._members: dict[int, int] = {}
-        self._graph: dict[int, list[int]] = {}
+        self._graph: dict[int, Sequence[int]] = {}
         self._replies: list[Message] = []
 
     def record(self, requests: Iterable[Message], replies: Iterable[Message]) -> None:
@@ -54,12 +55,11 @@ class SecureTranscript:
                 arrays = records.to_arrays(message.content.array_records[records.SECURE_SUM])
                 if BEGIN not in arrays:
                     continue
-                context = RoundContext.from_bytes(arrays[BEGIN].tobytes())
-                self._context = self._context or context
-                if context.digest == self._context.digest:
-                    member = int(arrays[INDEX])
-                    self._members[message.metadata.dst_node_id] = member
-                    self._graph[member] = arrays[NEIGHBOURS].tolist()
+                invited = Invitation.from_bytes(arrays[BEGIN].tobytes())
+                self._context = self._context or invited.context
+                if invited.context.digest == self._context.digest:
+                    self._members[message.metadata.dst_node_id] = invited.index
+                    self._graph[invited.index] = invited.neighbours
         if self._context is not None:
             self._replies += [reply for reply in replies if not reply.has_error()]
 

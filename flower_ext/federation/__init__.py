@@ -20,7 +20,6 @@ from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.progress import Remaining
 from flower_ext.federation.recording import first_config, record, recorded_run, settings_of
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
@@ -53,7 +52,6 @@ __all__ = [
     "Question",
     "RefusedReply",
     "Released",
-    "Remaining",
     "State",
     "Steps",
     "Stragglers",

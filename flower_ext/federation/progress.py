@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 
@@ -120,35 +119,6 @@ class Progress:
 
     def _count(self, name: str, number: float) -> None:
         self.row[name] = self.row.get(name, 0) + number
-
-
-class Remaining:
-    """A logger of the progress of a long piece of work, and of the time that is left.
-
-    Call it with the number of parts that are done and the total number of parts. It logs nothing
-    for work shorter than ``every`` seconds.
-
-    Parameters
-    ----------
-    what : str
-        Name of the work.
-    every : float
-        Seconds between two lines.
-    """
-
-    def __init__(self, what: str, *, every: float = 10.0) -> None:
-        self.what = what
-        self.every = every
-        self._started = self._last = time.monotonic()
-
-    def __call__(self, done: int, of: int) -> None:
-        """Log the progress if the last line is at least ``every`` seconds old."""
-        now = time.monotonic()
-        if now - self._last < self.every or not 0 < done < of:
-            return
-        self._last = now
-        left = (now - self._started) * (of - done) / done
-        log.info("%s: %d of %d, %.0f s left", self.what, done, of, left)
 
 
 def _prefix(kind: str) -> str:

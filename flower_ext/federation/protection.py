@@ -1,13 +1,13 @@
 """Protections as facts of a message: the server asks for one, and the client reads and applies it.
 
-The classes are in `privacy.mechanisms.protections`; only this module turns them into facts and
-back.
+A message names the class of the protection (`privacy.mechanisms.protections`) and its fields.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from flower_ext.errors import InvalidValue
@@ -24,59 +24,48 @@ from flower_ext.privacy.mechanisms.protections import (
     Protection,
 )
 
-_SHARE = {"noise-stddev": "noise_stddev", "noise-grid": "noise_grid"}
-_IN_CELLS = {"share-stddev": "noise_stddev", "cell": "cell"}
-_NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
-    ClipUpdate: {"clipping-norm": "clipping_norm", **_SHARE},
-    ClipUnits: {"unit-clipping-norm": "clipping_norm", **_SHARE},
-    ClipUnitsToCells: {"unit-clipping-norm": "clipping_norm", **_IN_CELLS},
-    ClipToCells: {"clipping-norm": "clipping_norm", **_IN_CELLS},
-    OutputPerturbation: {
-        "model-clipping-norm": "clipping_norm",
-        "model-noise-stddev": "noise_stddev",
-        "agreed-examples": "num_examples",
-    },
-    ClipSteps: {
-        "model-clipping-norm": "clipping_norm",
-        "gradient-clipping-norm": "gradient_clipping_norm",
-        "step-noise-stddev": "noise_stddev",
-        "agreed-examples": "num_examples",
-    },
-    ObjectivePerturbation: {"objective-rate": "rate", "least-examples": "least_examples"},
-    ProtectedByTraining: {},
+_KINDS: Mapping[str, type[Protection]] = {
+    kind.__name__: kind
+    for kind in (
+        ClipUpdate,
+        ClipUnits,
+        ClipToCells,
+        ClipUnitsToCells,
+        OutputPerturbation,
+        ClipSteps,
+        ObjectivePerturbation,
+        ProtectedByTraining,
+        ProtectedByServer,
+    )
 }
-"""For each protection, its fields by their names in a message."""
-_OPTIONAL = frozenset({"agreed-examples", "noise-grid"})
-_BY_SERVER, SEEDED = "server-protects", "seeded-noise"
-_OTHER_FACTS = frozenset(
-    {"run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered"}
-    | {"query"}
-    | {_BY_SERVER, SEEDED}
-    | _OPTIONAL
+"""The protections that a message may ask for, by the names of their classes."""
+KIND, SEEDED = "protection", "seeded-noise"
+_OF_ROUNDS = frozenset(
+    ("run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered", "query")
 )
+"""Facts of a round besides its protection."""
 
 
-def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, float]:
+def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
     """Return a protection as facts of a message.
 
     Raises
     ------
     TypeError
-        Messages have no names for this protection, so a client would apply another one, or none.
+        No message may ask for this protection, so a client would apply another one, or none.
     """
     if protection is None:
         return {}
-    if type(protection) is ProtectedByServer:
-        return {_BY_SERVER: True}
-    if type(protection) not in _NUMBERS:
-        raise TypeError(
-            f"{type(protection).__name__}: messages have no names for its fields; add them to "
-            f"_NUMBERS in {__name__}, as a set of names that no other protection has"
-        )
-    names = _NUMBERS[type(protection)]
-    fields_by_name = {name: getattr(protection, field) for name, field in names.items()}
-    given = {name: value for name, value in fields_by_name.items() if value is not None}
-    return {**given, SEEDED: seeded_noise}
+    name = type(protection).__name__
+    if _KINDS.get(name) is not type(protection):
+        raise TypeError(f"{name}: no message may ask for it; add it to _KINDS in {__name__}")
+    # Where the server adds the noise, how it draws is no business of the client.
+    by_client = not isinstance(protection, ProtectedByServer)
+    facts: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
+    for part in _parts_of(type(protection)):
+        if (value := getattr(protection, part.name)) is not None:
+            facts[_in_messages(part.name)] = value
+    return facts
 
 
 def from_facts(facts: Mapping[str, Any]) -> Protection | None:
@@ -91,30 +80,27 @@ def from_facts(facts: Mapping[str, Any]) -> Protection | None:
     TypeError
         A fact has the wrong type.
     """
-    present = frozenset(facts) - _OTHER_FACTS
-    if not present:
-        seeded = _is_seeded(facts)
-        if facts.get(_BY_SERVER):
-            return ProtectedByServer()
-        return None if seeded is None else ProtectedByTraining()
-    kinds = [kind for kind, names in _NUMBERS.items() if present == frozenset(names) - _OPTIONAL]
-    if not kinds:
+    kind = _KINDS.get(str(facts[KIND])) if KIND in facts else Protection
+    parts = {} if kind is None else {_in_messages(part.name): part for part in _parts_of(kind)}
+    unknown = set(facts) - _OF_ROUNDS - set(parts) - ({KIND, SEEDED} if KIND in facts else set())
+    if kind is None or unknown:
         raise InvalidValue(
-            f"the server's message has {sorted(present)}: expected a known protection"
+            f"the server's message has {sorted(unknown)} and {KIND}={facts.get(KIND)!r}: expected "
+            "a known protection"
         )
-    for name in present:
-        value = _number(facts, name)
-        if not 0 < value < math.inf and (name, value) != ("least-examples", 0):
-            raise InvalidValue(
-                f"{name}={value!r} in the server's message: expected a finite number > 0"
-            )
-    if _is_seeded(facts) is None:
-        raise TypeError(f"{SEEDED}=None: expected true or false")
-    (kind,) = kinds
-    fields: dict[str, Any] = {
-        field: _number(facts, name) for name, field in _NUMBERS[kind].items() if name in facts
-    }
-    return kind(**fields)
+    if kind is Protection:
+        return None
+    if type(facts.get(SEEDED)) is not bool:
+        raise TypeError(f"{SEEDED}={facts.get(SEEDED)!r}: expected true or false")
+    numbers: dict[str, float] = {}
+    for name, part in parts.items():
+        if name in facts or part.default is MISSING:
+            value = numbers[part.name] = _number(facts, name)
+            if not 0 < value < math.inf and value != part.default:
+                raise InvalidValue(
+                    f"{name}={value!r} in the server's message: expected a finite number > 0"
+                )
+    return kind(**numbers)
 
 
 def check_facts(facts: Mapping[str, Any]) -> Protection | None:
@@ -136,16 +122,16 @@ def check_facts(facts: Mapping[str, Any]) -> Protection | None:
     return from_facts(facts)
 
 
-def _is_seeded(facts: Mapping[str, Any]) -> bool | None:
-    """Return True if the client's noise follows a seed; None if the client adds no noise."""
-    seeded = facts.get(SEEDED)
-    if seeded is not None and type(seeded) is not bool:
-        raise TypeError(f"{SEEDED}={seeded!r}: expected true or false")
-    return seeded
+def _parts_of(kind: type[Protection]) -> tuple[Field[Any], ...]:
+    return fields(kind) if is_dataclass(kind) else ()
+
+
+def _in_messages(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _number(facts: Mapping[str, Any], name: str) -> float:
-    value = facts[name]
+    value = facts.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} in the server's message: expected a number")
     return value

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import gmpy2
 from cryptography.exceptions import InvalidTag
@@ -43,27 +43,6 @@ def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
     ]
 
 
-def invert_all(values: Sequence[mpz], modulus: mpz) -> list[mpz]:
-    """Return the inverses modulo ``modulus``, in order (Montgomery's simultaneous inversion).
-
-    It takes one inversion in all, and three multiplications for each value.
-
-    Raises
-    ------
-    ZeroDivisionError
-        A value has no inverse.
-    """
-    prefixes = [mpz(1)]
-    for value in values:
-        prefixes.append(prefixes[-1] * value % modulus)
-    rest = gmpy2.invert(prefixes.pop(), modulus)
-    inverses = []
-    for value, prefix in zip(reversed(values), reversed(prefixes), strict=True):
-        inverses.append(rest * prefix % modulus)
-        rest = rest * value % modulus
-    return inverses[::-1]
-
-
 class PairKeys:
     """One silo's keys with every other silo of one run.
 
@@ -75,15 +54,22 @@ class PairKeys:
         Number of this silo, from zero.
     private : bytes, optional
         Raw X25519 private key. By default the operating system draws a new one.
+
+    Attributes
+    ----------
+    private : bytes
+        As above. Store it in this silo only, and never send it.
+    fingerprint : str
+        SHA-256 of all public keys, including the server's, in 64 hexadecimal digits. All silos have
+        the same fingerprint unless somebody swapped a key.
     """
 
     def __init__(self, *, context: bytes, index: int, private: bytes | None = None) -> None:
-        self._context = context
-        self._index = index
-        self._private = secrets.token_bytes(32) if private is None else private
+        self._context, self._index = context, index
+        self.private = secrets.token_bytes(32) if private is None else private
         self._keys: dict[int, bytes] = {}
         self._used: set[tuple[str, int]] = set()
-        self._fingerprint = ""
+        self.fingerprint = ""
 
     def __repr__(self) -> str:
         return f"PairKeys(index={self._index}, agreed_with={sorted(self._keys)})"
@@ -91,20 +77,7 @@ class PairKeys:
     @property
     def public(self) -> bytes:
         """Raw public key, 32 bytes."""
-        return X25519PrivateKey.from_private_bytes(self._private).public_key().public_bytes_raw()
-
-    @property
-    def private(self) -> bytes:
-        """Raw private key. Store it in this silo only, and never send it."""
-        return self._private
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all public keys, including the server's, in 64 hexadecimal digits.
-
-        All silos have the same fingerprint unless somebody swapped a key.
-        """
-        return self._fingerprint
+        return X25519PrivateKey.from_private_bytes(self.private).public_key().public_bytes_raw()
 
     def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:
         """Derive a key with every other silo.
@@ -137,7 +110,7 @@ class PairKeys:
             if other == self._index:
                 continue
             try:
-                shared = agreed(self._private, public)
+                shared = agreed(self.private, public)
             except InvalidValue as error:
                 raise InvalidValue(
                     f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
@@ -148,7 +121,7 @@ class PairKeys:
         self._keys = keys
         ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
         everything = self._context + ordered + server_key
-        self._fingerprint = hashlib.sha256(everything).hexdigest()
+        self.fingerprint = hashlib.sha256(everything).hexdigest()
 
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
@@ -162,9 +135,9 @@ class PairKeys:
             values under the same mask would reveal their difference.
         """
         total = [mpz(0)] * count
-        for other, pad in self._pads(purpose, round_number, count, modulus):
-            sign = 1 if self._index < other else -1
-            total = [(t + sign * x) % modulus for t, x in zip(total, pad, strict=True)]
+        for key, subtracts in self.mask_keys(purpose, round_number):
+            for at, x in enumerate(uniform_residues(key, count, modulus)):
+                total[at] = (total[at] - x if subtracts else total[at] + x) % modulus
         return total
 
     def multiplicative_masks(
@@ -181,12 +154,11 @@ class PairKeys:
             As `additive_masks`.
         """
         above, below = [mpz(1)] * count, [mpz(1)] * count
-        for other, pad in self._pads(purpose, round_number, count, modulus):
-            side = above if self._index < other else below
-            for at, x in enumerate(pad):
+        for key, divides in self.mask_keys(purpose, round_number):
+            side = below if divides else above
+            for at, x in enumerate(uniform_residues(key, count, modulus)):
                 side[at] = side[at] * x % modulus
-        inverses = invert_all(below, modulus)
-        return [x * y % modulus for x, y in zip(above, inverses, strict=True)]
+        return [x * gmpy2.invert(y, modulus) % modulus for x, y in zip(above, below, strict=True)]
 
     def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
         """Return a key for each other silo, with True where this silo subtracts the key's stream.
@@ -198,8 +170,17 @@ class PairKeys:
         ProtocolError
             As `additive_masks`.
         """
+        if not self._keys:
+            raise ProtocolError("masks need the public keys of all silos: call `agree` first")
+        if (purpose, round_number) in self._used:
+            raise ProtocolError(
+                f"masks for {purpose!r} of round {round_number} were drawn before: expected a new "
+                "round number"
+            )
+        self._used.add((purpose, round_number))
         return [
-            (key, self._index > other) for other, key in self._drawn_keys(purpose, round_number)
+            (derive(key, "mask", purpose, round_number), self._index > other)
+            for other, key in sorted(self._keys.items())
         ]
 
     def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
@@ -229,28 +210,6 @@ class PairKeys:
                 f"sealed message from silo {sender} cannot be opened: expected one that the sender "
                 f"sealed for silo {self._index} in this run"
             ) from error
-
-    def _pads(
-        self, purpose: str, round_number: int, count: int, modulus: mpz
-    ) -> list[tuple[int, list[mpz]]]:
-        return [
-            (other, uniform_residues(key, count, modulus))
-            for other, key in self._drawn_keys(purpose, round_number)
-        ]
-
-    def _drawn_keys(self, purpose: str, round_number: int) -> list[tuple[int, bytes]]:
-        if not self._keys:
-            raise ProtocolError("masks need the public keys of all silos: call `agree` first")
-        if (purpose, round_number) in self._used:
-            raise ProtocolError(
-                f"masks for {purpose!r} of round {round_number} were drawn before: expected a new "
-                "round number"
-            )
-        self._used.add((purpose, round_number))
-        return [
-            (other, derive(key, "mask", purpose, round_number))
-            for other, key in sorted(self._keys.items())
-        ]
 
     def _sealing_key(self, other: int) -> bytes:
         if other not in self._keys:

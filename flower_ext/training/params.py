@@ -13,8 +13,6 @@ from flower_ext.errors import InvalidValue, tellable
 
 Params = dict[str, Tensor]
 """Tensors of parameters and buffers, by their names in the model."""
-Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
-"""By name, the place of a parameter among all numbers of a model, and its shape."""
 Sizes = tuple[tuple[str, torch.Size], ...]
 
 

@@ -29,6 +29,7 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
+    silo_part,
     silo_training,
 )
 from flower_ext.data import ClientData, Examples, SiloData
@@ -500,7 +501,7 @@ PATHS = {
             protocol=PAILLIER,
         ),
         through=(
-            (silo_training, "clip_each_row"),
+            (silo_part, "clip_each_row"),
             (protecting.HiddenSum, "__init__"),
             (WeightedSum, "open"),
         ),
@@ -580,6 +581,7 @@ NOT_HERE = {
     "ObjectivePerturbation": "bounds nothing: its theorems assume bounded gradients",
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
+    "Unprotected": "leaves an upload as it is; nothing is promised",
     "BoundedSum": "returned by sum_clipped and sum_clipped_rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",

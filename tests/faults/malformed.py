@@ -349,7 +349,7 @@ def _nobody_asked(message: Message, rng: np.random.Generator) -> None:
 
 def requests(facts: Iterable[str]) -> dict[str, Mutation]:
     """Return all faults of a request to train under a protection with these facts."""
-    amounts = [name for name in facts if name.endswith(("-norm", "-stddev", "-rate"))]
+    amounts = [name for name in facts if name.endswith(("-norm", "-stddev", "rate"))]
     model = of_record(records.MODEL)
     # Sharing fewer parameters is valid; weights of 1e16 are a bad model, but not malformed.
     left_out = ("array huge", "fewer arrays")

@@ -38,7 +38,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.secure.protocols import load_protocol, protocols
+from flower_ext.secure.weighting.protocol import load_protocol, protocols
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import Rates, times
 from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric

@@ -376,16 +376,13 @@ def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
         {"clipping-norm": math.inf},
         {"noise-stddev": None},
         {"clipping-norm": None},  # bounds nothing, so the update would leave unchanged
-        {"clipping-norm": None, "model-noise-stddev": 1.0},
-        {"clipping-norm": None, "noise-stddev": None, "model-clipping-norm": 1.0},
+        {"protection": None},
+        {"protection": "another"},
+        {"protection": "OutputPerturbation"},  # this plan has updates on a grid
         # Claims that every step was noised, although no step was asked to be.
-        {
-            "clipping-norm": None,
-            "noise-stddev": None,
-            "model-clipping-norm": 1.0,
-            "step-noise-stddev": 1.0,
-        },
-        {"clipping-norm": None, "noise-stddev": None, "objective-rate": 1.0},
+        {"protection": "ClipSteps", "gradient-clipping-norm": 1.0},
+        {"protection": "ProtectedByServer"},
+        {"protection": "ObjectivePerturbation", "rate": 1.0},
         {"seeded-noise": True},
         {"seeded-noise": None},
         {"seeded-noise": "no"},

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flower_ext.federation.progress import Progress, Remaining
+from flower_ext.federation.progress import Progress
 from flower_ext.runs import RunDirectory
 
 
@@ -172,19 +172,3 @@ def test_without_a_run_directory_a_round_ends_all_the_same(tmp_path, monkeypatch
     progress.begin()
     progress.end(1, 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_long_work_says_what_is_left_and_short_work_nothing(logged, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr("flower_ext.federation.progress.time.monotonic", lambda: clock[0])
-    remaining = Remaining("coordinates")
-    for done in range(1, 11):
-        clock[0] += 3.0
-        remaining(done, 10)
-    assert lines(logged) == [
-        "coordinates: 4 of 10, 18 s left",
-        "coordinates: 8 of 10, 6 s left",
-    ]
-    remaining(0, 10)
-    remaining(10, 10)
-    assert len(lines(logged)) == 2

@@ -237,8 +237,8 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
     received = {"weight": torch.zeros(1, DIMENSION).double()}
     facts = facts_of(plan())
     for changes, said in (
-        ({"model-noise-stddev": 0.0}, "model-noise-stddev=0.0"),
-        ({"model-clipping-norm": -1.0}, "model-clipping-norm=-1.0"),
+        ({"noise-stddev": 0.0}, "noise-stddev=0.0"),
+        ({"clipping-norm": -1.0}, "clipping-norm=-1.0"),
     ):
         with pytest.raises(ValueError, match=said):
             leaving(received, received, ConfigRecord({**facts, **changes}))
@@ -247,8 +247,8 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
 def test_a_fact_that_is_no_number_is_refused_by_name():
     received = {"weight": torch.zeros(1, DIMENSION).double()}
     facts = facts_of(plan())
-    with pytest.raises(TypeError, match="model-noise-stddev='much'.*expected a number"):
-        leaving(received, received, ConfigRecord({**facts, "model-noise-stddev": "much"}))
+    with pytest.raises(TypeError, match="noise-stddev='much'.*expected a number"):
+        leaving(received, received, ConfigRecord({**facts, "noise-stddev": "much"}))
 
 
 # Objective perturbation -------------------------------------------------------------------------
@@ -382,37 +382,32 @@ def release_plan(**changes) -> ReleasePlan:
 
 
 def test_every_message_asks_for_one_protection_only():
-    own = {
-        "update": {"clipping-norm", "noise-stddev"},
-        "output": {"model-clipping-norm", "model-noise-stddev"},
-        "objective": {"objective-rate", "least-examples"},
-        "none": set(),
+    kinds = {
+        "ClipUpdate": release_plan(),
+        "OutputPerturbation": plan(OUTPUT),
+        "ObjectivePerturbation": plan(OBJECTIVE),
+        None: NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
     }
-    every = set.union(*own.values())
-    plans = {
-        "update": release_plan(),
-        "output": plan(OUTPUT),
-        "objective": plan(OBJECTIVE),
-        "none": NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
-    }
-    for kind, the_plan in plans.items():
+    for kind, the_plan in kinds.items():
         _, grid = run(the_plan)
         messages = of_training(grid.sent)
         assert len(messages) == CLIENTS
         for message in messages:
             facts = message.content.config_records[records.ROUND]
-            assert set(facts) & every == own[kind]
+            assert facts.get("protection") == kind
 
 
 def test_the_facts_of_a_plan_are_its_own_numbers():
     assert facts_of(plan(OUTPUT), seeded_noise=True) == {
-        "model-clipping-norm": 0.8,
-        "model-noise-stddev": 0.05,
+        "protection": "OutputPerturbation",
+        "clipping-norm": 0.8,
+        "noise-stddev": 0.05,
         "seeded-noise": True,
     }
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     assert facts_of(known) == {
-        "objective-rate": 2.0,
+        "protection": "ObjectivePerturbation",
+        "rate": 2.0,
         "least-examples": 5,
         "seeded-noise": False,
     }
@@ -456,11 +451,13 @@ def test_a_round_that_is_none_is_refused(wrong):
         check_facts({**facts, **wrong})
 
 
-@pytest.mark.parametrize("left_out", ["clipping-norm", "noise-stddev", "seeded-noise"])
+@pytest.mark.parametrize(
+    "left_out", ["protection", "clipping-norm", "noise-stddev", "seeded-noise"]
+)
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
     facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
     del facts[left_out]
-    with pytest.raises((TypeError, ValueError), match=r"a known protection|seeded-noise"):
+    with pytest.raises((TypeError, ValueError), match=f"a known protection|{left_out}=None"):
         check_facts(facts)
 
 
@@ -475,10 +472,9 @@ def test_objective_perturbation_may_need_no_number_of_examples():
 
 def test_what_is_protected_is_known_from_the_facts():
     assert from_facts(facts_of(release_plan())).bounds_uploads
-    assert from_facts({"number": 1, "seed": 0, "server-protects": True}).bounds_uploads
-    assert from_facts({"number": 1, "seed": 0, "server-protects": False}) is None
+    assert from_facts(to_facts(ProtectedByServer(), seeded_noise=True)).bounds_uploads
     assert from_facts({"number": 1, "seed": 0, "diagnostics": True}) is None
-    by_training = from_facts({"number": 1, "seed": 0, "seeded-noise": False})
+    by_training = from_facts(to_facts(ProtectedByTraining(), seeded_noise=False))
     for protection in (by_training, Unprotected()):
         assert not protection.bounds_uploads
 
@@ -524,7 +520,7 @@ def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked
 
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     strategy = FederatedStrategy(DPFedAvg(local=EXACT), Plan(**vars(release_plan())))
-    with pytest.raises(TypeError, match="Unknown: messages have no names for its fields"):
+    with pytest.raises(TypeError, match="Unknown: no message may ask for it"):
         strategy.start(grid, initial(), num_rounds=1)
     assert not of_training(grid.sent)
 
@@ -542,10 +538,10 @@ def test_no_part_of_a_protection_stands_for_another(protection):
     facts = to_facts(protection, seeded_noise=False)
     for name in facts:
         rest = {other: value for other, value in facts.items() if other != name}
-        if name in ("noise-grid", "agreed-examples"):
+        if name in ("noise-grid", "num-examples"):
             assert type(from_facts(rest)) is type(protection)
         else:
-            with pytest.raises((TypeError, ValueError), match=r"a known protection|seeded-noise"):
+            with pytest.raises((TypeError, ValueError), match=f"a known protection|{name}=None"):
                 from_facts(rest)
 
 

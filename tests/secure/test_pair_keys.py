@@ -2,12 +2,12 @@ import itertools
 
 import numpy as np
 import pytest
-from gmpy2 import invert, mpz
+from gmpy2 import mpz
 from scipy import stats
 
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.pair_keys import PairKeys, invert_all, uniform_residues
+from flower_ext.secure.pair_keys import PairKeys, uniform_residues
 
 SERVER_KEY = b"server key"
 MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is invertible
@@ -181,11 +181,3 @@ def test_secrets_are_not_shown():
     for secret in (pair.private, *pair._keys.values()):
         assert secret.hex() not in shown
         assert repr(secret) not in shown
-
-
-def test_many_inverses_for_one_inversion():
-    values = [mpz(x) for x in range(1, 50)]
-    assert invert_all(values, MODULUS) == [invert(x, MODULUS) for x in values]
-    assert invert_all([], MODULUS) == []
-    with pytest.raises(ZeroDivisionError):
-        invert_all([mpz(3), mpz(0)], MODULUS)

@@ -6,9 +6,8 @@ from flwr.app import ArrayRecord, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
 from flower_ext.federation import ClientVault, InProcessGrid, records
-from flower_ext.federation.sums import silo_part
 from flower_ext.privacy import FullParticipation
-from flower_ext.secure.protocols import load_protocol, protocols
+from flower_ext.secure.weighting.protocol import load_protocol, protocols
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
 from tests.support.strategies import private_strategy_of, strategy_of
 
@@ -22,7 +21,7 @@ SMALL = PrivateWeighting(
 
 
 def name_of(protocol):
-    return protocol.silo_type.settings_type.protocol
+    return protocol.silo_type.settings_type.kind
 
 
 INSTALLED = [
@@ -96,7 +95,6 @@ class FreshProcesses(InProcessGrid):
     def _answer_here(self, messages):
         replies = []
         for message in messages:
-            silo_part._cache.clear()
             context = self.contexts[message.metadata.dst_node_id]
             stored = vault(self, context.node_id - 1_000).load()
             context.state = RecordDict()

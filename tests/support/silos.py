@@ -52,3 +52,8 @@ def plan(sampling=None, **changes):
 
 
 COMMON = {"num_silos": SILOS, "seed": SEED, "seeded_noise": True, "server_learning_rate": 5.0}
+
+
+def histogram(data, num_users):
+    """Return the number of records of each user in each silo, of shape (silos, users)."""
+    return np.stack([np.bincount(one.owners.cpu(), minlength=num_users) for one in data])

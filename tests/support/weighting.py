@@ -7,15 +7,14 @@ from functools import cache
 import numpy as np
 from gmpy2 import invert, mpz, powmod
 
-from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
-    MaskedSum,
-    SealedWeights,
+    PaillierSum,
+    PaillierWeights,
 )
-from flower_ext.secure.weighting.weighting_server import WeightingServer
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_settings import PaillierSettings
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 
 KEY_BITS = 512
 
@@ -30,7 +29,7 @@ def _key(bits: int, number: int) -> PrivateKey:
     return generate_key(bits, allow_insecure_key_size=True)
 
 
-def weighting_settings(**changes) -> WeightingSettings:
+def weighting_settings(**changes) -> PaillierSettings:
     facts = {
         "run": "test",
         "users": 4,
@@ -42,10 +41,10 @@ def weighting_settings(**changes) -> WeightingSettings:
         "key_bits": KEY_BITS,
         "allow_insecure_key_size": True,
     }
-    return WeightingSettings(**facts | changes)
+    return PaillierSettings(**facts | changes)
 
 
-def draw_counts(rng: np.random.Generator, settings: WeightingSettings) -> np.ndarray:
+def draw_counts(rng: np.random.Generator, settings: PaillierSettings) -> np.ndarray:
     """Return each user's number of records in each silo, at most N_max; some users have none."""
     totals = rng.integers(0, settings.max_records_per_user + 1, settings.users)
     if not totals.any():
@@ -71,6 +70,13 @@ def play(dialogue, silos, counts, asked, answered):
         answered.append((step.name, answers))
 
 
+def weigh(silo, message, updates, noise) -> PaillierSum:
+    """Return a silo's sum of the round whose weights are ``message``."""
+    opened = silo.open_sum(message.round_number, message.to_bytes())
+    opened.add(updates)
+    return PaillierSum.from_bytes(opened.finish(noise), silo.settings)
+
+
 @dataclass
 class World:
     """Parties that have exchanged keys and counts.
@@ -78,7 +84,7 @@ class World:
     ``sent`` has the messages of all rounds, ``asked`` and ``answered`` those of all steps by silo.
     """
 
-    settings: WeightingSettings
+    settings: PaillierSettings
     counts: np.ndarray
     save: Callable[[bytes], None] = lambda state: None
     sent: list = field(default_factory=list)
@@ -86,9 +92,9 @@ class World:
     answered: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.server = WeightingServer(self.settings, key=key(self.settings.key_bits))
+        self.server = PaillierServer(self.settings, key=key(self.settings.key_bits))
         self.silos = [
-            WeightingSilo(self.settings, i, save=self.save) for i in range(self.settings.silos)
+            PaillierSilo(self.settings, i, save=self.save) for i in range(self.settings.silos)
         ]
         self.play(self.server.set_up())
 
@@ -103,8 +109,7 @@ class World:
     def begin(self, number, places=None):
         """Return the weights of a round that begins."""
         data = self.play(self.server.begin_round(number, places))
-        kind = EncryptedWeights if self.settings.draw_choices is None else SealedWeights
-        return kind.from_bytes(data, self.settings)
+        return PaillierWeights.from_bytes(data, self.settings)
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return updates (silos × users × coordinates) and noise (silos × coordinates)."""
@@ -118,9 +123,10 @@ class World:
         """Return the updates of the users that have records in ``silo``."""
         return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
-    def weigh(self, message, updates, noise) -> list[MaskedSum]:
+    def weigh(self, message, updates, noise) -> list[PaillierSum]:
         return [
-            silo.weigh(message, self.own(i, updates), noise[i]) for i, silo in enumerate(self.silos)
+            weigh(silo, message, self.own(i, updates), noise[i])
+            for i, silo in enumerate(self.silos)
         ]
 
     def run_round(self, number, updates, noise, places=None) -> np.ndarray:

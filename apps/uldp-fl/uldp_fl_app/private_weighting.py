@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flower_ext.federation import Summation
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.runs.settings import UnfitSetting
-from flower_ext.secure.protocols import load_protocol
+from flower_ext.secure.weighting.protocol import load_protocol
 from uldp_fl_app.settings import Settings, integers
 
 if TYPE_CHECKING:

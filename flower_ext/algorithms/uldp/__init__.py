@@ -4,13 +4,13 @@ Source: Kato, Xiong, Takagi, Cao, Yoshikawa, "Uldp-FL: Federated Learning with A
 User-Level Differential Privacy" (PVLDB 2024).
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.group import UldpGroup
 from flower_ext.algorithms.uldp.naive import UldpNaive
 from flower_ext.federation.sums.weighted import weighted_sum
+from flower_ext.secure.weighting.protocol import load_protocol
 
 if TYPE_CHECKING:
     from flower_ext.secure.weighting.private_weighting import PrivateWeighting
@@ -30,4 +30,4 @@ def __getattr__(name: str) -> Any:
     """Import private weighting at first use, because it needs the extra ``weighting``."""
     if name != "PrivateWeighting":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("flower_ext.secure.weighting.private_weighting").PrivateWeighting
+    return load_protocol("paillier")

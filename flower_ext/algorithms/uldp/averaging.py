@@ -32,16 +32,13 @@ from logging import getLogger
 
 import numpy as np
 
-from flower_ext.algorithms.uldp.silo_training import (
-    ClippedTotal,
-    SealedTotal,
-    users_training,
-)
+from flower_ext.algorithms.uldp import silo_part
+from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     USERS,
     answer_counts,
-    ask_company,
+    ask_one_by_one,
     ask_silos,
     check_weighting,
     check_weights,
@@ -51,7 +48,6 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
-from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
@@ -72,7 +68,6 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
-from flower_ext.federation.sums import silo_part
 from flower_ext.federation.sums.weighted import STEP, WEIGHTED
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -97,25 +92,20 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
     num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
     data = owned(work.data, num_users)
-    if WEIGHTED in work.state:
-        return (yield from _sealed_update(work, data, num_users, bound))
-    weights = read_weights(work).tolist()
-    users = {user: part for user, part in data.by_user().items() if weights[user] > 0}
-    total = ClippedTotal(work.received, bound, weights, work.settings.get(CELL))
+    total: WeightedTotal | silo_part.SiloPart
+    if WEIGHTED in work.state:  # the protocol of a weighted sum weighs each user
+        part = silo_part.open_part(
+            work.state, work.vault, number=work.round, users=num_users, clipping_norm=bound
+        )
+        if part is None:
+            lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
+            return LocalResult(update=lost)
+        users, total = data.by_user(), part
+    else:
+        weights = read_weights(work).tolist()
+        users = {user: records for user, records in data.by_user().items() if weights[user] > 0}
+        total = WeightedTotal(work.received, bound, weights, work.settings.get(CELL))
     yield users_training(work, users, total, num_users)
-    return LocalResult(update=total.value)
-
-
-def _sealed_update(
-    work: ClientWork, data: SiloData, num_users: int, bound: float
-) -> Steps[LocalResult]:
-    """Return the silo's part of a weighted sum, in which the protocol weighs each user."""
-    part = silo_part.open_part(work.state, work.vault, number=work.round, users=num_users)
-    if part is None:
-        lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
-        return LocalResult(update=lost)
-    total = SealedTotal(part, bound)
-    yield users_training(work, data.by_user(), total, num_users)
     return LocalResult(update=total.value)
 
 
@@ -185,7 +175,7 @@ class UldpAvg(Method):
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that is not one of users among so many silos."""
-        check_user_plan(plan, self.num_silos, self.weighting)
+        check_user_plan(plan, self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
         """Return the users, whose parts a weighted sum hides."""
@@ -203,7 +193,7 @@ class UldpAvg(Method):
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""
         sums, clients = _of_users(connected.summation.mechanism), connected.clients
-        silos = {ONE_BY_ONE: ask_company(clients, self.training, self.num_silos)}
+        silos = {ONE_BY_ONE: ask_one_by_one(clients, self.training, self.num_silos)}
         if connected.summation.brings_weights:
             return State(server={SILOS: silos})
         is_asked = self.weighting == "by-records"

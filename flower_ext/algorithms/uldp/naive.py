@@ -61,7 +61,7 @@ class UldpNaive(Method):
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that is not one of users, or that samples them."""
-        check_user_plan(plan, self.num_silos, "equal")
+        check_user_plan(plan, self.num_silos)
         if not isinstance(plan.sampling, FullParticipation):
             raise InvalidValue(
                 "sampling of the plan: expected FullParticipation, because ULDP-NAIVE does not "

@@ -1,7 +1,7 @@
 """The trainings of a silo's users: each user is trained and clipped alone, and only totals remain.
 
-The three totals are a sum in the clear, a sum in whole numbers of cells under a plan with secure
-sums, and the silo's part of a weighted sum.
+The totals are a sum in the clear, a sum in whole numbers of cells under a plan with secure sums,
+and a `SiloPart` of a weighted sum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from flower_ext.data import Examples
-from flower_ext.federation import ClientWork, HiddenSum, Training
-from flower_ext.federation.sums.silo_part import SiloPart
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip_each_row, sum_clipped_rows
+from flower_ext.federation import ClientWork, Training
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
 from flower_ext.privacy.mechanisms.quantization import CellSum, sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
@@ -39,8 +38,8 @@ class UsersTotal(Protocol):
         ...
 
 
-class ClippedTotal:
-    """The weighted sum of users' clipped updates.
+class WeightedTotal:
+    """The weighted sum of users' clipped updates, in float64 or in whole numbers of cells.
 
     Parameters
     ----------
@@ -62,22 +61,22 @@ class ClippedTotal:
     ) -> None:
         self._norm, self._weights, self._cell, self._count = clipping_norm, weights, cell, 0
         self._sums: dict[str, Any] = {
-            name: torch.zeros_like(p, dtype=torch.float64)
+            name: torch.zeros_like(part, dtype=torch.float64)
             if cell is None
-            else np.zeros(tuple(p.shape), np.int64)
-            for name, p in params.items()
+            else np.zeros(tuple(part.shape), np.int64)
+            for name, part in params.items()
         }
 
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Add one row of ``rows`` for each of ``users``."""
         weights = [self._weights[user] for user in users]
-        part: BoundedSum | CellSum = (
+        added = (
             sum_clipped_rows(rows, self._norm, weights)
             if self._cell is None
             else sum_rows_in_cells(rows, self._norm, self._cell, weights)
         )
-        for name, array in part.value.items():
-            self._sums[name] += array
+        for name, part in added.value.items():
+            self._sums[name] += part
         self._count += len(users)
 
     @property
@@ -86,40 +85,6 @@ class ClippedTotal:
         if self._cell is None:
             return BoundedSum(value=self._sums, bound=self._norm, count=self._count)
         return CellSum(value=self._sums, bound=self._norm, cell=self._cell, count=self._count)
-
-
-class SealedTotal:
-    """A sum that nobody sees: users' clipped updates go into a part of a weighted sum.
-
-    Parameters
-    ----------
-    part : SiloPart
-    clipping_norm : float
-    """
-
-    def __init__(self, part: SiloPart, clipping_norm: float) -> None:
-        self._part, self._norm = part, clipping_norm
-
-    def add(self, users: Sequence[int], rows: Params) -> None:
-        """Add one row of ``rows`` for each of ``users``."""
-        clipped = flat_rows_of(clip_each_row(rows, self._norm))
-        self._part.add(dict(zip(users, clipped, strict=True)))
-
-    @property
-    def value(self) -> HiddenSum:
-        """The sum, which leaves the silo with the silo's noise, masked."""
-
-        def encrypt(noise: Params) -> Mapping[str, np.ndarray]:
-            (row,) = flat_rows_of({name: p[None] for name, p in noise.items()})
-            return self._part.seal(row)
-
-        return HiddenSum(bound=self._norm, encrypt=encrypt)
-
-
-def flat_rows_of(rows: Params) -> np.ndarray:
-    """Return rows as (rows, coordinates), with the parameters in the order of their names."""
-    parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
-    return np.concatenate(parts, axis=1)
 
 
 @dataclass(kw_only=True)

@@ -213,7 +213,7 @@ def ask_silos(clients: Clients, num_users: int, *, histogram: bool) -> np.ndarra
     return np.stack([counts[silo] for silo in sorted(counts)])
 
 
-def ask_company(
+def ask_one_by_one(
     clients: Clients, trainings: Mapping[str, LocalTraining], num_silos: int
 ) -> np.ndarray:
     """Ask each silo if its users train one by one; the answer depends on its machine only.
@@ -229,11 +229,11 @@ def ask_company(
         A silo does not answer.
     """
     content = {records.ONE_BY_ONE: ConfigRecord(), **records.training_records(trainings)}
-    answers = clients.query(dict.fromkeys(range(num_silos), content), _read_company)
+    answers = clients.query(dict.fromkeys(range(num_silos), content), _read_one_by_one)
     return np.array([answers[silo] for silo in range(num_silos)])
 
 
-def _read_company(reply: Message) -> bool:
+def _read_one_by_one(reply: Message) -> bool:
     arrays = records.read_answer(reply)
     if set(arrays) != {records.ONE_BY_ONE} or arrays[records.ONE_BY_ONE].shape != ():
         raise RefusedReply(

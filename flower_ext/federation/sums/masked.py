@@ -6,7 +6,7 @@ arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et 
 =========  =======================================  ===============================================
 stage      message of the server                    answer of a client
 =========  =======================================  ===============================================
-``begin``  round, index and neighbours              public keys
+``begin``  invitation                               public keys
 ``keys``   the neighbours' keys                     secret shares, sealed for each neighbour
 delivery   sealed shares, beside the round's query  contribution and masks (`seal`)
 question   who was lost                             secret shares that unmask the sum
@@ -18,15 +18,15 @@ A client stores its secrets in its `ClientVault` before a reply leaves, and the 
 store if another process did so meanwhile. A client therefore never answers twice, whether its
 process is killed and started again or runs a second time beside the first.
 
-The first message of a round has its `RoundContext` and this client's neighbours. Every later one
-begins with the digest of the context.
+The first message of a round is an `Invitation`. Every later one begins with the digest of the
+round's context.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, TypeVar
 
@@ -38,13 +38,22 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.failures import printable
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import (
+    Opening,
+    OpenSum,
+    SealedUpdate,
+    Summation,
+    bytes_record,
+    message_of,
+    shaped,
+)
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation import (
     Advert,
     Delivery,
+    Invitation,
     Keys,
     MaskedInput,
     Member,
@@ -54,17 +63,15 @@ from flower_ext.secure.aggregation import (
     SumServer,
     UnmaskRequest,
     degree,
-    draw_order,
     graph_digest,
     graph_of,
 )
 
 log = getLogger("flwr")
 
-INDEX, NEIGHBOURS = "index", "neighbours"
 BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
 SENT = "message"
-"""Names of the arrays in the record `records.SECURE_SUM`, and of the one in an answer."""
+"""Names of the one array in the record `records.SECURE_SUM`, by stage, and of that in an answer."""
 
 T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
@@ -88,13 +95,6 @@ class MaskedSum(Summation):
         return OpenMaskedSum(self.mechanism, opening)
 
 
-@dataclass(frozen=True)
-class MaskedUpdate(records.Update):
-    """A masked contribution and the metrics that came with it."""
-
-    message: MaskedInput
-
-
 class OpenMaskedSum(OpenSum):
     """The masked sum of one round, whose members have agreed on masks.
 
@@ -112,7 +112,7 @@ class OpenMaskedSum(OpenSum):
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
         neighbours = degree(size, parameters.neighbors)
-        graph = graph_of(draw_order(size, secure_generator()), neighbours)
+        graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)
         self._context = RoundContext(
             run=secrets.token_bytes(16),  # a repeated round is a new one
             round_number=opening.number,
@@ -144,13 +144,13 @@ class OpenMaskedSum(OpenSum):
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record of the sum for one client's request."""
         delivery = self._deliveries[self._members[partition]]
-        return {records.SECURE_SUM: records.to_record(delivery)}
+        return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
-    def read(self, reply: Message) -> MaskedUpdate:
+    def read(self, reply: Message) -> SealedUpdate:
         """Read a masked contribution; raise `RefusedReply` for anything else."""
         metrics = records.read_metrics(reply)
         message = self._read(reply, MaskedInput, records.UPDATE)
-        return MaskedUpdate({}, metrics, message)
+        return SealedUpdate({}, metrics, message)
 
     def aggregate(self, contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
         """Add masked contributions up as they arrive, unmask their sum, and release its mean.
@@ -161,55 +161,39 @@ class OpenMaskedSum(OpenSum):
             Too few clients answered in one of the stages, so nobody learns any part of a sum; or
             the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
         """
-        self._take(map(_message_of, contributions), self._server.add_masked)
+        messages = (message_of(update) for _, update in contributions)
+        self._take(messages, self._server.add_masked)
         try:
-            questions = self._server.unmask_requests()
+            requests = self._server.unmask_requests()
             self._unmasking = True
-            self._take(
-                self._ask(_as_arrays(QUESTION, questions), Revealed), self._server.add_revealed
-            )
+            self._take(self._ask(QUESTION, requests, Revealed), self._server.add_revealed)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         finally:
             self._report_bad_shares()
+        signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
         return self._mechanism.aggregate_sum(
-            self._shaped(total),
+            shaped(signed.astype(np.int64), self._opening.like),
             answered=len(self._server.answered),
             noise=self._opening.noise,
             like=self._opening.like,
         )
 
-    def _agree(self) -> Mapping[int, records.Arrays]:
+    def _agree(self) -> Mapping[int, Delivery]:
         """Let the members agree on masks; return the deliveries of those that can contribute."""
-        begin = {
-            member: {
-                BEGIN: records.to_bytes_array(self._context.to_bytes()),
-                INDEX: np.array(member, dtype=np.int64),
-                NEIGHBOURS: np.array(neighbours, dtype=np.int64),
-            }
-            for member, neighbours in enumerate(self._server.graph)
-        }
-        self._take(self._ask(begin, Advert), self._server.add_advert)
-        keys = self._server.keys()
-        self._take(self._ask(_as_arrays(KEYS, keys), SealedShares), self._server.add_shares)
-        return _as_arrays(DELIVERY, self._server.deliveries())
+        server = self._server
+        self._take(self._ask(BEGIN, server.invitations(), Advert), server.add_advert)
+        self._take(self._ask(KEYS, server.keys(), SealedShares), server.add_shares)
+        return server.deliveries()
 
-    def _shaped(self, total: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the sum, modulo a power of two, as signed whole numbers by array name."""
-        signed = total.view(np.int32 if self._context.bits == 32 else np.int64).astype(np.int64)
-        cells, start = {}, 0
-        for name in sorted(self._opening.like):
-            array = self._opening.like[name]
-            cells[name] = signed[start : start + array.size].reshape(array.shape)
-            start += array.size
-        return cells
-
-    def _ask(self, requests: Mapping[int, records.Arrays], kind: type[T]) -> list[T]:
-        """Ask members a stage's question, and return the accepted answers."""
+    def _ask(
+        self, stage: str, requests: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
+    ) -> list[T]:
+        """Send members the messages of a stage, and return the accepted answers."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: records.to_record(arrays)}
-            for member, arrays in requests.items()
+            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, request.to_bytes())}
+            for member, request in requests.items()
         }
         number = self._opening.server_round
         messages = self._exchange.ask("query", contents, number)
@@ -273,21 +257,6 @@ class OpenMaskedSum(OpenSum):
         self._exchange.refusals.append(refusal)
 
 
-def _as_arrays(
-    name: str, messages: Mapping[int, Keys | Delivery | UnmaskRequest]
-) -> dict[int, records.Arrays]:
-    """Return each member's message as an array of that name."""
-    return {
-        member: {name: records.to_bytes_array(message.to_bytes())}
-        for member, message in messages.items()
-    }
-
-
-def _message_of(update: tuple[int, records.Update]) -> MaskedInput:
-    assert isinstance(update[1], MaskedUpdate)
-    return update[1].message
-
-
 # The client's end ------------------------------------------------------------------------------
 
 
@@ -300,25 +269,24 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order.
     """
     with knowing_no_data():
-        arrays = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+        stage, data = _stage_of(
+            records.to_arrays(message.content.array_records[records.SECURE_SUM])
+        )
         vault = _vault(context, method)
-        if BEGIN in arrays:
-            member = _new(vault, arrays)
-            reply = member.advertise().to_bytes()
+        member = _invited(vault, data) if stage == BEGIN else _stored(vault)
+        reply: Advert | SealedShares | Revealed
+        if stage == BEGIN:
+            reply = member.advertise()
+        elif stage == KEYS:
+            reply = member.share(Keys.from_bytes(data, member.context))
+        elif stage == QUESTION:
+            reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         else:
-            member = _stored(vault)
-            if KEYS in arrays:
-                keys = Keys.from_bytes(_bytes(arrays, KEYS), member.context)
-                reply = member.share(keys).to_bytes()
-            elif QUESTION in arrays:
-                question = UnmaskRequest.from_bytes(_bytes(arrays, QUESTION), member.context)
-                reply = member.unmask(question).to_bytes()
-            else:
-                raise ProtocolError(
-                    f"stage {sorted(arrays)}: expected {BEGIN}, {KEYS} or {QUESTION}"
-                )
+            raise ProtocolError(f"stage {stage!r}: expected {BEGIN}, {KEYS} or {QUESTION}")
         vault.store(member.to_bytes())
-    return Message(RecordDict({records.ANSWER: _sent(reply)}), reply_to=message)
+    return Message(
+        RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
+    )
 
 
 def seal(
@@ -342,37 +310,38 @@ def seal(
         vault = _vault(context, method)
         member = _stored(vault)
         vector = np.concatenate([cells[name].reshape(-1) for name in sorted(cells)])
-        delivery = Delivery.from_bytes(_bytes(request, DELIVERY), member.context)
-        upload = member.mask(delivery, vector.astype(member.context.dtype)).to_bytes()
+        stage, data = _stage_of(request)
+        if stage != DELIVERY:
+            raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
+        delivery = Delivery.from_bytes(data, member.context)
+        upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())
-    return _sent(upload)
+    return bytes_record(SENT, upload.to_bytes())
 
 
 def _vault(context: Context, method: str) -> ClientVault:
     return ClientVault(context, f"{method}-sum")
 
 
-def _bytes(arrays: Mapping[str, Any], name: str) -> bytes:
-    array = np.asarray(_array(arrays, name))
+def _stage_of(arrays: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return the stage of the server's message, and its bytes."""
+    if len(arrays) != 1:
+        raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
+    ((stage, values),) = arrays.items()
+    array = np.asarray(values)
     if array.dtype != np.uint8:
-        raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
-    return array.tobytes()
+        raise InvalidValue(f"{stage!r} in the server's message is {array.dtype}: expected bytes")
+    return stage, array.tobytes()
 
 
-def _array(arrays: Mapping[str, Any], name: str) -> Any:
-    if name not in arrays:
-        raise InvalidValue(f"the server's message has no {name!r}: expected one")
-    return arrays[name]
-
-
-def _new(vault: ClientVault, arrays: Mapping[str, Any]) -> Member:
-    begun = RoundContext.from_bytes(_bytes(arrays, BEGIN))
+def _invited(vault: ClientVault, data: bytes) -> Member:
+    invitation = Invitation.from_bytes(data)
+    begun = invitation.context
     if (stored := vault.load()) is not None and _is_of(stored, begun):
         raise ProtocolError(
             f"round {begun.round_number}: this client has begun it before; expected a new round"
         )
-    neighbours = np.asarray(_array(arrays, NEIGHBOURS))
-    return Member(begun, int(_array(arrays, INDEX)), [int(other) for other in neighbours])
+    return Member(begun, invitation.index, invitation.neighbours)
 
 
 def _is_of(stored: bytes, begun: RoundContext) -> bool:
@@ -389,7 +358,3 @@ def _stored(vault: ClientVault) -> Member:
             "in its node config"
         )
     return Member.from_bytes(stored)
-
-
-def _sent(data: bytes) -> Any:
-    return records.to_record({SENT: records.to_bytes_array(data)})

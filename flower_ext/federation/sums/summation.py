@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.records import Update
+from flower_ext.federation.records import Update, to_bytes_array, to_record
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
@@ -46,6 +48,13 @@ class Opening:
     noise: NoiseSource
     like: Arrays
     read: Callable[[Message], Update]
+
+
+@dataclass(frozen=True)
+class SealedUpdate(Update):
+    """A client's message to a sum, which the server cannot read, and the metrics beside it."""
+
+    message: Any = None
 
 
 class OpenSum(ABC):
@@ -148,3 +157,22 @@ class Summation(ABC):
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
         """Restore the `state` of a checkpoint; after `connect` if the run continues."""
+
+
+def message_of(update: Update) -> Any:
+    """Return the message of a `SealedUpdate`."""
+    assert isinstance(update, SealedUpdate)
+    return update.message
+
+
+def bytes_record(name: str, data: bytes) -> ArrayRecord:
+    """Return a record with one array of bytes."""
+    return to_record({name: to_bytes_array(data)})
+
+
+def shaped(vector: np.ndarray, like: Arrays) -> dict[str, np.ndarray]:
+    """Return a vector as arrays with the names, in ascending order, and shapes of ``like``."""
+    names = sorted(like)
+    ends = np.cumsum([like[name].size for name in names])[:-1]
+    parts = zip(names, np.split(vector, ends), strict=True)
+    return {name: part.reshape(like[name].shape) for name, part in parts}

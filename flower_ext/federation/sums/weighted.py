@@ -1,9 +1,9 @@
 """Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
 
 This module has the server's end of a sum, and the names of all that passes between the ends; the
-silos' end is `silo_part`. A `WeightingProtocol` of `flower_ext.secure.weighting` has the arithmetic
-and all messages, as bytes: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024), over Paillier, or one
-of a plug-in.
+silos' end is `flower_ext.algorithms.uldp.silo_part`. A `WeightingProtocol` of
+`flower_ext.secure.weighting` has the arithmetic and all messages, as bytes: Protocol 1 of Kato et
+al., "Uldp-FL" (PVLDB 2024), over Paillier, or one of a plug-in.
 
 =========  =======================================  ===============================================
 stage      message of the server                    answer of a silo
@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,10 +37,17 @@ from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
-from flower_ext.federation.progress import Remaining
 from flower_ext.federation.records import RefusedReply, Update
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import (
+    Opening,
+    OpenSum,
+    SealedUpdate,
+    Summation,
+    bytes_record,
+    message_of,
+    shaped,
+)
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -49,11 +56,10 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
-from flower_ext.secure.protocols import load_protocol
+from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
+from flower_ext.secure.weighting.weighting_steps import Dialogue, Step
 
-if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
-    from flower_ext.secure.weighting.party import Dialogue, Step
-    from flower_ext.secure.weighting.protocol import WeightingProtocol
+if TYPE_CHECKING:  # it needs the extra ``weighting``
     from flower_ext.secure.weighting.server_party import ServerParty
 
 T = TypeVar("T")
@@ -66,13 +72,13 @@ WEIGHTS, SUM, LOST = "weights", "sum", "lost"
 """Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys."""
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
-_STATE, _SENSITIVITY, _ERROR = "sum.costs", "sensitivity", "approximation_error"
+_STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
+"""A group of the state, and its numbers, which are fields of the mechanism."""
 
 
-def party_options() -> dict[str, Any]:
-    """Return the options of both parties: as many threads as cores, and lines of progress."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"workers": cores or 1, "watch": Remaining}
+def cores() -> int:
+    """Return the number of threads of a party: as many as it may use cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def weighted_sum(
@@ -121,14 +127,15 @@ class WeightedSum(Summation):
                 "has a secure sum of its own"
             )
         super().__init__(mechanism)
-        self.protocol, self._plan = protocol, mechanism
+        self.protocol = protocol
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw
         self.disclosures = protocol.shown
-        self._costs = {_SENSITIVITY: mechanism.sensitivity}
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
-        self._keys_lost = False
-        self._spoiled: int | None = 0
+        self.keys_lost = False
+        """True if all silos set up anew before the next round, as one may have lost its keys."""
+        self.spoiled: int | None = 0
+        """Number of sums if all of them were spoiled; None after the first sound one."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
         """Refuse methods without silos or weights by records, and norms of hidden updates."""
@@ -141,7 +148,7 @@ class WeightedSum(Summation):
             raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
         self._num_silos = method.num_silos
         # Refuse settings that do not fit the plan before the server asks a silo.
-        self.protocol.settings_of(self._plan, silos=self._num_silos, coordinates=1)
+        self.protocol.settings_of(self.mechanism, silos=self._num_silos, coordinates=1)
 
     def describe(self) -> str:
         """Return the protocol's line for the log."""
@@ -169,10 +176,10 @@ class WeightedSum(Summation):
         """
         population = opening.population
         assert isinstance(population, HiddenUsers)
-        is_unnamed = self.hidden_draw or isinstance(self._plan.sampling, FullParticipation)
+        is_unnamed = self.hidden_draw or isinstance(self.mechanism.sampling, FullParticipation)
         stage = "the new set-up"
         try:
-            if self._keys_lost:
+            if self.keys_lost:
                 self._set_up(opening.clients, opening.like)
                 population.forget_order()
             stage, started = "the secret draw of users", time.monotonic()
@@ -180,47 +187,19 @@ class WeightedSum(Summation):
             dialogue = self.server.begin_round(opening.number, places)
             weights = _converse(dialogue, opening.clients)
         except FederationNotReady as missing:
-            self._keys_lost = self._keys_lost or self.hidden_draw != ""
+            self.keys_lost = self.keys_lost or self.hidden_draw != ""
             raise RoundDiscarded(f"{stage} failed without a silo's answer: {missing}") from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
-        return OpenWeightedSum(self, opening, _record(WEIGHTS, weights), seconds)
+        return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the protocol's costs in privacy beyond the plan's noise."""
-        return {_STATE: {name: np.asarray(cost) for name, cost in self._costs.items()}}
+        costs = {name: np.asarray(getattr(self.mechanism, name)) for name in _COSTS}
+        return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
         """Keep the larger costs of the run's set-ups."""
-        self._raise_costs({name: float(cost) for name, cost in state[_STATE].items()})
-
-    def release(self, messages: Sequence[Any], like: Arrays) -> Aggregate:
-        """Decrypt a round's sum over all silos, and return its mean.
-
-        Raises
-        ------
-        RoundDiscarded
-            A silo's sum is missing, or the sum is spoiled.
-        FederationNotReady
-            The first sums of the run were all spoiled.
-        """
-        # C of every user, and what the encoding adds
-        norms = self._plan.sampling.population * sum(self._costs.values())
-        bound, stddev = norms * self._plan.clipping_norm, self._plan.noise_stddev
-        try:
-            total = _shaped(self.server.close_round(messages), like)
-            self.mechanism.refuse_spoiled(total, bound=bound, stddev=stddev)
-        except IncompleteRound as missing:
-            raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
-        except OverflowError as error:
-            raise self._discarding(f"{error}, or a silo sent what is no sum") from error
-        except RoundDiscarded as reason:
-            raise self._discarding(str(reason)) from reason
-        self._spoiled = None
-        return self.mechanism.aggregate([total], cohort_size=1, noise=SecureNoise(), like=like)
-
-    def keys_are_lost(self) -> None:
-        """Let all silos set up anew before the next round, as one may have lost its keys."""
-        self._keys_lost = True
+        self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
     def server(self) -> ServerParty[Any, Any]:
@@ -233,45 +212,23 @@ class WeightedSum(Summation):
         """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
-            self._plan, silos=self._num_silos, coordinates=coordinates
+            self.mechanism, silos=self._num_silos, coordinates=coordinates
         )
-        self._raise_costs(
-            {_SENSITIVITY: settings.sensitivity, _ERROR: settings.approximation_error}
-        )
-        server = self.protocol.server_type(settings, **party_options())
+        self._raise_costs(settings.sensitivity, settings.approximation_error)
+        server = self.protocol.server_type(settings, workers=cores())
         log.info(
             "private weighting: a silo sends %.1f MB per round",
             server.sum_type.size(settings) / 1e6,
         )
         _converse(server.set_up(), clients)
-        self._server, self._keys_lost = server, False
+        self._server, self.keys_lost = server, False
 
-    def _raise_costs(self, costs: Mapping[str, float]) -> None:
-        for name, cost in costs.items():
-            self._costs[name] = max(self._costs.get(name, 0.0), cost)
+    def _raise_costs(self, sensitivity: float, approximation_error: float) -> None:
         self.mechanism = replace(
-            self._plan,
-            sensitivity=self._costs[_SENSITIVITY],
-            approximation_error=self._costs.get(_ERROR, 0.0),
+            self.mechanism,
+            sensitivity=max(sensitivity, self.mechanism.sensitivity),
+            approximation_error=max(approximation_error, self.mechanism.approximation_error),
         )
-
-    def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error that discards a spoiled sum, or ends a run that has no other sums."""
-        if self._spoiled is not None:
-            self._spoiled += 1
-            if self._spoiled >= _SPOILED_AT_FIRST:
-                return FederationNotReady(
-                    f"the first {self._spoiled} sums were all spoiled, so later ones will be as "
-                    f"well, and each costs privacy: {reason}"
-                )
-        return RoundDiscarded(reason)
-
-
-@dataclass(frozen=True)
-class WeightedUpdate(Update):
-    """A silo's masked sum, or None if the silo has lost its keys."""
-
-    message: Any = None
 
 
 class OpenWeightedSum(OpenSum):
@@ -292,11 +249,11 @@ class OpenWeightedSum(OpenSum):
         """Return the encrypted weights, the same for all silos."""
         return {WEIGHTED: self._weights}
 
-    def read(self, reply: Message) -> WeightedUpdate:
+    def read(self, reply: Message) -> SealedUpdate:
         """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
-            return WeightedUpdate({}, {})
+            return SealedUpdate({}, {})
         if set(arrays) != {SUM}:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
         server = self._summation.server
@@ -306,7 +263,7 @@ class OpenWeightedSum(OpenSum):
             message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
-        return WeightedUpdate({}, records.read_metrics(reply), message)
+        return SealedUpdate({}, records.read_metrics(reply), message)
 
     def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -318,18 +275,45 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        messages = {silo: _message_of(update) for silo, update in contributions}
+        messages = {silo: message_of(update) for silo, update in contributions}
         if lost := [silo for silo, message in messages.items() if message is None]:
-            self._summation.keys_are_lost()
+            self._summation.keys_lost = True
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
                 "anew before the next round: name a state-folder in the node config, so that keys "
                 "outlive the SuperNode"
             )
-        started = time.monotonic()
-        released = self._summation.release([*messages.values()], self._opening.like)
+        started, summation = time.monotonic(), self._summation
+        like, mechanism = self._opening.like, summation.mechanism
+        # C of every user, and what the encoding adds
+        norms = mechanism.sampling.population * (
+            mechanism.sensitivity + mechanism.approximation_error
+        )
+        bound = norms * mechanism.clipping_norm
+        try:
+            total = shaped(summation.server.close_round([*messages.values()]), like)
+            mechanism.refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
+        except IncompleteRound as missing:
+            raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
+        except OverflowError as error:
+            raise self._discarding(f"{error}, or a silo sent what is no sum") from error
+        except RoundDiscarded as reason:
+            raise self._discarding(str(reason)) from reason
+        summation.spoiled = None
+        released = mechanism.aggregate([total], cohort_size=1, noise=SecureNoise(), like=like)
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
         return replace(released, answered=len(messages))
+
+    def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
+        """Return the error that discards a spoiled sum, or ends a run that has no other sums."""
+        if self._summation.spoiled is not None:
+            self._summation.spoiled += 1
+            if self._summation.spoiled >= _SPOILED_AT_FIRST:
+                return FederationNotReady(
+                    f"the first {self._summation.spoiled} sums were all spoiled, so later ones "
+                    f"will be as well, and each costs privacy: {reason}"
+                )
+        return RoundDiscarded(reason)
 
 
 def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
@@ -367,24 +351,8 @@ def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
         return records.read_bytes(arrays, step.name, step.length)
 
     messages = {
-        silo: {WEIGHTED: _record(step.name, message)} for silo, message in step.questions.items()
+        silo: {WEIGHTED: bytes_record(step.name, message)}
+        for silo, message in step.questions.items()
     }
     question = ConfigRecord({STEP: step.name})
     return clients.ask(question, read, messages, partitions=[*step.questions])
-
-
-def _record(name: str, message: bytes) -> ArrayRecord:
-    return records.to_record({name: records.to_bytes_array(message)})
-
-
-def _message_of(update: Update) -> Any:
-    assert isinstance(update, WeightedUpdate)
-    return update.message
-
-
-def _shaped(total: np.ndarray, like: Arrays) -> dict[str, np.ndarray]:
-    """Return all coordinates as arrays, in the order of their names."""
-    names = sorted(like)
-    ends = np.cumsum([like[name].size for name in names])[:-1]
-    parts = zip(names, np.split(total, ends), strict=True)
-    return {name: part.reshape(like[name].shape) for name, part in parts}

@@ -29,7 +29,6 @@ from flower_ext.checks import (
     require_at_least_one,
     require_count,
     require_delta,
-    require_one_of,
     require_positive,
 )
 from flower_ext.errors import InvalidValue
@@ -273,7 +272,7 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
     )
 
 
-def check_user_plan(plan: PrivacyPlan | NoisedSum, num_silos: int, weighting: str) -> None:
+def check_user_plan(plan: PrivacyPlan, num_silos: int) -> None:
     """Refuse a plan that the methods of Uldp-FL cannot carry out.
 
     Raises
@@ -291,4 +290,3 @@ def check_user_plan(plan: PrivacyPlan | NoisedSum, num_silos: int, weighting: st
     if isinstance(plan.sampling, FixedSizeSampling):
         raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")
     require_at_least_one("num_silos", num_silos)
-    require_one_of("weighting", weighting, ("equal", "by-records"))

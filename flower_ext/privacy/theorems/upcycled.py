@@ -40,6 +40,7 @@ from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
+_SOURCE = "Yin et al., Upcycled-FL, Theorem"
 _IN_FLOATS = "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
 _ROUNDINGS = 4
 """Safety factor on the rounding of a model to its precision, in clipping norms. Rounding happens
@@ -148,27 +149,26 @@ def perturbation_guarantees(
     needed: tuple[Condition, ...] = ()
     finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
-        theorem, closed_form = "6.2", "closed form (moments accountant)"
+        source, closed_form = f"{_SOURCE} 6.2", "closed form (moments accountant)"
         accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
-        tau, moved = perturbation.clipping_norm, _how_sensitive(perturbation, objective, sizes)
+        tau, reason = perturbation.clipping_norm, _how_sensitive(perturbation, objective, sizes)
         holds = all(
             size is not None and sensitivity(perturbation, objective, size) <= tau / size
             for size in sizes
         )
         claimed = (
-            f"one record moves a clipped local model by at most τ/|D_i| (what holds is {moved})"
+            f"one record moves a clipped local model by at most τ/|D_i| (what holds is {reason})"
         )
         conditions = (Condition(claimed, holds),)
     else:
-        theorem, closed_form, delta = "6.3", "closed form (pure DP)", 0.0
+        source, closed_form, delta = f"{_SOURCE} 6.3", "closed form (pure DP)", 0.0
+        reason = source
         accountant, arithmetic = "sum over releases (pure DP)", _IN_FLOATS
         # The noise is in the training: no model without it may be sent instead.
         finite = ("training ends without an error, and finite, for every record",)
         smallest = large_enough(objective, min((size or 0 for size in sizes), default=0))
         of_loss, of_solver = objective.theorem_6_3_conditions(), objective.solution_conditions()
         conditions = needed = (*of_loss, smallest, *of_solver)
-        moved = None
-    source = f"Yin et al., Upcycled-FL, Theorem {theorem}"
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
@@ -198,7 +198,7 @@ def perturbation_guarantees(
         claims.provable(
             AdversaryView.EACH_UPLOAD,
             loss,
-            f"{moved or source}; {_spread(provable)}",
+            f"{reason}; {_spread(provable)}",
             conditions=needed,
         ),
     ]

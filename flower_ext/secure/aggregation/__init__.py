@@ -23,9 +23,9 @@ from flower_ext.secure.aggregation.aggregation_messages import (
 )
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import (
+    Invitation,
     RoundContext,
     degree,
-    draw_order,
     graph_digest,
     graph_of,
 )
@@ -34,6 +34,7 @@ from flower_ext.secure.aggregation.member import Member
 __all__ = [
     "Advert",
     "Delivery",
+    "Invitation",
     "Keys",
     "MaskedInput",
     "Member",
@@ -43,7 +44,6 @@ __all__ = [
     "SumServer",
     "UnmaskRequest",
     "degree",
-    "draw_order",
     "graph_digest",
     "graph_of",
 ]

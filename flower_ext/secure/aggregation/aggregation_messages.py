@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
@@ -28,6 +28,7 @@ from flower_ext.secure.messages import Message
 
 KEY_BYTES = 32
 SEALED_BYTES = 12 + 2 * SHARE_BYTES + 16  # nonce, two shares, tag
+HASH_BYTES = 32
 OF_SEED, OF_KEY = b"s", b"k"  # first byte of a revealed share: its kind
 REVEALED_BYTES = 1 + SHARE_BYTES
 _DIGEST_BYTES = 32
@@ -50,36 +51,16 @@ class _RoundMessage(Message):
     def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
         return {"digest": _DIGEST_BYTES, **cls.sizes}
 
-    @classmethod
-    def from_bytes(cls, data: bytes, context: RoundContext) -> Self:
-        """Read a message of the round of ``context``.
-
-        Raises
-        ------
-        ProtocolError
-            The message belongs to another round or is of another kind.
-        InvalidValue
-            The bytes are malformed: too short, too long, or with members that the round lacks.
-        """
-        if data[: len(cls.kind) + _DIGEST_BYTES] != cls.kind + context.digest:
-            raise cls._of_another_round(context)
-        return super().from_bytes(data, context)
-
     def check(self, context: RoundContext) -> None:
         """Refuse a message of another round, and members or lengths that the round lacks."""
         if self.digest != context.digest:
-            raise self._of_another_round(context)
+            name, number = type(self).__name__, context.round_number
+            raise ProtocolError(f"message: expected {name} of round {number} of this run")
         super().check(context)
         for name, value in vars(self).items():
             members = [value] if name == "member" else value if isinstance(value, Mapping) else ()
             if any(not 0 <= member < context.members for member in members):
                 raise InvalidValue(f"{name}: expected members below {context.members}")
-
-    @classmethod
-    def _of_another_round(cls, context: RoundContext) -> ProtocolError:
-        return ProtocolError(
-            f"message: expected {cls.__name__} of round {context.round_number} of this run"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +84,16 @@ class Keys(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class SealedShares(_RoundMessage):
-    """A hash of the member's seed, and shares of seed and mask key that neighbours can open."""
+    """A hash of the member's seed, and shares of seed and mask key that neighbours can open.
+
+    Behind each pair of sealed shares come their hashes, by which the server knows a wrong share.
+    """
 
     kind = b"S"
-    sizes: ClassVar[Mapping[str, int]] = {"commitment": 32, "sealed": SEALED_BYTES}
+    sizes: ClassVar[Mapping[str, int]] = {
+        "commitment": HASH_BYTES,
+        "sealed": SEALED_BYTES + 2 * HASH_BYTES,
+    }
     member: int
     commitment: bytes
     sealed: Mapping[int, bytes]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.aggregation_messages import (
+    HASH_BYTES,
     OF_KEY,
     OF_SEED,
+    SEALED_BYTES,
     Advert,
     Delivery,
     Keys,
@@ -20,7 +23,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
     UnmaskRequest,
     key_pair,
 )
-from flower_ext.secure.aggregation.context import Graph, RoundContext, graph_digest
+from flower_ext.secure.aggregation.context import Graph, Invitation, RoundContext, graph_digest
 from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,
@@ -28,8 +31,9 @@ from flower_ext.secure.aggregation.mask_streams import (
     pair_mask_key,
     public_of,
     self_mask_key,
+    share_hash,
 )
-from flower_ext.secure.aggregation.shamir import candidates, field_value
+from flower_ext.secure.aggregation.shamir import combine
 from flower_ext.secure.labels import check_public
 
 _STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
@@ -54,8 +58,6 @@ class SumServer:
 
     Attributes
     ----------
-    graph : Sequence[Sequence[int]]
-        As above, for the members' own copies of their row.
     unopened : dict[int, set[int]]
         For each member, the neighbours that could not open its shares.
     wrong : dict[int, set[int]]
@@ -68,7 +70,7 @@ class SumServer:
     def __init__(self, context: RoundContext, graph: Graph) -> None:
         if graph_digest(graph) != context.graph or len(graph) != context.members:
             raise InvalidValue("graph: expected the one whose digest is in the context")
-        self._context, self.graph = context, graph
+        self._context, self._graph = context, graph
         self.unopened: dict[int, set[int]] = {}
         self.wrong: dict[int, set[int]] = {}
         self.unfit: set[int] = set()
@@ -87,6 +89,13 @@ class SumServer:
     def answered(self) -> frozenset[int]:
         """Return the members whose vectors are in the sum."""
         return frozenset(self._answered)
+
+    def invitations(self) -> dict[int, Invitation]:
+        """Return the first message to each member."""
+        return {
+            member: Invitation(context=self._context, index=member, neighbours=tuple(neighbours))
+            for member, neighbours in enumerate(self._graph)
+        }
 
     def add_advert(self, message: Advert) -> None:
         """Take a member's public keys.
@@ -154,7 +163,7 @@ class SumServer:
             member: Delivery(
                 digest=self._context.digest,
                 sealed={
-                    one: self._shared[one].sealed[member]
+                    one: self._shared[one].sealed[member][:SEALED_BYTES]
                     for one in self._near(member, self._sharing)
                 },
             )
@@ -196,14 +205,14 @@ class SumServer:
             raise InvalidValue(
                 f"shares of member {message.member}: expected the kinds in the server's request"
             )
-        for share in message.shares.values():
-            field_value(share[1:])
         for other, kind in kinds.items():
-            if other in message.shares:
-                place = self._revealed.setdefault((other, kind), {})
-                place[message.member + 1] = message.shares[other][1:]
-            else:
+            if other not in message.shares:
                 self.unopened.setdefault(other, set()).add(message.member)
+            elif self._is_right(message.member, other, message.shares[other]):
+                shares = self._revealed.setdefault((other, kind), {})
+                shares[message.member + 1] = message.shares[other][1:]
+            else:
+                self.wrong.setdefault(message.member, set()).add(other)
         self._heard.add(message.member)
 
     def total(self) -> Residues:
@@ -217,8 +226,8 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            A secret cannot be rebuilt, because too few shares of it arrived or too many of them are
-            wrong. The round is discarded.
+            A secret cannot be rebuilt, because too few right shares of it arrived. The round is
+            discarded.
         """
         self._require(3)
         self._next(set())
@@ -244,20 +253,26 @@ class SumServer:
         what = "seed" if kind == OF_SEED else "mask key"
         if len(shares) < self._context.threshold:
             raise IncompleteRound(
-                f"{what} of member {member}: {len(shares)} shares, expected "
+                f"{what} of member {member}: {len(shares)} right shares, expected "
                 f"{self._context.threshold}; the round is discarded"
             )
-        doubted = {liar + 1 for liar in self.wrong}
-        for secret, points in candidates(shares, self._context.threshold, doubted):
+        with suppress(InvalidValue):  # shares of no secret
+            secret = combine(shares, self._context.threshold)
             if self._fits(member, kind, secret):
-                for point in points:
-                    self.wrong.setdefault(point - 1, set()).add(member)
                 return secret
         self.unfit.add(member)
         raise IncompleteRound(
             f"{what} of member {member}: the shares do not fit what the member published; "
             "the round is discarded"
         )
+
+    def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
+        """Return True if a revealed share has the hash that its owner published."""
+        kind, share = revealed[:1], revealed[1:]
+        start = SEALED_BYTES + HASH_BYTES * (kind == OF_KEY)
+        published = self._shared[owner].sealed[holder][start : start + HASH_BYTES]
+        digest = self._context.digest
+        return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
         """Return True if the secret is the one whose hash or public key the member published."""
@@ -274,7 +289,7 @@ class SumServer:
         }
 
     def _near(self, member: int, among: Collection[int]) -> list[int]:
-        return [other for other in self.graph[member] if other in among]
+        return [other for other in self._graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
         """Drop members with too few neighbours until all have enough; open the next stage."""

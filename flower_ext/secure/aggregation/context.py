@@ -6,27 +6,25 @@ order (a circulant or Harary graph), of which O(log n) suffice (Bell et al. 2020
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.json_record import JsonRecord
 
 Graph: TypeAlias = Sequence[Sequence[int]]
 """The neighbours of every member, ascending, in the order of the members."""
 GRAPH_BYTES = 32
-_HEX = ("run", "graph")
-"""Fields of bytes, which are written in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundContext:
+class RoundContext(JsonRecord):
     """Public values that the server announces before a round.
 
     Parameters
@@ -55,6 +53,8 @@ class RoundContext:
     InvalidValue
         A value is out of range; the message names it.
     """
+
+    kind = "secure sum"
 
     run: bytes
     round_number: int
@@ -102,25 +102,26 @@ class RoundContext:
         """Return a hash of all fields, 32 bytes, which identifies this round."""
         return sha256(b"flower-ext secure sum 1" + self.to_bytes()).digest()
 
-    def to_bytes(self) -> bytes:
-        """Return the context as bytes, for a message or a file."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps({**values, **{n: values[n].hex() for n in _HEX}}, sort_keys=True).encode()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RoundContext:
-        """Undo `to_bytes`; raise `InvalidValue` for anything else."""
-        try:
-            values = json.loads(data)
-            numbers = {n: values[n] for n in cls.__dataclass_fields__ if n not in _HEX}
-            if not all(type(number) is int for number in numbers.values()):
-                raise TypeError("expected integers")
-            run, graph = (bytes.fromhex(values[name]) for name in _HEX)
-            return cls(run=run, graph=graph, **numbers)
-        except InvalidValue:
-            raise
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue("context: expected bytes from RoundContext.to_bytes") from error
+@dataclass(frozen=True, kw_only=True)
+class Invitation(JsonRecord):
+    """The first message of a round to one member: the context, and the member's place in it.
+
+    Parameters
+    ----------
+    context : RoundContext
+    index : int
+        Number of the member, from 0.
+    neighbours : tuple of int
+        Numbers of its neighbours.
+    """
+
+    kind = "invitation"
+    readers: ClassVar = {"RoundContext": RoundContext.from_plain}
+
+    context: RoundContext
+    index: int
+    neighbours: tuple[int, ...]
 
 
 def degree(members: int, neighbours: int) -> int:
@@ -142,19 +143,11 @@ def degree(members: int, neighbours: int) -> int:
     return min(neighbours + neighbours % 2, members - 1)
 
 
-def draw_order(members: int, generator: np.random.Generator) -> tuple[int, ...]:
-    """Return the members from 0 to ``members - 1`` in a random order, uniform over all orders.
-
-    Seed ``generator`` from the operating system, because an adversary that predicts the order can
-    place colluders.
-    """
-    return tuple(int(member) for member in generator.permutation(members))
-
-
 def graph_of(order: Sequence[int], neighbours: int) -> Graph:
     """Return each member's neighbours on the circle of ``order``, ascending.
 
-    The relation is symmetric. ``neighbours`` must come from `degree`.
+    The relation is symmetric. ``neighbours`` must come from `degree`. Draw ``order`` uniformly with
+    randomness of the operating system: an adversary that predicts it can place colluders.
     """
     size = len(order)
     if neighbours >= size - 1:

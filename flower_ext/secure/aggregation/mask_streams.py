@@ -73,6 +73,14 @@ def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
     return derive(seed, "sum: commitment", digest, member)
 
 
+def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: bytes) -> bytes:
+    """Return a hash by which the server recognises the share of a secret that ``holder`` reveals.
+
+    It reveals nothing, because a share has 256 random bits as long as the secret is unknown.
+    """
+    return derive(share, "sum: share", digest, owner, holder, kind)
+
+
 def channel_key(
     digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
 ) -> bytes:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any, ClassVar
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -12,6 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.aggregation_messages import (
     KEY_BYTES,
+    OF_KEY,
     OF_SEED,
     Advert,
     Delivery,
@@ -31,12 +35,56 @@ from flower_ext.secure.aggregation.mask_streams import (
     pair_mask_key,
     public_of,
     self_mask_key,
+    share_hash,
 )
-from flower_ext.secure.aggregation.member_state import MemberState, Stage
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
+from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import check_public
 
 _NONCE_BYTES = 12
+
+
+class MemberStage(Enum):
+    """The last step that a member has taken."""
+
+    NEW = auto()
+    ADVERTISED = auto()
+    SHARED = auto()
+    MASKED = auto()
+    UNMASKED = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberState(JsonRecord):
+    """Everything that a member needs for its next steps, and nothing else.
+
+    ``keys`` holds its neighbours' public keys. ``held`` holds, for each neighbour that shared, its
+    shares of seed and key; they are empty if this member could not open them.
+    """
+
+    kind = "member"
+    readers: ClassVar = {
+        "RoundContext": RoundContext.from_plain,
+        "MemberStage": MemberStage.__getitem__,
+    }
+
+    context: RoundContext
+    index: int
+    neighbours: tuple[int, ...]
+    stage: MemberStage = MemberStage.NEW
+    mask_private: bytes = b""
+    channel_private: bytes = b""
+    seed: bytes = b""
+    request: bytes = b""
+    answer: bytes = b""
+    keys: Mapping[int, bytes] = field(default_factory=dict)
+    held: Mapping[int, bytes] = field(default_factory=dict)
+
+    def forgetting(self, **changes: Any) -> MemberState:
+        """Return a state with these fields, and with nothing else that this one has learned."""
+        return MemberState(
+            context=self.context, index=self.index, neighbours=self.neighbours, **changes
+        )
 
 
 class Member:
@@ -87,7 +135,7 @@ class Member:
 
     def to_bytes(self) -> bytes:
         """Return the member's state, with secrets in the clear. Store it on this node only."""
-        return self._state.encode()
+        return self._state.to_bytes()
 
     @classmethod
     def from_bytes(
@@ -97,17 +145,18 @@ class Member:
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> Member:
         """Restore a member; raise `InvalidValue` for anything but a member's state."""
-        state = MemberState.decode(data)
+        state = MemberState.from_bytes(data)
         member = cls(state.context, state.index, state.neighbours, token_bytes=token_bytes)
         member._state = state
         return member
 
     def advertise(self) -> Advert:
         """Draw this round's secrets and return the public keys, for the server."""
-        self._expect(Stage.NEW)
+        self._expect(MemberStage.NEW)
         draw = self._token_bytes
-        self._state = self._state.after(
-            stage=Stage.ADVERTISED,
+        self._state = replace(
+            self._state,
+            stage=MemberStage.ADVERTISED,
             mask_private=draw(KEY_BYTES),
             channel_private=draw(KEY_BYTES),
             seed=draw(KEY_BYTES),
@@ -125,7 +174,7 @@ class Member:
         InvalidValue
             A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """
-        self._expect(Stage.ADVERTISED)
+        self._expect(MemberStage.ADVERTISED)
         context, state = self.context, self._state
         message.check(context)
         keys = dict(message.keys)
@@ -148,7 +197,11 @@ class Member:
             text = of_seed[other + 1] + of_key[other + 1]
             cipher = self._cipher(keys[other], sender=state.index, receiver=other)
             sealed[other] = nonce + cipher.encrypt(nonce, text, context.digest)
-        self._state = state.after(stage=Stage.SHARED, keys=keys)
+            for kind, share in ((OF_SEED, of_seed[other + 1]), (OF_KEY, of_key[other + 1])):
+                sealed[other] += share_hash(
+                    context.digest, share, owner=state.index, holder=other, kind=kind
+                )
+        self._state = replace(state, stage=MemberStage.SHARED, keys=keys)
         hashed = commitment(context.digest, state.seed, state.index)
         return SealedShares(
             digest=context.digest, member=state.index, commitment=hashed, sealed=sealed
@@ -177,7 +230,7 @@ class Member:
         InvalidValue
             Shares do not come from a neighbour, or ``values`` has a wrong shape or type.
         """
-        self._expect(Stage.SHARED)
+        self._expect(MemberStage.SHARED)
         context, state = self.context, self._state
         message.check(context)
         if values.shape != (context.length,) or values.dtype != context.dtype:
@@ -200,7 +253,7 @@ class Member:
                 other_public=state.keys[other][:KEY_BYTES],
             )
             apply_mask(key, masked, subtract=other < state.index)
-        self._state = state.forgetting(stage=Stage.MASKED, held=held)
+        self._state = state.forgetting(stage=MemberStage.MASKED, held=held)
         return MaskedInput(digest=context.digest, member=state.index, values=masked.tobytes())
 
     def unmask(self, request: UnmaskRequest) -> Revealed:
@@ -217,14 +270,14 @@ class Member:
         """
         context, state = self.context, self._state
         request.check(context)
-        if state.stage is Stage.UNMASKED:
+        if state.stage is MemberStage.UNMASKED:
             if request.to_bytes() != state.request:
                 raise ProtocolError(
                     "request: expected the one that this member answered before, because two "
                     "answers could reveal both secrets of one neighbour"
                 )
             return Revealed.from_bytes(state.answer, context)
-        self._expect(Stage.MASKED)
+        self._expect(MemberStage.MASKED)
         if request.answers < context.least_answers:
             raise ProtocolError(
                 f"{request.answers} members answered: expected at least "
@@ -243,7 +296,7 @@ class Member:
                 shares[other] = kind + share
         reply = Revealed(digest=context.digest, member=state.index, shares=shares)
         self._state = state.forgetting(
-            stage=Stage.UNMASKED, request=request.to_bytes(), answer=reply.to_bytes()
+            stage=MemberStage.UNMASKED, request=request.to_bytes(), answer=reply.to_bytes()
         )
         return reply
 
@@ -251,7 +304,7 @@ class Member:
     def _public(self) -> bytes:
         return public_of(self._state.mask_private) + public_of(self._state.channel_private)
 
-    def _expect(self, stage: Stage) -> None:
+    def _expect(self, stage: MemberStage) -> None:
         if self._state.stage is not stage:
             raise ProtocolError(
                 f"member {self._state.index} is {self._state.stage.name}: expected {stage.name}; "

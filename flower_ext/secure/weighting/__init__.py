@@ -7,13 +7,13 @@ et al., "Uldp-FL" (PVLDB 2024), for honest-but-curious parties that do not collu
 paper                 here
 ====================  =====================================================================
 n_su, N_u, N_max      ``counts``, their sum over silos, ``max_records_per_user``
-C_LCM                 `WeightingSettings.common_multiple`
+C_LCM                 `PaillierSettings.common_multiple`
 R, r_u                the silos' seed; `user_blinds`
 Δ̃^{s,u}, z_s          ``updates``, ``noise``
-P                     `WeightingSettings.precision`, of the whole sum
+P                     `PaillierSettings.precision`, of the whole sum
 ====================  =====================================================================
 
-This package departs from the paper in seven points:
+This package departs from the paper in six points:
 
 * The silos number the users in an order that the server does not know.
 * The silos derive their seed from what silo 0 drew and from the server's key, so that silo 0 alone
@@ -21,8 +21,6 @@ This package departs from the paper in seven points:
 * A silo masks its sum by units modulo n² whose product over the silos is one. The paper adds
   numbers modulo n that sum to zero. A unit hides the message *and* the randomness of a ciphertext,
   so a single upload is uniform.
-* When all users take part, the server sends the same encryptions in every round, and the silos
-  reuse what they computed from them. When users are drawn, the encryptions are fresh.
 * One silo re-randomises each ciphertext; the silos take turns. Without this step the server, which
   made the encryptions, could predict the randomness of the product of all uploads for any guess of
   the updates.
@@ -39,18 +37,8 @@ zero), but not who they are. When the server draws users itself, it also knows w
 secret order it drew. A silo learns nothing about other silos. A silo computes only for users with
 records in it, so its running time reveals their approximate number.
 
-`WeightingServer` and `WeightingSilo` are the parties; their methods are the steps of the protocol,
+`PaillierServer` and `PaillierSilo` are the parties; their methods are the steps of the protocol,
 in order. What does not depend on the scheme is in `ServerParty` and `SiloParty`, so that another
 scheme adds its arithmetic only. `weighting_messages` and `paillier_messages` define the messages
 between them. This package uses neither torch nor Flower.
 """
-
-try:
-    import gmpy2 as _gmpy2  # noqa: F401
-    import nacl as _nacl  # noqa: F401
-    import phe as _phe  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"flower_ext.secure.weighting needs {error.name}: pip install 'flower-ext[weighting]'",
-        name=error.name,
-    ) from error

@@ -83,17 +83,15 @@ class Sender:
         self.public: bytes = crypto_scalarmult_ed25519_base_noclamp(self._secret)
         """A, for the receiver."""
 
-    def seal(
-        self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1
-    ) -> list[list[bytes]]:
-        """Return the texts of all transfers, each sealed under the key of its place.
+    def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1) -> bytes:
+        """Return the texts of all transfers, each sealed under the key of its place, joined.
 
         Parameters
         ----------
         answer : bytes
             `Receiver.answer`.
         texts : Sequence[Sequence[bytes]]
-            The P texts of each transfer.
+            The P texts of each transfer, all of one length.
 
         Raises
         ------
@@ -101,13 +99,11 @@ class Sender:
             ``answer`` does not hold one point of the group for each transfer.
         """
         keys = self.keys(answer, [len(of_transfer) for of_transfer in texts], workers=workers)
-        return [
-            [
-                ChaCha20Poly1305(joined[KEY_BYTES * at :][:KEY_BYTES]).encrypt(_NONCE, text, None)
-                for at, text in enumerate(of_transfer)
-            ]
+        return b"".join(
+            ChaCha20Poly1305(joined[KEY_BYTES * at :][:KEY_BYTES]).encrypt(_NONCE, text, None)
             for joined, of_transfer in zip(keys, texts, strict=True)
-        ]
+            for at, text in enumerate(of_transfer)
+        )
 
     def keys(self, answer: bytes, places: Sequence[int], *, workers: int = 1) -> list[bytes]:
         """Return the P keys of each transfer, joined. The receiver can compute one of each P.
@@ -164,22 +160,15 @@ class Receiver:
     """
 
     def __init__(
-        self,
-        public: bytes,
-        key: bytes,
-        *,
-        run: bytes,
-        transfers: int,
-        places: int,
-        workers: int = 1,
+        self, public: bytes, key: bytes, *, run: bytes, transfers: int, places: int
     ) -> None:
         self._run, self._places = run, places
         (self._public,) = _points(public, 1, name="offer")
         choices = uniform_residues(derive(key, "choices", public), transfers, mpz(places))
         scalars = uniform_residues(derive(key, "scalars", public), transfers, ORDER)
-        self._choices = [int(choice) for choice in choices]
+        self.choices = [int(choice) for choice in choices]
+        """Choice of each transfer."""
         self._scalars = [_scalar(int(scalar)) for scalar in scalars]
-        self._workers = workers
 
     @property
     def answer(self) -> bytes:
@@ -188,70 +177,47 @@ class Receiver:
 
     @cached_property
     def _answers(self) -> list[bytes]:
-        def blind(transfers: Sequence[int]) -> list[bytes]:
-            return [
-                crypto_core_ed25519_add(
-                    crypto_scalarmult_ed25519_base_noclamp(self._scalars[at]),
-                    crypto_scalarmult_ed25519_noclamp(_scalar(self._choices[at] + 1), self._public),
-                )
-                for at in transfers
-            ]
-
-        return map_slices(blind, range(len(self._choices)), workers=self._workers)
-
-    @property
-    def choices(self) -> list[int]:
-        """Return the choice of each transfer."""
-        return self._choices
+        return [
+            crypto_core_ed25519_add(
+                crypto_scalarmult_ed25519_base_noclamp(scalar),
+                crypto_scalarmult_ed25519_noclamp(_scalar(choice + 1), self._public),
+            )
+            for scalar, choice in zip(self._scalars, self.choices, strict=True)
+        ]
 
     def keys(self) -> list[bytes]:
         """Return the key of the chosen place of each transfer, of `Sender.keys`."""
-        answers = self._answers
+        return [
+            _key(
+                _label(self._run, self._public, answer, at),
+                crypto_scalarmult_ed25519_noclamp(self._scalars[at], self._public),
+                self.choices[at],
+            )
+            for at, answer in enumerate(self._answers)
+        ]
 
-        def derive_keys(transfers: Sequence[int]) -> list[bytes]:
-            return [
-                _key(
-                    _label(self._run, self._public, answers[at], at),
-                    crypto_scalarmult_ed25519_noclamp(self._scalars[at], self._public),
-                    self._choices[at],
-                )
-                for at in transfers
-            ]
-
-        return map_slices(derive_keys, range(len(self._choices)), workers=self._workers)
-
-    def open(self, sealed: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """Return the chosen text of each transfer.
+    def open(self, sealed: bytes, size: int) -> list[bytes]:
+        """Return the chosen text of each transfer, from all sealed texts of ``size`` bytes.
 
         Raises
         ------
         ValueError
-            A text was sealed for another answer, or somebody changed it.
+            The length is wrong, a text was sealed for another answer, or somebody changed it.
         """
-        try:
-            return [
-                ChaCha20Poly1305(key).decrypt(_NONCE, texts[place], None)
-                for key, texts, place in zip(self.keys(), sealed, self._choices, strict=True)
-            ]
-        except InvalidTag as error:
-            raise InvalidValue("sealed texts: expected those sealed for this answer") from error
-
-    def open_joined(self, sealed: bytes, size: int) -> list[bytes]:
-        """Return the chosen text of each transfer, from all sealed texts of ``size`` bytes, joined.
-
-        Raises
-        ------
-        ValueError
-            The length is wrong; or as `open`.
-        """
-        places, transfers, step = self._places, len(self._choices), size + SEAL_BYTES
+        places, transfers, step = self._places, len(self.choices), size + SEAL_BYTES
         if len(sealed) != step * places * transfers:
             raise InvalidValue(
                 f"sealed texts of {len(sealed)} bytes: expected {places} texts of {step} bytes for "
                 f"each of {transfers} transfers"
             )
-        texts = [sealed[at : at + step] for at in range(0, len(sealed), step)]
-        return self.open([texts[at : at + places] for at in range(0, len(texts), places)])
+        starts = [(at * places + choice) * step for at, choice in enumerate(self.choices)]
+        try:
+            return [
+                ChaCha20Poly1305(key).decrypt(_NONCE, sealed[start : start + step], None)
+                for key, start in zip(self.keys(), starts, strict=True)
+            ]
+        except InvalidTag as error:
+            raise InvalidValue("sealed texts: expected those sealed for this answer") from error
 
 
 def _scalar(number: int) -> bytes:

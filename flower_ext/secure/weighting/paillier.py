@@ -1,7 +1,7 @@
-"""Paillier encryption with generator n + 1, and fast paths for the holder of the secret key.
+"""Paillier encryption with generator n + 1. Keys, ciphertexts and decryption are those of `phe`.
 
 Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
-(EUROCRYPT 1999). Keys and ciphertexts are those of the `phe` package.
+(EUROCRYPT 1999).
 
 GMP does the arithmetic, and its running time depends on its operands. Run no untrusted program on a
 party's machine, because it could time the party.
@@ -9,28 +9,22 @@ party's machine, because it could time the party.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import gmpy2
-import numpy as np
 from gmpy2 import mpz
-from phe.paillier import generate_paillier_keypair
+from phe.paillier import PaillierPrivateKey, PaillierPublicKey, generate_paillier_keypair
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.threads import Progress, map_slices
-from flower_ext.secure.weighting.multiexp import FixedBaseProducts
+from flower_ext.secure.threads import map_slices
 
 SECURE_KEY_BITS = 3072
 """128-bit security for factoring (NIST SP 800-57)."""
 
 _LARGEST_KEY_BITS = 2**14
-_STATISTICAL_BITS = 128
-_DIGIT_BITS = 10
-_HALF_DIGIT = 1 << (_DIGIT_BITS - 1)
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
@@ -142,31 +136,28 @@ class PrivateKey:
         """The public key, which everybody may know."""
         return PublicKey(self.p * self.q)
 
-    def encrypt(
-        self, messages: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
-    ) -> list[mpz]:
+    def encrypt(self, messages: Sequence[mpz], *, workers: int = 1, name: str = "") -> list[mpz]:
         """Return fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
 
         Modulo p², r^n equals s^p, where s = r^q modulo p. If r is uniform, so is s, because taking
         the q-th power permutes the units modulo p. This method therefore draws s instead of r.
         """
+        n, n_squared = self.public.n, self.public.n_squared
+        p_squared, q_squared = self.p * self.p, self.q * self.q
+        inverse = gmpy2.invert(p_squared, q_squared)
 
         def encrypt(slice_: Sequence[mpz]) -> list[mpz]:
-            n, n_squared = self.public.n, self.public.n_squared
             ciphertexts = []
             for message in slice_:
-                modulo_p = gmpy2.powmod(_random_unit(self.p), self.p, self._p_squared)
-                modulo_q = gmpy2.powmod(_random_unit(self.q), self.q, self._q_squared)
-                lift = (modulo_q - modulo_p) * self._p_squared_inverse % self._q_squared
-                randomness = modulo_p + self._p_squared * lift
+                modulo_p = gmpy2.powmod(_random_unit(self.p), self.p, p_squared)
+                modulo_q = gmpy2.powmod(_random_unit(self.q), self.q, q_squared)
+                randomness = modulo_p + p_squared * ((modulo_q - modulo_p) * inverse % q_squared)
                 ciphertexts.append((1 + n * (message % n)) * randomness % n_squared)
             return ciphertexts
 
-        return map_slices(encrypt, messages, workers=workers, progress=progress)
+        return map_slices(encrypt, messages, workers=workers, name=name)
 
-    def decrypt(
-        self, ciphertexts: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
-    ) -> list[mpz]:
+    def decrypt(self, ciphertexts: Sequence[mpz], *, workers: int = 1, name: str = "") -> list[mpz]:
         """Return messages in [0, n).
 
         Raises
@@ -176,46 +167,12 @@ class PrivateKey:
         """
         for ciphertext in ciphertexts:
             self.public.check_ciphertext(ciphertext)
+        key = PaillierPrivateKey(PaillierPublicKey(int(self.public.n)), int(self.p), int(self.q))
 
         def decrypt(slice_: Sequence[mpz]) -> list[mpz]:
-            messages = []
-            for ciphertext in slice_:
-                modulo_p = self._logarithm(ciphertext, self.p, self._p_squared, self._p_factor)
-                modulo_q = self._logarithm(ciphertext, self.q, self._q_squared, self._q_factor)
-                lift = (modulo_q - modulo_p) * self._p_inverse % self.q
-                messages.append(modulo_p + self.p * lift)
-            return messages
+            return [mpz(key.raw_decrypt(int(ciphertext))) for ciphertext in slice_]
 
-        return map_slices(decrypt, ciphertexts, workers=workers, progress=progress)
-
-    @staticmethod
-    def _logarithm(ciphertext: mpz, prime: mpz, squared: mpz, factor: mpz) -> mpz:
-        power = gmpy2.powmod(ciphertext % squared, prime - 1, squared)
-        return (power - 1) // prime * factor % prime
-
-    @cached_property
-    def _p_squared(self) -> mpz:
-        return self.p * self.p
-
-    @cached_property
-    def _q_squared(self) -> mpz:
-        return self.q * self.q
-
-    @cached_property
-    def _p_inverse(self) -> mpz:
-        return gmpy2.invert(self.p, self.q)
-
-    @cached_property
-    def _p_squared_inverse(self) -> mpz:
-        return gmpy2.invert(self._p_squared, self._q_squared)
-
-    @cached_property
-    def _p_factor(self) -> mpz:
-        return gmpy2.invert((self.p - 1) * self.q % self.p, self.p)
-
-    @cached_property
-    def _q_factor(self) -> mpz:
-        return gmpy2.invert((self.q - 1) * self.p % self.q, self.q)
+        return map_slices(decrypt, ciphertexts, workers=workers, name=name)
 
 
 def generate_key(
@@ -234,46 +191,6 @@ def generate_key(
         p, q = mpz(drawn.p), mpz(drawn.q)
         if p.bit_length() == q.bit_length():
             return PrivateKey(p, q)
-
-
-class ZeroPool:
-    """Fresh encryptions of zero at an eleventh of their cost, after a set-up.
-
-    The set-up draws k encryptions of zero, once. Each further encryption is the product of all k,
-    raised to powers that are drawn uniformly from -512 to 511. By the leftover hash lemma it is
-    within 2⁻¹²⁸ of fresh, even to a key holder who knows the k encryptions. The powers carry
-    10k ≥ log₂ n + 256 bits of entropy. Two vectors of powers yield the same product with a
-    probability of (1 + 2⁻³⁰⁰) / φ(n), because a prime divides all k differences of powers with
-    probability at most 2⁻ᵏ.
-
-    Parameters
-    ----------
-    public : PublicKey
-    workers : int
-        Number of threads of the set-up.
-    """
-
-    def __init__(self, public: PublicKey, *, workers: int = 1) -> None:
-        self._size = self.size(public.bits)
-        self._products = FixedBaseProducts(
-            public.zeros(self._size, workers=workers),
-            public.n_squared,
-            lowest=-_HALF_DIGIT,
-            highest=_HALF_DIGIT - 1,
-            expected_products=2**20,  # large enough that a table of a whole digit pays off
-            workers=workers,
-        )
-
-    @staticmethod
-    def size(key_bits: int) -> int:
-        """Return the number of encryptions that the set-up makes for a key of ``key_bits`` bits."""
-        return math.ceil((key_bits + 2 * _STATISTICAL_BITS) / _DIGIT_BITS)
-
-    def take(self, count: int, *, workers: int = 1) -> list[mpz]:
-        """Return ``count`` encryptions of zero."""
-        drawn = np.frombuffer(secrets.token_bytes(2 * self._size * count), dtype=np.uint16)
-        digits = (drawn.astype(np.int64) % (2 * _HALF_DIGIT)) - _HALF_DIGIT
-        return self._products.of(digits.reshape(self._size, count), workers=workers)
 
 
 def _random_unit(modulus: mpz) -> mpz:

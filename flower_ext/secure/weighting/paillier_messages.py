@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from gmpy2 import mpz
 
 from flower_ext.secure.messages import Message, pack_numbers, unpack_numbers
-from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import PublicKey
+from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class PaillierKey(Message):
     modulus: bytes
 
     @classmethod
-    def of(cls, public: PublicKey, settings: WeightingSettings) -> PaillierKey:
+    def of(cls, public: PublicKey, settings: PaillierSettings) -> PaillierKey:
         """Return the message with the modulus of ``public``."""
         return cls(modulus=pack_numbers([public.n], settings.count_bytes))
 
@@ -32,46 +32,38 @@ class PaillierKey(Message):
         return PublicKey(mpz.from_bytes(self.modulus, "big"))
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
+    def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
         return {"modulus": settings.count_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncryptedWeights(Message):
-    """One ciphertext per user, for all silos. It encrypts zero for a user that takes no part."""
+class PaillierWeights(Message):
+    """The weights of one round, for all silos; a user that takes no part has a weight of zero.
+
+    Without a secret draw, ``weights`` holds one ciphertext per user, and ``offer`` is empty. With
+    one, it holds P sealed ciphertexts per user, of which the silos can open one, and ``offer`` is
+    the server's offer for which silo 0 made all silos' choices.
+    """
 
     kind = b"PPew"
 
     round_number: int
+    offer: bytes
     weights: bytes
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
-        return {"weights": settings.users * settings.ciphertext_bytes}
+    def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
+        size, users = settings.ciphertext_bytes, settings.users
+        if settings.draw_choices is None:
+            return {"offer": 0, "weights": users * size}
+        return {
+            "offer": POINT_BYTES,
+            "weights": users * settings.draw_choices * (size + SEAL_BYTES),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealedWeights(Message):
-    """P sealed ciphertexts per user, for all silos. The silos can open one of each P.
-
-    ``public`` is the server's offer for which silo 0 made all silos' choices.
-    """
-
-    kind = b"PPsw"
-
-    round_number: int
-    public: bytes
-    sealed: bytes
-
-    @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
-        texts = settings.users * (settings.draw_choices or 0)
-        sealed = texts * (settings.ciphertext_bytes + SEAL_BYTES)
-        return {"public": POINT_BYTES, "sealed": sealed}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedSum(Message):
+class PaillierSum(Message):
     """A silo's weighted, noised and masked sum of updates, for the server."""
 
     kind = b"PPsu"
@@ -81,16 +73,16 @@ class MaskedSum(Message):
     ciphertexts: bytes
 
     @classmethod
-    def _lengths(cls, settings: WeightingSettings) -> Mapping[str, int]:
+    def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
         return {"ciphertexts": settings.ciphertexts * settings.ciphertext_bytes}
 
 
-def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: WeightingSettings) -> bytes:
+def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: PaillierSettings) -> bytes:
     """Return ciphertexts, joined."""
     return pack_numbers(ciphertexts, settings.ciphertext_bytes)
 
 
-def unpack_ciphertexts(data: bytes, settings: WeightingSettings, public: PublicKey) -> list[mpz]:
+def unpack_ciphertexts(data: bytes, settings: PaillierSettings, public: PublicKey) -> list[mpz]:
     """Undo `pack_ciphertexts`.
 
     Raises

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.json_record import JsonRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartySettings(ABC):
+class PartySettings(JsonRecord, ABC):
     """Public facts of one run. Each scheme adds its own. Checked at construction.
+
+    The ``kind`` is the name of the protocol.
 
     Parameters
     ----------
@@ -32,9 +33,6 @@ class PartySettings(ABC):
     ValueError
         A field is out of range.
     """
-
-    protocol: ClassVar[str]
-    """Name of the protocol."""
 
     run: str
     users: int
@@ -56,33 +54,6 @@ class PartySettings(ABC):
                 f"winning_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
                 f"{choices - 1}, because a draw neither always nor never takes a user"
             )
-
-    def to_bytes(self) -> bytes:
-        """Return the protocol's name and all fields as JSON."""
-        return json.dumps({"protocol": self.protocol, **asdict(self)}, sort_keys=True).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Undo `to_bytes`.
-
-        Raises
-        ------
-        ValueError
-            The bytes are malformed or of another protocol, or a field is out of range.
-        """
-        try:
-            values = json.loads(data)
-            if values.pop("protocol") != cls.protocol:
-                raise InvalidValue(f"settings of another protocol: expected {cls.protocol!r}")
-            fields: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in values.items()
-            }
-            return cls(**fields)
-        except InvalidValue:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue(f"settings: expected bytes of {cls.__name__}") from error
 
     @cached_property
     def context(self) -> bytes:

@@ -11,10 +11,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
-from flower_ext.secure.weighting.agreement import WeightingSettings
-from flower_ext.secure.weighting.protocol import WeightingProtocol, winning_choices
-from flower_ext.secure.weighting.weighting_server import WeightingServer
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_settings import PaillierSettings
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
+from flower_ext.secure.weighting.protocol import WeightingProtocol
 
 _NOISE_ROOM = 64.0
 """Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
@@ -52,8 +52,8 @@ class PrivateWeighting(WeightingProtocol):
         A field is out of range.
     """
 
-    server_type = WeightingServer
-    silo_type = WeightingSilo
+    server_type = PaillierServer
+    silo_type = PaillierSilo
     secure_sum: ClassVar[str] = (
         "private weighting: no silo colludes with the server, which relays keys unchanged; "
         "Paillier encryption, X25519 and ChaCha20 are not broken"
@@ -109,13 +109,13 @@ class PrivateWeighting(WeightingProtocol):
             + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
         )
 
-    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> WeightingSettings:
+    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> PaillierSettings:
         """Return the settings of a new run.
 
         Raises
         ------
         ValueError
-            As `WeightingSettings`; or the encoding's steps are coarse against a silo's noise.
+            As `PaillierSettings`; or the encoding's steps are coarse against a silo's noise.
         """
         stddev = plan.client_noise_stddev(silos)
         settings = self._settings(
@@ -123,7 +123,7 @@ class PrivateWeighting(WeightingProtocol):
             users=plan.sampling.population,
             silos=silos,
             coordinates=coordinates,
-            winning_choices=winning_choices(plan, self.draw_choices),
+            winning_choices=self.winning_choices(plan),
             update_bound=plan.clipping_norm,
             noise_bound=_NOISE_ROOM * stddev,
         )
@@ -135,5 +135,5 @@ class PrivateWeighting(WeightingProtocol):
             )
         return settings
 
-    def _settings(self, **of_run: Any) -> WeightingSettings:
-        return WeightingSettings(**asdict(self), **of_run)
+    def _settings(self, **of_run: Any) -> PaillierSettings:
+        return PaillierSettings(**asdict(self), **of_run)

@@ -2,22 +2,37 @@
 
 `federation.sums.weighted` runs the parties over Flower. A distribution adds a protocol by an entry
 point of the group ``flower_ext.weighting``: its name is the protocol's, its object a subclass of
-`WeightingProtocol`.
+`WeightingProtocol`. Loading a protocol needs the extra ``weighting``; importing this module does
+not.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.silo_party import SiloParty
+
+if TYPE_CHECKING:  # they need the extra
+    from flower_ext.secure.weighting.server_party import ServerParty
+    from flower_ext.secure.weighting.silo_party import SiloParty
+
+_GROUP = "flower_ext.weighting"
+"""Group of the entry points of further protocols."""
+_PAILLIER = EntryPoint(
+    name="paillier",
+    value="flower_ext.secure.weighting.private_weighting:PrivateWeighting",
+    group=_GROUP,
+)
+_EXTRA = ("gmpy2", "nacl", "phe")
 
 SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
 SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
@@ -82,27 +97,69 @@ class WeightingProtocol(ABC):
             The protocol does not fit the plan; the message says what to change.
         """
 
+    def winning_choices(self, plan: NoisedSum) -> int:
+        """Return the number of ``draw_choices`` that mean taking part, or 1 if the server draws.
 
-def winning_choices(plan: NoisedSum, choices: int | None) -> int:
-    """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
+        Raises
+        ------
+        ValueError
+            ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``draw_choices``.
+        """
+        choices = self.draw_choices
+        if choices is None:
+            return 1
+        rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
+        winning = round(rate * choices)
+        if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
+            raise InvalidValue(
+                f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a "
+                f"multiple of 1/{choices} below 1"
+            )
+        return winning
 
-    Parameters
-    ----------
-    choices : int, optional
-        ``draw_choices`` of the protocol; None if the server names the drawn users.
+
+@cache
+def protocols() -> Mapping[str, EntryPoint]:
+    """Return the entry points of all installed protocols by name."""
+    return {point.name: point for point in (*entry_points(group=_GROUP), _PAILLIER)}
+
+
+def load_protocol(name: str) -> type[WeightingProtocol]:
+    """Import the class of the protocol of that name.
 
     Raises
     ------
     ValueError
-        ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``choices``.
+        No such protocol is installed; the message says what to install.
+    ModuleNotFoundError
+        The extra is not installed.
     """
-    if choices is None:
-        return 1
-    rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
-    drawn = round(rate * choices)
-    if not (0 < drawn < choices and abs(rate - drawn / choices) < 1e-12):
+    if name not in protocols():
         raise InvalidValue(
-            f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a multiple "
-            f"of 1/{choices} below 1"
+            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; another "
+            f"protocol is a distribution of its own: pip install flower-ext-{name}"
         )
-    return drawn
+    try:
+        protocol: type[WeightingProtocol] = protocols()[name].load()
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        if missing not in _EXTRA:
+            raise
+        raise ModuleNotFoundError(
+            f"private weighting needs {missing}: pip install 'flower-ext[weighting]'", name=missing
+        ) from error
+    return protocol
+
+
+def protocol_of(data: bytes) -> type[WeightingProtocol]:
+    """Return the protocol of a run's settings or of a silo's state, which name it.
+
+    Raises
+    ------
+    ValueError
+        The bytes are malformed, or the protocol is not installed.
+    """
+    values = json.loads(data)
+    if not isinstance(values, dict) or "kind" not in values:
+        raise InvalidValue("settings: expected the name of a protocol")
+    return load_protocol(str(values["kind"]))

@@ -10,13 +10,10 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
-from flower_ext.secure.messages import (
-    Message,
-    check_length,
-    unpack_numbers,
-)
+from flower_ext.secure.messages import Message, check_length, unpack_numbers
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
-from flower_ext.secure.weighting.party import (
+from flower_ext.secure.weighting.party_settings import PartySettings
+from flower_ext.secure.weighting.weighting_steps import (
     BEGIN,
     COUNT,
     DRAW,
@@ -25,15 +22,14 @@ from flower_ext.secure.weighting.party import (
     NUMBER_BYTES,
     SEALED_SEED_BYTES,
     Dialogue,
-    Party,
-    SettingsT,
     Step,
 )
 
+SettingsT = TypeVar("SettingsT", bound=PartySettings)
 SumT = TypeVar("SumT", bound=Message)
 
 
-class ServerParty(Party[SettingsT], ABC, Generic[SettingsT, SumT]):
+class ServerParty(ABC, Generic[SettingsT, SumT]):
     """The party with the secret key: it relays messages and decrypts sums.
 
     Take all steps of `set_up` once, then of `begin_round` for every round; call `read_sum` for each
@@ -42,15 +38,17 @@ class ServerParty(Party[SettingsT], ABC, Generic[SettingsT, SumT]):
 
     Parameters
     ----------
-    settings, **options
-        As for `Party`.
+    settings : PartySettings
+    workers : int
+        Number of threads.
     """
 
     sum_type: ClassVar[type[Message]]
     """Message with a silo's masked sum."""
 
-    def __init__(self, settings: SettingsT, **options: Any) -> None:
-        super().__init__(settings, **options)
+    def __init__(self, settings: SettingsT, *, workers: int = 1) -> None:
+        self.settings, self._workers = settings, workers
+        self._last_round = 0
         self._is_set_up = False
         self._open_round: int | None = None
 
@@ -123,7 +121,7 @@ class ServerParty(Party[SettingsT], ABC, Generic[SettingsT, SumT]):
         IncompleteRound
             A silo's sum is missing; nothing was decrypted, and the round stays open.
         ProtocolError, ValueError
-            As `check_sum`, or a silo sent two sums.
+            As `read_sum`, or a silo sent two sums.
         OverflowError
             The sum is out of bounds: some user has more records than the settings allow, or a silo
             sent what is no sum.
@@ -134,34 +132,23 @@ class ServerParty(Party[SettingsT], ABC, Generic[SettingsT, SumT]):
 
         Raises
         ------
-        ProtocolError, ValueError
-            As `check_sum`, or the message names another silo than the one that sent it.
+        ProtocolError
+            No round is open, or the message belongs to another one.
+        ValueError
+            The message is malformed, or names another silo than the one that sent it.
         """
         message: Any = self.sum_type.from_bytes(data, self.settings)
         if message.silo != silo:
             kind = type(message).__name__
             raise InvalidValue(f"{kind} of silo {message.silo}: expected silo {silo}, its sender")
-        self.check_sum(message)
+        self._check_round_of(message)
         return message  # type: ignore[no-any-return]
-
-    def check_sum(self, message: SumT) -> None:
-        """Check one silo's sum as soon as it arrives, before the other silos have answered.
-
-        Raises
-        ------
-        ProtocolError
-            No round is open, or the message belongs to another one.
-        ValueError
-            The message is malformed, or comes from a silo that the run does not have.
-        """
-        self._expect_open()
-        self._check_sum_of_round(message)
-        message.check(self.settings)
 
     def _check_sums(self, messages: Sequence[SumT]) -> None:
         """Check that every silo sent one sum of the open round."""
         for message in messages:
-            ServerParty.check_sum(self, message)  # not again what a scheme checks on arrival
+            self._check_round_of(message)
+            message.check(self.settings)
         self._expect_open()
         senders = sorted(vars(message)["silo"] for message in messages)
         everyone = list(range(self.settings.silos))
@@ -181,9 +168,12 @@ class ServerParty(Party[SettingsT], ABC, Generic[SettingsT, SumT]):
     def _take_totals(self, totals: list[int]) -> None:
         """Keep the sums of masked counts, by place in the silos' secret order, or refuse them."""
 
-    @abstractmethod
-    def _check_sum_of_round(self, message: SumT) -> None:
+    def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
+        self._expect_open()
+        number = vars(message)["round_number"]
+        if number != self._open_round:
+            raise ProtocolError(f"sum of round {number}: expected round {self._open_round}")
 
     @property
     def _added_bytes(self) -> int:

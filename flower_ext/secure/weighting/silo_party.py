@@ -6,7 +6,7 @@ import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from logging import getLogger
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -15,12 +15,13 @@ from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import Message, check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
-from flower_ext.secure.stored_state import StoredState
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.party import (
+from flower_ext.secure.weighting.party_settings import PartySettings
+from flower_ext.secure.weighting.weighting_steps import (
     BEGIN,
     COUNT,
     DRAW,
@@ -29,20 +30,18 @@ from flower_ext.secure.weighting.party import (
     NUMBER_BYTES,
     OFFER_BYTES,
     SEED_BYTES,
-    Party,
-    SettingsT,
 )
-from flower_ext.secure.weighting.party_settings import PartySettings
 
 log = getLogger("flwr")
 
+SettingsT = TypeVar("SettingsT", bound=PartySettings)
 ServerKeyT = TypeVar("ServerKeyT", bound=Message)
 _SEED = "seed"
 _COUNTS = "counts"
 _SEEDING_SILO = 0
 
 
-class Stage(Enum):
+class SetUpStage(Enum):
     """Progress of a silo's set-up."""
 
     NEW = auto()
@@ -63,37 +62,44 @@ class SiloSum(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiloState(StoredState):
-    """State that a silo needs after a restart, at any stage."""
+class SiloState(JsonRecord):
+    """Everything that a silo needs after a restart, at any stage. It holds secrets in the clear.
 
-    readers: ClassVar = {"Stage": Stage.__getitem__, "str": str}
+    A scheme adds its fields, and a reader for its settings.
+    """
 
-    protocol: str
-    settings: str
+    settings: PartySettings
     index: int
-    stage: Stage
     private: bytes
-    silo_keys: list[bytes]
-    server_key: bytes
-    seed: bytes
-    counts: list[int]
-    last_round: int
+    silo_keys: list[bytes] = field(default_factory=list)
+    server_key: bytes = b""
+    seed: bytes = b""
+    counts: list[int] = field(default_factory=list)
+    last_round: int = 0
+
+    @property
+    def stage(self) -> SetUpStage:
+        """The last step of the set-up that the silo has taken."""
+        if self.counts:
+            return SetUpStage.COUNTED
+        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
 
 
-class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
+class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
 
     Parameters
     ----------
+    settings : PartySettings
     index : int
         Number of this silo, from zero.
     save : callable, optional
-        Stores `export_state` durably. The silo calls it before it returns a message that must not
-        be made twice, so that a silo restored from the stored state reuses nothing.
-    settings, **options
-        As for `Party`.
+        Stores the state of `from_state` durably. The silo calls it before it returns a message that
+        must not be made twice, so that a silo restored from the stored state reuses nothing.
+    workers : int
+        Number of threads.
 
     Raises
     ------
@@ -104,8 +110,7 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
     settings_type: ClassVar[type[PartySettings]]
     server_key_type: ClassVar[type[Message]]
     """Message with the server's public key."""
-    state_type: ClassVar[type[SiloState]] = SiloState
-    """Dataclass of a silo's state, with one more attribute of the silo for each field it adds."""
+    state_type: ClassVar[type[SiloState]]
 
     def __init__(
         self,
@@ -113,24 +118,21 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
         index: int,
         *,
         save: Callable[[bytes], None] = lambda state: None,
-        **options: Any,
+        workers: int = 1,
     ) -> None:
         if not 0 <= index < settings.silos:
             raise InvalidValue(
                 f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
             )
-        super().__init__(settings, **options)
-        self.index, self.save = index, save
-        self._stage = Stage.NEW
+        self.settings, self.index, self.save, self._workers = settings, index, save, workers
         self._pairs = PairKeys(context=settings.context, index=index)
-        self._silo_keys: dict[int, bytes] = {}
-        self._server_key: ServerKeyT | None = None
-        self._seed = b""
+        self._state: Any = self.state_type(
+            settings=settings, index=index, private=self._pairs.private
+        )
         self._order: list[int] = []
-        self._counts: list[int] = []
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self._stage.name.lower()})"
+        return f"{type(self).__name__}(index={self.index}, stage={self._state.stage.name.lower()})"
 
     @property
     def fingerprint(self) -> str:
@@ -140,7 +142,7 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
     @property
     def counted(self) -> tuple[int, ...]:
         """Users with records in this silo, each of whom has an update in every sum."""
-        return tuple(user for user, count in enumerate(self._counts) if count)
+        return tuple(user for user, count in enumerate(self._state.counts) if count)
 
     def answer(self, step: str, question: bytes, counts: Callable[[int], Sequence[int]]) -> bytes:
         """Take one step of the set-up, or of a secret draw, and return the answer.
@@ -165,7 +167,7 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
             The message is malformed or sealed for another silo or run, or a count is out of range.
         """
         if step == BEGIN:
-            self._expect(Stage.NEW)
+            self._expect(SetUpStage.NEW)
             self._store()
             return self._pairs.public
         if step == KEYS:
@@ -173,7 +175,7 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
         if step == COUNT:
             return self._mask_counts(question, counts)
         if step == DRAW:
-            self._expect(Stage.COUNTED)
+            self._expect(SetUpStage.COUNTED)
             check_length("offer", question, OFFER_BYTES)
             number = int.from_bytes(question[:NUMBER_BYTES], "big")
             self._check_draw(number)
@@ -197,56 +199,30 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
             The message is malformed.
         """
 
-    def export_state(self) -> bytes:
-        """Return the state that a restart needs, at any stage, with the settings of the run.
-
-        It holds secrets in the clear. Store it where nobody else can read it, and never send it.
-        """
-        added = {name: getattr(self, f"_{name}") for name in self._added_fields()}
-        state = self.state_type(
-            protocol=self.settings.protocol,
-            settings=self.settings.to_bytes().decode(),
-            index=self.index,
-            stage=self._stage,
-            private=self._pairs.private,
-            silo_keys=[key for _, key in sorted(self._silo_keys.items())],
-            server_key=b"" if self._server_key is None else self._server_key.to_bytes(),
-            seed=self._seed,
-            counts=self._counts,
-            last_round=self._last_round,
-            **added,
-        )
-        return state.encode()
-
     @classmethod
-    def from_state(cls, state: bytes, **options: Any) -> Self:
-        """Return a silo at the stage of the exported one. What it used stays used.
+    def from_state(cls, data: bytes, **options: Any) -> Self:
+        """Return a silo at the stage of the one that saved ``data``. What it used stays used.
 
         Raises
         ------
         ValueError
-            ``state`` is malformed or of another protocol.
+            ``data`` is malformed or of another protocol.
         """
-        stored = cls.state_type.decode(state)
-        settings: Any = cls.settings_type.from_bytes(stored.settings.encode())
-        silo = cls(settings, stored.index, **options)
-        silo._pairs = PairKeys(context=settings.context, index=stored.index, private=stored.private)
-        if stored.stage is not Stage.NEW:
-            server_key: Any = cls.server_key_type.from_bytes(stored.server_key, settings)
-            silo._agree(server_key, dict(enumerate(stored.silo_keys)))
-        if stored.seed:
-            silo._take_seed(stored.seed)
-        silo._counts, silo._last_round = stored.counts, stored.last_round
-        for name in cls._added_fields():
-            setattr(silo, f"_{name}", getattr(stored, name))
-        silo._stage = stored.stage
+        state = cls.state_type.from_bytes(data)
+        settings: Any = state.settings
+        silo = cls(settings, state.index, **options)
+        silo._pairs = PairKeys(context=settings.context, index=state.index, private=state.private)
+        silo._state = state
+        if state.silo_keys:
+            silo._pairs.agree(dict(enumerate(state.silo_keys)), server_key=state.server_key)
+        if state.seed:
+            silo._use_seed(state.seed)
         return silo
 
     @property
-    def _known_server_key(self) -> ServerKeyT:
-        if self._server_key is None:
-            raise ProtocolError(f"silo {self.index} has no server's key: take the step {KEYS!r}")
-        return self._server_key
+    def _server_key(self) -> ServerKeyT:
+        server_key: Any = self.server_key_type.from_bytes(self._state.server_key, self.settings)
+        return server_key  # type: ignore[no-any-return]
 
     @property
     @abstractmethod
@@ -269,23 +245,24 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
         """Return what silo 0 adds to the sealed seeds; a scheme may add something."""
         return b""
 
-    def _expect(self, stage: Stage) -> None:
-        if self._stage is not stage:
+    def _expect(self, stage: SetUpStage) -> None:
+        if self._state.stage is not stage:
             raise ProtocolError(
-                f"silo {self.index} is {self._stage.name.lower()}: expected it to be "
+                f"silo {self.index} is {self._state.stage.name.lower()}: expected it to be "
                 f"{stage.name.lower()}"
             )
 
     def _take_keys(self, question: bytes) -> bytes:
         """Agree on keys with all silos; at silo 0, draw the seed and seal it for the others."""
-        self._expect(Stage.NEW)
+        self._expect(SetUpStage.NEW)
         settings, size = self.settings, self.server_key_type.size(self.settings)
         check_length("keys", question, size + KEY_BYTES * settings.silos)
         server_key: Any = self.server_key_type.from_bytes(question[:size], settings)
         self._check_server_key(server_key)
         starts = range(size, len(question), KEY_BYTES)
         keys = [question[start : start + KEY_BYTES] for start in starts]
-        self._agree(server_key, dict(enumerate(keys)))
+        self._pairs.agree(dict(enumerate(keys)), server_key=question[:size])
+        self._state = replace(self._state, silo_keys=keys, server_key=question[:size])
         answer = b""
         if self.index == _SEEDING_SILO:
             part = secrets.token_bytes(SEED_BYTES)
@@ -293,7 +270,6 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
             answer += self._added()
-        self._stage = Stage.KEYED
         self._store()
         # A warning, so that no setting of the log hides it.
         log.warning(
@@ -306,7 +282,7 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
 
     def _mask_counts(self, question: bytes, counts: Callable[[int], Sequence[int]]) -> bytes:
         """Take the seed that silo 0 sealed, and hide the users' numbers of records."""
-        self._expect(Stage.KEYED)
+        self._expect(SetUpStage.KEYED)
         settings, limit = self.settings, self.settings.record_limit(self.index)
         if self.index != _SEEDING_SILO:
             self._mix_seed(self._pairs.open(_SEEDING_SILO, _SEED, question))
@@ -315,10 +291,8 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
             raise InvalidValue(f"counts of {len(held)} users: expected {settings.users}")
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
-        self._counts = held
         # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
-        self._stage = Stage.COUNTED
-        self._store()
+        self._store(counts=held)
         modulus = self._count_modulus
         masks = self._pairs.additive_masks(_COUNTS, 0, settings.users, mpz(modulus))
         masked = [
@@ -327,23 +301,18 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
         ]
         return pack_numbers(masked, settings.count_bytes)
 
-    def _agree(self, server_key: ServerKeyT, silo_keys: dict[int, bytes]) -> None:
-        """Agree on keys with all silos, and keep the public ones."""
-        self._pairs.agree(silo_keys, server_key=server_key.to_bytes())
-        self._silo_keys, self._server_key = silo_keys, server_key
-
     def _mix_seed(self, part: bytes) -> None:
         """Take the seed that all silos derive from silo 0's part.
 
         The server's key is fresh and keeps silo 0 from choosing the seed; the part keeps it secret.
         """
         check_length("seed", part, SEED_BYTES)
-        server_key = self._known_server_key.to_bytes()
-        self._take_seed(derive(part, "seed", server_key, self.settings.context))
+        seed = derive(part, "seed", self._state.server_key, self.settings.context)
+        self._state = replace(self._state, seed=seed)
+        self._use_seed(seed)
 
-    def _take_seed(self, seed: bytes) -> None:
-        """Keep the silos' seed; a scheme adds what it derives from it."""
-        self._seed = seed
+    def _use_seed(self, seed: bytes) -> None:
+        """Derive what all silos share; a scheme adds its own."""
         self._order = user_order(seed, self.settings.users)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
@@ -357,20 +326,16 @@ class SiloParty(Party[SettingsT], ABC, Generic[SettingsT, ServerKeyT]):
             )
         return Receiver(
             offer,
-            derive(self._seed, "draw", number),
+            derive(self._state.seed, "draw", number),
             run=self.settings.context,
             transfers=self.settings.users,
             places=self.settings.draw_choices,
-            workers=self._workers,
         )
 
-    def _store(self) -> None:
-        self.save(self.export_state())
-
-    @classmethod
-    def _added_fields(cls) -> list[str]:
-        common = {field.name for field in fields(SiloState)}
-        return [field.name for field in fields(cls.state_type) if field.name not in common]
+    def _store(self, **changes: Any) -> None:
+        """Change the state, and store it before anything leaves."""
+        self._state = replace(self._state, **changes)
+        self.save(self._state.to_bytes())
 
 
 def user_order(seed: bytes, users: int) -> list[int]:

@@ -23,8 +23,9 @@ V_su, r, e2, D_s, z_s      `encrypted_sum`; z_s is ``noise``
 second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices`` / P the rate
 =========================  ================================================================
 
-The set-up has the steps of `flower_ext.secure.weighting.party`. Silo 0 adds the silos' choices ρ_u
-of the oblivious transfer to its sealed seeds. Then come these calls (messages are in `messages`):
+The set-up has the steps of `flower_ext.secure.weighting.weighting_steps`. Silo 0 adds the silos'
+choices ρ_u of the oblivious transfer to its sealed seeds. Then come these calls (messages are in
+`messages`):
 
 =======  ==================================================  ==============================
 step     call                                                message
@@ -34,7 +35,9 @@ epoch    ``server.open_epoch(places=None)``                  LatticeWeights, to 
          ``draw`` of the silos' choices before it
          ``silo.receive_weights(weights)``
 round    ``server.open_round(round_number)``                 RoundOpening, to all silos
-         ``silo.weigh(opening, updates, noise)``             LatticeSum, to the server
+         ``silo.begin(opening)``, then on the result
+         ``add(updates)`` for a few users at a time
+         ``finish(noise)``                                   LatticeSum, to the server
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
@@ -42,8 +45,7 @@ An epoch lasts until other users are drawn. ``server.begin_round`` and ``silo.op
 calls at once. A silo that restarted accepts the weights of its last epoch again if they are the
 same to the last bit.
 
-Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
-few users at a time, and last ``finish(noise)``. It then never holds all users' updates at once.
+A silo never needs to hold all users' updates at once.
 
 The transport must be confidential and authenticated between each silo and the server. Otherwise an
 eavesdropper on one silo that colludes with all other silos learns this silo's record counts.

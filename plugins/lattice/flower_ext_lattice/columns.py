@@ -64,8 +64,7 @@ def seal_columns(
         winning_choices = secrets.SystemRandom().sample(choices, settings.winning_choices)
         numbers = [drawn.index(int(choice in winning_choices)) for choice in choices]
         texts.append([bytes([number]) + keys[number] for number in numbers])
-    sealed = sender.seal(answer, texts, workers=workers)
-    return b"".join(b"".join(of_user) for of_user in sealed)
+    return sender.seal(answer, texts, workers=workers)
 
 
 def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
@@ -81,7 +80,7 @@ def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
     ValueError
         A text is malformed, or was sealed for other silos or another draw.
     """
-    texts = receiver.open_joined(sealed, DRAW_TEXT_BYTES)
+    texts = receiver.open(sealed, DRAW_TEXT_BYTES)
     if any(text[0] > 1 for text in texts):
         raise InvalidValue("weights: expected columns 0 and 1")
     return [(text[0], text[1:]) for text in texts]

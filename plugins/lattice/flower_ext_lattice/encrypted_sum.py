@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flower_ext.secure.aggregation.mask_streams import apply_mask
 from flower_ext.secure.labels import derive
-from flower_ext.secure.threads import Progress, map_slices
+from flower_ext.secure.threads import map_slices
 from flower_ext_lattice import ring
 from flower_ext_lattice.keys import SecretKey
 from flower_ext_lattice.layout import DEGREE, GROUP, LANES
@@ -99,8 +99,6 @@ class EncryptedSum:
             Of float32 or float64, contiguous, each of shape (coordinates,).
         counts : Sequence of int
         keys : Sequence of float64 (2 primes, 2 parts, DEGREE)
-        progress : callable, optional
-            Counts groups of 32,768 coordinates, once for each prime.
         """
         scale = 1.0 / self._settings.step
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
@@ -199,7 +197,6 @@ def decrypted(
     messages: Iterable[LatticeSum],
     *,
     workers: int = 1,
-    progress: Progress | None = None,
 ) -> NDArray[np.float64]:
     """Return the sum of all silos, rounded to whole steps. Never publish a finer value."""
     first = np.zeros(settings.coordinates, np.uint64)
@@ -219,7 +216,7 @@ def decrypted(
             result[group.coordinates] = (words + _HALF_STEP >> STEP_BITS) * settings.step
         return [None] * len(groups)
 
-    map_slices(work, _groups(settings), workers=workers, progress=progress)
+    map_slices(work, _groups(settings), workers=workers, name="decryption")
     return result
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
-from flower_ext.secure.weighting.party import SEED_BYTES, Dialogue
 from flower_ext.secure.weighting.server_party import ServerParty
+from flower_ext.secure.weighting.weighting_steps import SEED_BYTES, Dialogue
 from flower_ext_lattice import columns, weights
 from flower_ext_lattice.columns import Columns
 from flower_ext_lattice.encrypted_sum import decrypted
@@ -139,10 +139,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         """
         self._check_sums(messages)
         self._open_round = None
-        progress = self._watch("decryption")
-        return decrypted(
-            self.settings, self._secret, messages, workers=self._workers, progress=progress
-        )
+        return decrypted(self.settings, self._secret, messages, workers=self._workers)
 
     @cached_property
     def _secret(self) -> SecretKey:
@@ -164,12 +161,10 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     def _take_totals(self, totals: list[int]) -> None:
         self._shifted = totals
 
-    def _check_sum_of_round(self, message: LatticeSum) -> None:
-        if (message.round_number, message.epoch) != (self._open_round, self._epoch):
-            raise ProtocolError(
-                f"sum of round {message.round_number} and epoch {message.epoch}: expected "
-                f"round {self._open_round} and epoch {self._epoch}"
-            )
+    def _check_round_of(self, message: LatticeSum) -> None:
+        super()._check_round_of(message)
+        if message.epoch != self._epoch:
+            raise ProtocolError(f"sum of epoch {message.epoch}: expected epoch {self._epoch}")
 
     def _draw_epoch(self) -> Dialogue[LatticeWeights]:
         """Return the weights of an epoch of which no party knows who was drawn."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
@@ -76,7 +75,7 @@ class LatticeSettings(PartySettings):
         (see `added_delta`), or the noise is so large that it alone could wrap a sum.
     """
 
-    protocol: ClassVar[str] = "lattice"
+    kind = "lattice"
 
     silo_record_limits: tuple[int, ...]
     clipping_norm: float

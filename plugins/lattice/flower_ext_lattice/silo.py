@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-from numpy.typing import ArrayLike
+from typing import Any, ClassVar
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.silo_party import SiloParty, Stage
+from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key
 from flower_ext_lattice.messages import (
     LatticeKey,
-    LatticeSum,
     LatticeWeights,
     RoundOpening,
     check_round_number,
 )
 from flower_ext_lattice.ring import Reals
 from flower_ext_lattice.settings import LatticeSettings
-from flower_ext_lattice.state import LatticeSiloState
 from flower_ext_lattice.weighing import Weighing
 from flower_ext_lattice.weights import OpenedWeights
 
@@ -34,11 +30,22 @@ _SUM = "sum"
 _ANSWERING_SILO = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatticeState(SiloState):
+    """State that a silo needs after a restart, at any stage."""
+
+    kind = "lattice"
+    readers: ClassVar = {"PartySettings": LatticeSettings.from_plain}
+
+    last_epoch: int = 0
+    weights_digest: bytes = b""
+
+
 class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
-    epoch, and `weigh` in every round.
+    epoch, and `begin` in every round.
 
     Parameters
     ----------
@@ -48,12 +55,10 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     settings_type = LatticeSettings
     server_key_type = LatticeKey
-    state_type = LatticeSiloState
+    state_type = LatticeState
 
     def __init__(self, settings: LatticeSettings, index: int, **options: Any) -> None:
         super().__init__(settings, index, **options)
-        self._last_epoch = 0
-        self._weights_digest = b""
         self._weights: OpenedWeights | None = None
 
     @property
@@ -75,18 +80,17 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         ValueError
             The message is malformed.
         """
-        self._expect(Stage.COUNTED)
+        self._expect(SetUpStage.COUNTED)
         message.check(self.settings)
         digest = hashlib.sha256(message.to_bytes()).digest()
-        if message.epoch != self._last_epoch or digest != self._weights_digest:
-            check_later("epoch", message.epoch, self._last_epoch)
-            self._last_epoch, self._weights_digest = message.epoch, digest
+        if message.epoch != self._state.last_epoch or digest != self._state.weights_digest:
+            check_later("epoch", message.epoch, self._state.last_epoch)
             self._weights = None
-            self._store()
+            self._store(last_epoch=message.epoch, weights_digest=digest)
         if self._weights is None:
             self._weights = self._open(message)
 
-    def open_sum(self, number: int, weights: bytes) -> LatticeOpenSum:
+    def open_sum(self, number: int, weights: bytes) -> Weighing:
         """Begin this silo's sum of round ``number``; its epoch then counts as used.
 
         The server sends the weights with every round. A silo opens weights of a known epoch again,
@@ -97,7 +101,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         if opening.round_number != number:
             raise ProtocolError(f"round {opening.round_number}: expected round {number}")
         self.receive_weights(LatticeWeights.from_bytes(weights[:size], self.settings))
-        return LatticeOpenSum(self.begin(opening))
+        return self.begin(opening)
 
     def begin(self, opening: RoundOpening) -> Weighing:
         """Begin a round. Add users' updates to the result, a few at a time.
@@ -109,7 +113,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             does not hold the weights of the round's epoch.
         """
         self._check_round(opening)
-        counts = {user: count for user, count in enumerate(self._counts) if count}
+        counts = {user: count for user, count in enumerate(self._state.counts) if count}
         assert self._weights is not None  # the round belongs to its epoch
         return Weighing(
             self.settings,
@@ -121,36 +125,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             total=EncryptedSum(self.settings, self._public, workers=self._workers),
             masks=self._use_round,
         )
-
-    def weigh(
-        self,
-        opening: RoundOpening,
-        updates: Mapping[int, ArrayLike],
-        noise: ArrayLike,
-    ) -> LatticeSum:
-        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
-
-        Parameters
-        ----------
-        updates : Mapping[int, ArrayLike]
-            Clipped update of every user with records in this silo, by user. Each has shape
-            (coordinates,) and an L2 norm of at most C. Arrays may be memory-mapped.
-        noise : ArrayLike
-            This silo's share of the noise, of shape (coordinates,).
-
-        Raises
-        ------
-        ProtocolError
-            As `begin`.
-        ValueError
-            Updates belong to other users than those with records here; shapes are wrong; values are
-            not finite or out of bounds; or the noise is too small. Nothing has left the silo then,
-            so call `weigh` again for the same round.
-        """
-        weighing = self.begin(opening)
-        weighing.check_noise(noise)
-        weighing.add(updates)
-        return weighing.finish(noise)
 
     @property
     def shifts(self) -> list[int]:
@@ -164,7 +138,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     @cached_property
     def _public(self) -> Reals:
-        server_key = self._known_server_key
+        server_key = self._server_key
         return public_key(server_key.public_seed, server_key.words)
 
     @property
@@ -172,13 +146,13 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         return self.settings.table_size
 
     def _hidden_counts(self) -> list[int]:
-        counts = [self._counts[user] for user in self._order]
+        counts = [self._state.counts[user] for user in self._order]
         if self.index != _ANSWERING_SILO:
             return counts
         return [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
 
     def _check_draw(self, number: int) -> None:
-        check_later("epoch", number, self._last_epoch)
+        check_later("epoch", number, self._state.last_epoch)
 
     def _added(self) -> bytes:
         """Return the silos' choices ρ_u, which all silos derive from their seed."""
@@ -187,15 +161,14 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _check_server_key(self, server_key: LatticeKey) -> None:
         public_key(server_key.public_seed, server_key.words)
 
-    def _take_seed(self, seed: bytes) -> None:
-        super()._take_seed(seed)
+    def _use_seed(self, seed: bytes) -> None:
+        super()._use_seed(seed)
         self._transfer = Receiver(
-            self._known_server_key.transfer,
+            self._server_key.transfer,
             derive(seed, "transfer"),
             run=self.settings.context,
             transfers=self.settings.users,
             places=self.settings.table_size,
-            workers=self._workers,
         )
 
     def _open(self, message: LatticeWeights) -> OpenedWeights:
@@ -206,7 +179,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             opened_columns = columns.open_columns(receiver, message.columns)
         return OpenedWeights(
             self.settings,
-            self._known_server_key.public_seed,
+            self._server_key.public_seed,
             message,
             keys=self._entry_keys,
             shifts=self.shifts,
@@ -214,8 +187,8 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         )
 
     def _check_round(self, opening: RoundOpening) -> None:
-        self._expect(Stage.COUNTED)
-        check_round_number(opening.round_number, self._last_round, self.settings)
+        self._expect(SetUpStage.COUNTED)
+        check_round_number(opening.round_number, self._state.last_round, self.settings)
         if self.epoch != opening.epoch:
             raise ProtocolError(
                 f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"
@@ -224,21 +197,5 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _use_round(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
         """Store that the round is used, and return the keys of its masks."""
         self._check_round(opening)
-        self._last_round = opening.round_number
-        self._store()
+        self._store(last_round=opening.round_number)
         return self._pairs.mask_keys(_SUM, opening.round_number)
-
-
-class LatticeOpenSum:
-    """A silo's sum of one round, as bytes. It adds updates under encryption and keeps none."""
-
-    def __init__(self, weighing: Weighing) -> None:
-        self._weighing = weighing
-
-    def add(self, updates: Mapping[int, ArrayLike]) -> None:
-        """Add updates of some users under encryption."""
-        self._weighing.add(updates)
-
-    def finish(self, noise: ArrayLike) -> bytes:
-        """Return the masked sum; the round then counts as used."""
-        return self._weighing.finish(noise).to_bytes()

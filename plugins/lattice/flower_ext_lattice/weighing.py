@@ -54,7 +54,8 @@ class Weighing:
         Parameters
         ----------
         updates : Mapping[int, ArrayLike]
-            Updates of some users, as for `LatticeSilo.weigh`.
+            Clipped updates of some users. Each has shape (coordinates,) and an L2 norm of at most
+            C. Arrays may be memory-mapped.
 
         Raises
         ------
@@ -87,15 +88,22 @@ class Weighing:
         self._missing -= set(users)
         self._total = total
 
-    def finish(self, noise: ArrayLike) -> LatticeSum:
-        """Return the sum, noised and masked. The round then counts as used.
+    def finish(self, noise: ArrayLike) -> bytes:
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+
+        The round then counts as used.
+
+        Parameters
+        ----------
+        noise : ArrayLike
+            This silo's share of the noise, of shape (coordinates,).
 
         Raises
         ------
         ProtocolError
             The round is finished, updates were refused, or another round was finished meanwhile.
         ValueError
-            Updates are missing, or `check_noise` refuses the noise. The round can continue.
+            Updates are missing, or the noise is not plausible. The round can continue.
         """
         total = self._open()
         if self._missing:
@@ -103,7 +111,7 @@ class Weighing:
                 f"updates of users {sorted(self._missing)} are missing: expected one update for "
                 "every user with records in this silo"
             )
-        noise_array = self.check_noise(noise)
+        noise_array = self._checked_noise(noise)
         masks = self._masks(self._opening)
         self._total = None
         first, second = total.words(noise_array, masks)
@@ -113,9 +121,9 @@ class Weighing:
             silo=self._silo,
             first=first,
             second=second,
-        )
+        ).to_bytes()
 
-    def check_noise(self, noise: ArrayLike) -> NDArray[Any]:
+    def _checked_noise(self, noise: ArrayLike) -> NDArray[Any]:
         """Return the noise as an array, if it is plausible as this silo's share.
 
         Raises

@@ -19,7 +19,6 @@ from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.protocol import (
     HIDDEN_BY_TRANSFER,
     WeightingProtocol,
-    winning_choices,
 )
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
@@ -132,7 +131,7 @@ class LatticeWeighting(WeightingProtocol):
                 noise_stddev=stddev,
                 rounds=plan.rounds,
                 draw_choices=self.draw_choices,
-                winning_choices=winning_choices(plan, self.draw_choices),
+                winning_choices=self.winning_choices(plan),
             )
         except InvalidValue as refusal:
             if not str(refusal).startswith("noise_stddev"):

@@ -1,7 +1,7 @@
 """Small runs of private weighting over ring-LWE, and the plain sum they must equal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,8 +30,15 @@ def lattice_settings(**changes) -> LatticeSettings:
 def draw_receiver(settings, seed, number, offer):
     """Return the receiver that a silo of that seed has for a draw."""
     silo = LatticeSilo(settings, 0)
-    silo._seed = seed
+    silo._state = replace(silo._state, seed=seed)
     return silo._draw_receiver(number, offer)
+
+
+def weigh(silo, opening, updates, noise) -> LatticeSum:
+    """Return a silo's sum of a round that the server opened."""
+    weighing = silo.begin(opening)
+    weighing.add(updates)
+    return LatticeSum.from_bytes(weighing.finish(noise), silo.settings)
 
 
 @dataclass
@@ -89,7 +96,8 @@ class LatticeWorld:
 
     def weigh(self, opening, updates, noise) -> list[LatticeSum]:
         return [
-            silo.weigh(opening, self.own(i, updates), noise[i]) for i, silo in enumerate(self.silos)
+            weigh(silo, opening, self.own(i, updates), noise[i])
+            for i, silo in enumerate(self.silos)
         ]
 
     def run_round(self, number, updates, noise) -> np.ndarray:

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
-from flower_ext.data import histogram
+from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_part
 from flower_ext.federation import InProcessGrid, records
-from flower_ext.federation.sums import silo_part
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -40,7 +38,7 @@ from tests.support.private_silos import (
     start,
     vault,
 )
-from tests.support.silos import ROUNDS, SEED, SILOS, USERS, plan, silos, task
+from tests.support.silos import ROUNDS, SEED, SILOS, USERS, histogram, plan, silos, task
 from tests.support.travelling import Recorder
 
 NORM = 0.3
@@ -162,7 +160,7 @@ def test_the_server_receives_messages_of_the_protocol_and_nothing_else(transcrip
     sizes["sum"] = LatticeSum.size(facts)
     seen = set()
     for _, name, array in arrays(m for m in grid.received if "query.id" not in str(m.metadata)):
-        if name == "company":
+        if name == "one-by-one":
             assert array.shape == ()
             continue
         assert (array.dtype, array.shape) == (np.uint8, (sizes[name],))
@@ -174,8 +172,8 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     _, grid = transcript
     told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
-        silo = silo_part._resume(vault(grid, number))
-        for secret in (silo._seed, silo._pairs.private, *silo._pairs._keys.values()):
+        silo = silo_part.stored_silo(vault(grid, number))
+        for secret in (silo._state.seed, silo._pairs.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
             assert secret not in told
         assert vault(grid, number).load() not in told
@@ -333,8 +331,8 @@ def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
 def test_a_round_and_its_epoch_are_on_record_before_a_sum_leaves():
     grid, _ = start(lattice_of(sampling=SOME), rounds=2)
     for number in range(SILOS):
-        silo = silo_part._resume(vault(grid, number))
-        assert (silo._last_round, silo._last_epoch) == (2, 2)
+        silo = silo_part.stored_silo(vault(grid, number))
+        assert (silo._state.last_round, silo._state.last_epoch) == (2, 2)
 
 
 def asked(grid, number):
@@ -343,7 +341,7 @@ def asked(grid, number):
         for m in grid.sent
         if m.metadata.dst_node_id == 1_000 + number
         and m.metadata.message_type in (f"query.{METHOD}", f"train.{METHOD}")
-        and "company" not in m.content
+        and "one-by-one" not in m.content
     ]
 
 
@@ -367,7 +365,7 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     sent = server.open_epoch(places=[0]).to_bytes() + server.open_round(3).to_bytes()
     before = vault(grid, 1).load()
     with pytest.raises(ProtocolError, match="epoch 2: expected a number above 2"):
-        silo_part._resume(vault(grid, 1)).open_sum(3, sent)
+        silo_part.stored_silo(vault(grid, 1)).open_sum(3, sent)
     assert vault(grid, 1).load() == before
 
 
@@ -384,7 +382,7 @@ def test_silos_go_on_from_one_protocol_to_the_other():
 def test_a_silo_refuses_a_protocol_that_it_does_not_know():
     grid, _ = start(lattice_of(evaluate_every=0), Recorder, rounds=1)
     message = asked(grid, 1)[0]
-    settings = json.dumps({"protocol": "pigeons", "run": "another"}).encode()
+    settings = json.dumps({"kind": "pigeons", "run": "another"}).encode()
     sent = {"begin": records.to_bytes_array(settings)}
     message.content["weighted-sum"] = records.to_record(sent)
     (reply,) = InProcessGrid.send_and_receive(grid, [message])
@@ -462,8 +460,9 @@ def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch
 def test_where_a_run_goes_on_the_larger_costs_of_both_set_ups_count():
     strategy = lattice_of()
     earlier, sums = lattice_of().run.summation, strategy.run.summation
-    earlier._costs = {"sensitivity": 1.1, "approximation_error": 1e-7}
-    sums._costs = {"sensitivity": 1.2, "approximation_error": 1e-8}
+    costly = {"sensitivity": 1.1, "approximation_error": 1e-7}
+    earlier.mechanism = replace(earlier.mechanism, **costly)
+    sums.mechanism = replace(sums.mechanism, sensitivity=1.2, approximation_error=1e-8)
     sums.restore(earlier.state())
     assert strategy.run.mechanism.sensitivity == 1.2
     assert strategy.run.mechanism.approximation_error == 1e-7

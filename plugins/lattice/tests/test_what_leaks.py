@@ -11,7 +11,7 @@ from copy import copy
 import numpy as np
 import pytest
 from gmpy2 import mpz
-from lattice_world import LatticeWorld, lattice_settings
+from lattice_world import LatticeWorld, lattice_settings, weigh
 from scipy import stats
 
 from flower_ext.errors import InvalidValue
@@ -161,7 +161,7 @@ def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[in
     constants = [
         weights.OpenedWeights(
             silo.settings,
-            silo._known_server_key.public_seed,
+            silo._server_key.public_seed,
             message,
             keys=silo._entry_keys,
             shifts=silo.shifts,
@@ -205,7 +205,7 @@ def weight_sums(world) -> np.ndarray:
     message = world.open_epoch()
     silo = world.silos[0]
     masks = weights._masks(
-        silo._known_server_key.public_seed, label_of(message), range(world.settings.users)
+        silo._server_key.public_seed, label_of(message), range(world.settings.users)
     )
     users = world.settings.users
     pairs = np.stack(silo._weights.keys(range(users)))
@@ -372,7 +372,7 @@ def test_no_secret_is_sent_in_the_clear(world):
     raw = b"".join(message.to_bytes() for message in world.sent)
     silo, server = world.silos[0], world.server
     for secret in (
-        silo._seed,
+        silo._state.seed,
         silo._pairs.private,
         server._key_seed,
         *silo._entry_keys,
@@ -388,12 +388,12 @@ def test_an_honest_silo_amplifies_nobody_and_an_active_one_can_amplify_itself(wo
     opening = world.server.open_round(world.server._last_round + 1)
     amplified = {0: 1000 * world.updates[0, 0]}
     with pytest.raises(InvalidValue, match="L2 norm"):
-        world.silos[0].weigh(opening, amplified, world.noise[0])
+        weigh(world.silos[0], opening, amplified, world.noise[0])
     active = world.silos[0].begin(opening)
     active._check_norms = lambda users, norms: None
     active.add({0: 100 * world.updates[0, 0]})
-    sent = [active.finish(world.noise[0])]
-    sent.append(world.silos[1].weigh(opening, world.own(1, world.updates), world.noise[1]))
+    sent = [LatticeSum.from_bytes(active.finish(world.noise[0]), world.settings)]
+    sent.append(weigh(world.silos[1], opening, world.own(1, world.updates), world.noise[1]))
     assert looks_uniform(opened(world, sent[1:]))  # what the honest silo sent stays hidden
     excess = world.server.close_round(sent) - world.plain(world.updates, world.noise)
     assert excess == pytest.approx(99 * 3 / 8 * world.updates[0, 0], abs=1e-5)

@@ -21,8 +21,9 @@ from flower_ext.algorithms.uldp import (
     silo_training,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
+from flower_ext.algorithms.uldp.silo_part import SiloPart
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
-from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
+from flower_ext.data import ClientData, Examples, SiloData, group_size
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -42,7 +43,19 @@ from flower_ext.training.batched import many
 from tests.support.plans import mechanism_of
 from tests.support.reference import uldp as reference
 from tests.support.reference.comparing import close
-from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, silo, silos, task
+from tests.support.silos import (
+    COMMON,
+    LOCAL,
+    ROUNDS,
+    SEED,
+    SILOS,
+    USERS,
+    histogram,
+    plan,
+    silo,
+    silos,
+    task,
+)
 from tests.support.strategies import group_strategy, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import CLASSES, FEATURES
@@ -577,7 +590,7 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
         generator=draw,
         users=users,
         seeds=list(users),
-        total=silo_training.ClippedTotal(params, 0.1, [0.5] * len(sizes)),
+        total=silo_training.WeightedTotal(params, 0.1, [0.5] * len(sizes)),
     )
 
 
@@ -696,8 +709,9 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    part = SimpleNamespace(add=clipped.update)
-    hidden = replace(job, total=silo_training.SealedTotal(part, 0.1))
+    silo = SimpleNamespace(counted=tuple(job.users))
+    part = SiloPart(silo, 1, lambda: SimpleNamespace(add=clipped.update), 0.1)
+    hidden = replace(job, total=part)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]

@@ -17,15 +17,15 @@ from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
     UldpSgd,
+    silo_part,
 )
-from flower_ext.data import SiloData, histogram
+from flower_ext.data import SiloData
 from flower_ext.federation import (
     FederationNotReady,
     InProcessGrid,
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.federation.sums import silo_part
 from flower_ext.federation.sums.weighted import WEIGHTED
 from flower_ext.privacy import (
     AdversaryView,
@@ -35,10 +35,10 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
-from flower_ext.secure import protocols
+from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.encoding import from_residue
-from flower_ext.secure.weighting.weighting_server import WeightingServer
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
@@ -60,6 +60,7 @@ from tests.support.silos import (
     SEED,
     SILOS,
     USERS,
+    histogram,
     plan,
     silos,
     task,
@@ -70,7 +71,7 @@ from tests.support.weighting import numbers
 
 
 def kept(grid, number=0):
-    return silo_part._resume(vault(grid, number))
+    return silo_part.stored_silo(vault(grid, number))
 
 
 def is_draw(message):
@@ -163,7 +164,7 @@ HIDDEN = replace(SMALL, draw_choices=5)
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
     """Only a test, which acts for all parties at once, can know who was drawn."""
-    rounds, weigh = {}, WeightingSilo.weigh
+    rounds, weigh = {}, PaillierSilo.weigh
 
     def watched(self, message, *args, **options):
         size = self.settings.ciphertext_bytes
@@ -172,7 +173,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         )
         return weigh(self, message, *args, **options)
 
-    monkeypatch.setattr(WeightingSilo, "weigh", watched)
+    monkeypatch.setattr(PaillierSilo, "weigh", watched)
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
     grid, model = start(strategy)
     assert strategy.refusals == []
@@ -301,7 +302,7 @@ def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothi
         assert set(reply.content.keys()) <= {"answer", "update"}
         for record in reply.content.array_records.values():
             for name, array in records.to_arrays(record).items():
-                if name == "company":
+                if name == "one-by-one":
                     assert array.shape == ()
                     assert int(array) in (0, 1)
                     continue
@@ -316,7 +317,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     everything = b"||".join(raw(m) for m in [*grid.sent, *grid.received])
     for number in range(SILOS):
         held = kept(grid, number)
-        secret = [held._seed, held._pairs.private, *held._pairs._keys.values()]
+        secret = [held._state.seed, held._pairs.private, *held._pairs._keys.values()]
         secret += [int(b).to_bytes(held.settings.count_bytes, "big") for b in held._blinds]
         for value in secret:
             assert value not in everything
@@ -446,7 +447,7 @@ def stale(replies, grid):
         (with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}), "'sum': expected"),
         (with_sum(lambda told: {**told, "more": told["sum"]}), "expected 'sum'"),
         (numbered(1, 3), "sum of round 3: expected round 2"),
-        (numbered(2, 0), "MaskedSum of silo 0: expected silo 1, its sender"),
+        (numbered(2, 0), "PaillierSum of silo 0: expected silo 1, its sender"),
         (with_first(0), "unit modulo"),
         (with_first(2**1024 - 1), "unit modulo"),
         (stale, "sum of round 1: expected round 2"),
@@ -456,14 +457,14 @@ def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_pa
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = make(ledger=ledger)
     decrypted = []
-    close = WeightingServer.close_round
+    close = PaillierServer.close_round
 
     def watched(self, *args, **options):
         result = close(self, *args, **options)
         decrypted.append(self._last_round)
         return result
 
-    monkeypatch.setattr(WeightingServer, "close_round", watched)
+    monkeypatch.setattr(PaillierServer, "close_round", watched)
     start(strategy, Meddler, meddle=meddle)
     assert decrypted == [1, 3]
     entries = Ledger.read(tmp_path / "ledger.jsonl")
@@ -486,7 +487,7 @@ def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
 
 
 @pytest.mark.parametrize(
-    ("step", "asked"), [("company", 1), ("begin", 2), ("keys", 3), ("count", 4)]
+    ("step", "asked"), [("one-by-one", 1), ("begin", 2), ("keys", 3), ("count", 4)]
 )
 @pytest.mark.parametrize("lose", ["silent", "malformed"])
 def test_a_silo_that_is_lost_in_the_set_up_ends_the_run_by_its_number(step, asked, lose):
@@ -600,7 +601,7 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     def weigh(self, *args, **options):
         raise ValueError("updates reach a magnitude of 3.14159")
 
-    monkeypatch.setattr(WeightingSilo, "weigh", weigh)
+    monkeypatch.setattr(PaillierSilo, "weigh", weigh)
     strategy = make()
     with pytest.raises(FederationNotReady, match="the reason is in its own log"):
         start(strategy)
@@ -669,14 +670,14 @@ def test_a_round_is_on_record_before_its_sum_leaves():
 
 
 def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch):
-    weigh = WeightingSilo.weigh
+    weigh = PaillierSilo.weigh
 
     def full(silo, *args):
         if silo.index == 1:
             raise OSError("no space left on device")
         return weigh(silo, *args)
 
-    monkeypatch.setattr(WeightingSilo, "weigh", full)
+    monkeypatch.setattr(PaillierSilo, "weigh", full)
     start(strategy := make())
     assert len(strategy.refusals) == ROUNDS  # from silo 1 in every round, and from nobody else
     assert all("node 1001" in refusal for refusal in strategy.refusals)
@@ -689,7 +690,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     coarse = replace(SMALL, precision=0.05)
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := make(protocol=coarse, ledger=ledger))
-    bound = strategy.run.summation.server.settings.contribution_bound(0.3) / 0.3
+    bound = strategy.run.summation.server.settings.sensitivity
     assert strategy.run.mechanism.sensitivity == bound > 1.05
     assert strategy.run.plan.mechanism().sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
@@ -703,7 +704,8 @@ def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
     def after(before, anew):
         earlier, strategy = make(), make()
         sums, earlier_sums = strategy.run.summation, earlier.run.summation
-        earlier_sums._costs["sensitivity"], sums._costs["sensitivity"] = before, anew
+        earlier_sums.mechanism = replace(earlier_sums.mechanism, sensitivity=before)
+        sums.mechanism = replace(sums.mechanism, sensitivity=anew)
         sums.restore(earlier_sums.state())
         return strategy.run.mechanism.sensitivity
 

@@ -10,11 +10,11 @@ from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import UldpAvg, averaging
 from flower_ext.algorithms.uldp.weights import counts_of, user_weights
-from flower_ext.data import SiloData, histogram
+from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import Ledger, PoissonSampling
-from flower_ext.secure.weighting.weighting_server import WeightingServer
+from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.training import Task
 from tests.support.grids import grid as grid_of
 from tests.support.private_silos import (
@@ -29,7 +29,7 @@ from tests.support.private_silos import (
     name_of,
     start,
 )
-from tests.support.silos import ROUNDS, SEED, SILOS, USERS, silos, task
+from tests.support.silos import ROUNDS, SEED, SILOS, USERS, histogram, silos, task
 from tests.support.worlds import Net
 
 FEW = PoissonSampling(USERS, 0.4)
@@ -174,13 +174,13 @@ class Tampered(InProcessGrid):
 @pytest.fixture(autouse=True)
 def _server_known(monkeypatch):
     """Tell mutations of the key's numbers which server the run has."""
-    made = WeightingServer.__init__
+    made = PaillierServer.__init__
 
     def noted(self, *args, **options):
         made(self, *args, **options)
         Tampered.server = self
 
-    monkeypatch.setattr(WeightingServer, "__init__", noted)
+    monkeypatch.setattr(PaillierServer, "__init__", noted)
 
 
 def case_of(protocol, name, receives):
@@ -332,7 +332,7 @@ def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
 
 
 def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
-    added_up = WeightingServer._added_up
+    added_up = PaillierServer._added_up
 
     def divided(self, counts):  # no silo knows p: the server itself plays it
         n, size = self._key.public.n, self.settings.count_bytes
@@ -340,7 +340,7 @@ def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
         first = int((self._key.p - rest) % n).to_bytes(size, "big")
         return added_up(self, {**counts, 0: first + counts[0][size:]})
 
-    monkeypatch.setattr(WeightingServer, "_added_up", divided)
+    monkeypatch.setattr(PaillierServer, "_added_up", divided)
     with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
         start(make())
 

@@ -219,7 +219,7 @@ def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeyp
     asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
     assert len(asked) == SILOS
     own = strategy.run.mechanism
-    assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.noise_stddev}
+    assert {round_["noise-stddev"] for round_ in asked} == {own.cells_protection.noise_stddev}
     assert own.sum_bits == 32
     assert own.cohort_size == SILOS
     sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}

@@ -20,7 +20,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
-from tests.algorithms.upcycled.convergence import (
+from tests.support.upcycled_convergence import (
     ConvergenceConstants,
     convergence_constants,
     gradient_norm_bound,

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     SecureSum,
     SeededNoise,
 )
-from flower_ext.secure.aggregation import RoundContext, member
+from flower_ext.secure.aggregation import Invitation, member
 from flower_ext.training import LocalTraining
 from tests.faults.malformed import copied
 from tests.support.losing import STAGES, Losing, stage_of
@@ -123,12 +123,12 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
     strategy = strategy_of()
     grid, _ = run(strategy, Losing, rounds=2, answers=[(0, KEYS)])
     rounds = {
-        m.content[records.SECURE_SUM][BEGIN].numpy().tobytes()
+        Invitation.from_bytes(m.content[records.SECURE_SUM][BEGIN].numpy().tobytes()).context
         for m in grid.sent
         if stage_of(m) == BEGIN
     }
     assert len(rounds) == 2
-    one, two = map(RoundContext.from_bytes, rounds)
+    one, two = rounds
     assert one.run != two.run
     assert one.digest != two.digest
 
@@ -345,8 +345,8 @@ def test_who_reveals_wrong_shares_is_named_and_the_sum_is_right(logged):
 
 
 def test_whose_sealed_shares_cannot_be_opened_is_named_and_the_sum_is_right(logged):
-    def wrong(data):  # in the tag of the last sealed share
-        return data[:-1] + bytes([data[-1] ^ 1])
+    def wrong(data):  # in the tag of the last sealed share, before its two hashes
+        return data[:-65] + bytes([data[-65] ^ 1]) + data[-64:]
 
     strategy = strategy_of()
     _, found = run(strategy, Crafting, stage=[KEYS], craft=[wrong])

@@ -9,7 +9,7 @@ from scipy.stats import chi2
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import SecureSum
 from flower_ext.secure.aggregation import Delivery, Keys, UnmaskRequest, mask_streams, member
-from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, SEALED_BYTES
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, combine
 from tests.support.secure_sum import Round, graph_for, round_context
@@ -116,7 +116,10 @@ class Equivocating:
             sealed[index] = self.members[index].share(Keys(digest=context.digest, keys=keys)).sealed
         self.masking = set()
         for index in self.around:
-            shares = {other: sealed[other][index] for other in {*graph[index]} & self.around}
+            shares = {
+                other: sealed[other][index][:SEALED_BYTES]
+                for other in {*graph[index]} & self.around
+            }
             if len(shares) < parameters.threshold:
                 continue
             masked = self.members[index].mask(

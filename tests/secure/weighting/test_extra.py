@@ -6,13 +6,14 @@ import pytest
 
 @pytest.mark.parametrize("missing", ["phe", "gmpy2", "nacl"])
 def test_without_the_extra_the_error_says_what_to_install(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; import flower_ext.secure.weighting"
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from flower_ext.secure.weighting.protocol import load_protocol\n"
+        "load_protocol('paillier')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert (
-        f"flower_ext.secure.weighting needs {missing}: pip install 'flower-ext[weighting]'"
-        in done.stderr
-    )
+    assert f"private weighting needs {missing}: pip install 'flower-ext[weighting]'" in done.stderr
 
 
 def test_the_package_does_without_torch_and_flower():

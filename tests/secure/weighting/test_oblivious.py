@@ -19,12 +19,13 @@ from flower_ext.secure.weighting.oblivious import (
 )
 
 KEY, RUN = bytes(range(32)), b"a run"
+SIZE = len(b"00:0")
 FIELD = 2**255 - 19
 D = -121665 * pow(121666, -1, FIELD) % FIELD  # of the curve -x² + y² = 1 + D x² y²
 
 
 def texts(transfers, places):
-    return [[f"{at}:{place}".encode() for place in range(places)] for at in range(transfers)]
+    return [[f"{at:02}:{place}".encode() for place in range(places)] for at in range(transfers)]
 
 
 def points(data):
@@ -102,9 +103,11 @@ def test_the_receiver_gets_the_text_of_its_choice_in_every_transfer(places):
     receiver = Receiver(sender.public, KEY, run=RUN, transfers=12, places=places)
     sealed = sender.seal(receiver.answer, texts(12, places), workers=2)
     chosen = receiver.choices
-    assert receiver.open(sealed) == [f"{at}:{place}".encode() for at, place in enumerate(chosen)]
+    assert receiver.open(sealed, SIZE) == [
+        f"{at:02}:{place}".encode() for at, place in enumerate(chosen)
+    ]
     assert len(set(chosen)) > 1
-    assert len(sealed[0][0]) == len(b"0:0") + SEAL_BYTES
+    assert len(sealed) == 12 * places * (SIZE + SEAL_BYTES)
 
 
 def test_no_other_text_can_be_opened_with_what_the_receiver_has():
@@ -112,18 +115,17 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
     receiver = Receiver(sender.public, KEY, run=RUN, transfers=4, places=3)
     sealed = sender.seal(receiver.answer, texts(4, 3))
     right = list(receiver.choices)
-    for turn in (1, 2):  # each transfer has a key of its own, at every other place
-        receiver._choices = [(choice + turn) % 3 for choice in right]
-        for at in range(4):
-            alone = [list(of_one) for of_one in sealed]
-            with pytest.raises(ValueError, match="expected those sealed for this answer"):
-                receiver.open(alone[: at + 1])
-    receiver._choices = right
-    for at, place in itertools.product(range(4), range(3)):
-        moved = [[*of_one] for of_one in sealed]
-        moved[at][right[at]] = sealed[(at + 1) % 4][place]  # the text of another transfer
+    for at, turn in itertools.product(range(4), (1, 2)):  # one transfer at another place
+        receiver.choices = [*right]
+        receiver.choices[at] = (right[at] + turn) % 3
         with pytest.raises(ValueError, match="expected those sealed for this answer"):
-            receiver.open(moved)
+            receiver.open(sealed, SIZE)
+    receiver.choices, step = right, SIZE + SEAL_BYTES
+    for at, place in itertools.product(range(4), range(3)):
+        chosen, other = (3 * at + right[at]) * step, (3 * ((at + 1) % 4) + place) * step
+        moved = sealed[:chosen] + sealed[other : other + step] + sealed[chosen + step :]
+        with pytest.raises(ValueError, match="expected those sealed for this answer"):
+            receiver.open(moved, SIZE)  # the text of another transfer
 
 
 def test_a_key_belongs_to_one_run_one_answer_and_one_place():
@@ -133,7 +135,7 @@ def test_a_key_belongs_to_one_run_one_answer_and_one_place():
     other = Receiver(sender.public, KEY, run=b"another run", transfers=2, places=2)
     assert other.answer == receiver.answer
     with pytest.raises(ValueError, match="expected those sealed for this answer"):
-        other.open(sealed)
+        other.open(sealed, SIZE)
     moved = crypto_core_ed25519_add(points(receiver.answer)[0], sender.public)
     one, beside = (sender.keys(data, [2])[0] for data in (receiver.answer[:POINT_BYTES], moved))
     # B + A at place 1 has the same point as B at place 0.
@@ -144,8 +146,8 @@ def test_parties_with_one_key_are_one_receiver():
     sender = Sender(RUN)
     one, other = (Receiver(sender.public, KEY, run=RUN, transfers=6, places=5) for _ in range(2))
     assert one.answer == other.answer
-    assert one.open(sender.seal(other.answer, texts(6, 5))) == other.open(
-        sender.seal(one.answer, texts(6, 5))
+    assert one.open(sender.seal(other.answer, texts(6, 5)), SIZE) == other.open(
+        sender.seal(one.answer, texts(6, 5)), SIZE
     )
 
 

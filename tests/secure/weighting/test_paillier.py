@@ -1,10 +1,9 @@
-import numpy as np
 import phe
 import pytest
 from gmpy2 import gcd, mpz, next_prime, powmod, primorial
 from scipy import stats
 
-from flower_ext.secure.weighting.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
+from flower_ext.secure.weighting.paillier import PrivateKey, PublicKey, generate_key
 from tests.support.weighting import key, root
 
 
@@ -58,26 +57,6 @@ def test_randomness_is_fresh_every_time():
     again = [text * zero % n_squared for text, zero in zip(ciphertexts, zeros, strict=True)]
     assert len({*ciphertexts, *again}) == 500
     assert set(private.decrypt(again)) == {1}
-
-
-def test_a_pool_gives_fresh_zeros_that_are_uniform():
-    private = PrivateKey(mpz(13), mpz(11))
-    pool = ZeroPool(private.public)
-    units = [r for r in range(1, 143) if gcd(r, 143) == 1]
-    zeros = pool.take(4800)
-    assert set(private.decrypt(zeros)) == {0}
-    seen = np.array([int(root(private, zero)) for zero in zeros])
-    assert stats.chisquare([(seen == unit).sum() for unit in units]).pvalue > 1e-6
-
-
-def test_a_pool_of_a_large_key_holds_enough_entropy_and_repeats_nothing():
-    private = key()
-    pool = ZeroPool(private.public)
-    assert 10 * pool.size(3072) >= 3072 + 256
-    zeros = pool.take(300)
-    assert len(set(zeros)) == 300
-    assert set(private.decrypt(zeros)) == {0}
-    assert private.decrypt([encrypt(private.public, 7, pool.take(1)[0])]) == [7]
 
 
 def test_what_is_no_ciphertext_is_refused():

@@ -10,13 +10,12 @@ from scipy import stats
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
-    MaskedSum,
-    SealedWeights,
+    PaillierSum,
+    PaillierWeights,
 )
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from tests.support.grids import grid
-from tests.support.weighting import World, draw_counts, key, weighting_settings
+from tests.support.weighting import World, draw_counts, key, weigh, weighting_settings
 
 ROUNDS = 4
 
@@ -50,13 +49,13 @@ def users_in(world, message):
 
 def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     world = World(facts(), draw_counts(rng, facts()))
-    seen, weigh = [], WeightingSilo.weigh
+    seen, weigh = [], PaillierSilo.weigh
 
     def watched(self, message, *args, **options):
         seen.append(opened(world, message, self.index))
         return weigh(self, message, *args, **options)
 
-    monkeypatch.setattr(WeightingSilo, "weigh", watched)
+    monkeypatch.setattr(PaillierSilo, "weigh", watched)
     samples = []
     for number in range(1, ROUNDS + 1):
         updates, noise = world.draw(rng)
@@ -102,26 +101,24 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
         for at in range(0, 5 * size, size)
     ]
     assert len(set(taken)) == 10
-    sealed = messages[0].sealed
+    sealed = messages[0].weights
     assert len(sealed) == 5 * 3 * (size + SEAL_BYTES)
     assert not any(text in sealed for text in taken)
-    silo, public = world.silos[1], messages[0].public
+    silo, public = world.silos[1], messages[0].offer
     receiver = silo._draw_receiver(1, public)
-    texts = [sealed[at : at + size + SEAL_BYTES] for at in range(0, len(sealed), size + SEAL_BYTES)]
+    receiver.open(sealed, size)
     for user in range(5):
-        own = texts[3 * user : 3 * user + 3]
-        receiver._choices[user] = (receiver._choices[user] + 1) % 3
-        rest = [[*texts[3 * u : 3 * u + 3]] for u in range(user)] + [own]
-        with pytest.raises(ValueError, match="sealed texts"):
-            receiver.open(rest)
-        receiver._choices[user] = (receiver._choices[user] - 1) % 3
+        receiver.choices[user] = (receiver.choices[user] + 1) % 3
+        with pytest.raises(ValueError, match="sealed texts: expected those"):
+            receiver.open(sealed, size)
+        receiver.choices[user] = (receiver.choices[user] - 1) % 3
 
 
 @pytest.mark.full
 def test_where_the_server_put_the_weights_says_nothing_of_who_was_drawn(monkeypatch, rng):
     """A server that always puts the weights first draws every user equally often, too."""
     monkeypatch.setattr(
-        "flower_ext.secure.weighting.weighting_server.SystemRandom",
+        "flower_ext.secure.weighting.paillier_server.SystemRandom",
         lambda: type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])}),
     )
     world = World(facts(users=8, silos=2), np.full((2, 8), 3))
@@ -155,16 +152,16 @@ def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_roun
     world = World(facts(), draw_counts(rng, facts()))
     updates, noise = world.draw(rng)
     message = drawn(world, 1)
-    again = dataclasses.replace(message, public=Sender(b"test").public)
+    again = dataclasses.replace(message, offer=Sender(b"test").public)
     for wrong, said in (
         (again, "sealed texts"),
-        (dataclasses.replace(message, sealed=message.sealed[:-1]), "sealed texts of"),
-        (dataclasses.replace(message, sealed=bytes(len(message.sealed))), "sealed texts"),
-        (dataclasses.replace(message, public=bytes(32)), "offer: expected points"),
+        (dataclasses.replace(message, weights=message.weights[:-1]), "cut off"),
+        (dataclasses.replace(message, weights=bytes(len(message.weights))), "sealed texts"),
+        (dataclasses.replace(message, offer=bytes(32)), "offer: expected points"),
         (dataclasses.replace(message, round_number=2), "sealed texts"),
     ):
         with pytest.raises(ValueError, match=said):
-            world.silos[1].weigh(wrong, world.own(1, updates), noise[1])
+            weigh(world.silos[1], wrong, world.own(1, updates), noise[1])
     assert np.isfinite(world.server.close_round(world.weigh(message, updates, noise))).all()
 
 
@@ -174,19 +171,13 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
         World(weighting_settings(users=5), np.ones((3, 5), int)),
     )
     with pytest.raises(ProtocolError, match="the settings have draw_choices"):
-        hidden.server.open_round(1)
-    with pytest.raises(ProtocolError, match="the settings have draw_choices"):
         hidden.begin(1, places=[0])
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.silos[0].answer("draw", (1).to_bytes(8, "big") + bytes(32), None)
     updates, noise = hidden.draw(rng)
-    for world, message, said in (
-        (hidden, known.server.open_round(1), "expected SealedWeights"),
-        (known, SealedWeights(round_number=1, public=b"", sealed=b""), "no draw_choices"),
-    ):
-        with pytest.raises(ProtocolError, match=said):
-            world.silos[0].weigh(message, world.own(0, updates), noise[0])
-    assert isinstance(known.server.open_round(2), EncryptedWeights)
+    for world, message in ((hidden, known.begin(1)), (known, hidden.begin(1))):
+        with pytest.raises(ValueError, match="PaillierWeights of"):
+            weigh(world.silos[0], message, world.own(0, updates), noise[0])
 
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (0, 0)])
@@ -202,10 +193,12 @@ def test_every_number_of_drawn_rounds_is_fresh(rng):
         world.run_round(number, updates, noise)
     pieces = []
     for message in world.sent:
-        if isinstance(message, SealedWeights):
+        if isinstance(message, PaillierWeights):
             size = world.settings.ciphertext_bytes + SEAL_BYTES
-            pieces += [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]
-        if isinstance(message, MaskedSum):
+            pieces += [
+                message.weights[at : at + size] for at in range(0, len(message.weights), size)
+            ]
+        if isinstance(message, PaillierSum):
             size = world.settings.ciphertext_bytes
             pieces += [
                 message.ciphertexts[at : at + size]

@@ -5,15 +5,15 @@ from gmpy2 import mpz
 from scipy import stats
 
 from flower_ext.secure.weighting.paillier_messages import PaillierKey
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo, user_blinds
 from flower_ext.secure.weighting.silo_party import user_order
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo, user_blinds
 from tests.support.weighting import key, weighting_settings
 
 
 def seeds_of(monkeypatch, number: int, run: str = "test") -> list[bytes]:
     """Return the seed of every silo, where silo 0 chooses its part."""
     settings = weighting_settings(run=run)
-    silos = [WeightingSilo(settings, at) for at in range(3)]
+    silos = [PaillierSilo(settings, at) for at in range(3)]
     server_key = PaillierKey.of(key(number=number).public, settings).to_bytes()
     question = server_key + b"".join(silo.answer("begin", b"", None) for silo in silos)
     with monkeypatch.context() as patch:
@@ -21,7 +21,7 @@ def seeds_of(monkeypatch, number: int, run: str = "test") -> list[bytes]:
         sealed, *_ = [silo.answer("keys", question, None) for silo in silos]
     for silo, seed in ((silos[1], sealed[:60]), (silos[2], sealed[60:])):
         silo.answer("count", seed, lambda limit: [1] * settings.users)
-    return [silo._seed for silo in silos]
+    return [silo._state.seed for silo in silos]
 
 
 def test_all_silos_have_one_seed_which_silo_0_cannot_choose(monkeypatch):

@@ -9,11 +9,10 @@ from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
 from flower_ext.secure.pair_keys import PairKeys
-from flower_ext.secure.weighting import encrypted_sums
+from flower_ext.secure.weighting import paillier_silo
 from flower_ext.secure.weighting.encoding import from_residue
-from flower_ext.secure.weighting.encrypted_sums import EncryptedSums
-from flower_ext.secure.weighting.paillier_messages import EncryptedWeights, MaskedSum
-from flower_ext.secure.weighting.weighting_silo import WeightingSilo
+from flower_ext.secure.weighting.paillier_messages import PaillierSum, PaillierWeights
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo, dithered
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 
 ROUNDS = 3
@@ -36,7 +35,7 @@ def transcript():
     rng = np.random.default_rng(1)
     updates, noise = world.draw(rng)
     for number in range(1, ROUNDS + 1):
-        world.run_round(number, updates, noise, places=range(4))
+        world.run_round(number, updates, noise)
     return world, updates, noise
 
 
@@ -50,9 +49,9 @@ def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcrip
     sent = []
     for counts in world.answers("count"):
         sent += numbers(counts, facts.count_bytes)
-    for message in of_kind(world, EncryptedWeights):
+    for message in of_kind(world, PaillierWeights):
         sent += numbers(message.weights, facts.ciphertext_bytes)
-    for message in of_kind(world, MaskedSum):
+    for message in of_kind(world, PaillierSum):
         sent += numbers(message.ciphertexts, facts.ciphertext_bytes)
     assert len(sent) == 3 * 4 + ROUNDS * 4 + ROUNDS * 3 * facts.ciphertexts
     assert len(set(sent)) == len(sent)
@@ -73,25 +72,25 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     received = []
     for counts in world.answers("count"):
         received += numbers(counts, facts.count_bytes)
-    for message in of_kind(world, MaskedSum):
+    for message in of_kind(world, PaillierSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
         received += ciphertexts + key().decrypt(ciphertexts)
     assert not secret & set(received)
     assert min(x.bit_length() for x in received) > 400
-    for message in of_kind(world, EncryptedWeights):  # silos receive these, and cannot decrypt them
+    for message in of_kind(world, PaillierWeights):  # silos receive these, and cannot decrypt them
         weights = numbers(message.weights, facts.ciphertext_bytes)
         assert not secret & {x % n for x in weights}
     raw = b"".join(message.to_bytes() for message in world.sent)
     raw += b"".join(data for _, sent in world.asked + world.answered for data in sent.values())
     assert world.silos[1]._pairs.public in raw
-    assert silo._seed not in raw
+    assert silo._state.seed not in raw
     assert silo._pairs.private not in raw
 
 
 def test_no_silos_own_sum_can_be_decrypted(transcript):
     world, updates, noise = transcript
     facts, public = world.settings, key().public
-    for message in of_kind(world, MaskedSum):
+    for message in of_kind(world, PaillierSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
         own = noise[message.silo].copy()
         for user in np.flatnonzero(world.counts[message.silo]):
@@ -108,7 +107,7 @@ def test_no_silos_own_sum_can_be_decrypted(transcript):
 def test_sums_of_some_silos_stay_masked(transcript):
     world, _, _ = transcript
     facts, public = world.settings, key().public
-    sums = of_kind(world, MaskedSum)[:3]
+    sums = of_kind(world, PaillierSum)[:3]
     for some in itertools.combinations(sums, 2):
         product = mpz(1)
         for message in some:
@@ -120,7 +119,7 @@ def test_sums_of_some_silos_stay_masked(transcript):
 def test_uploads_are_uniform_to_the_server():
     """Ciphertexts of each silo are uniform over Z*_{n²}, in their messages and their randomness."""
     world = world_of([[1, 1], [1, 1]], coordinates=400, coordinates_per_plaintext=1)
-    sums = world.weigh(world.server.open_round(1), np.zeros((2, 2, 400)), np.zeros((2, 400)))
+    sums = world.weigh(world.begin(1), np.zeros((2, 2, 400)), np.zeros((2, 400)))
     private = key()
     for message in sums:
         ciphertexts = numbers(message.ciphertexts, world.settings.ciphertext_bytes)
@@ -132,19 +131,6 @@ def test_uploads_are_uniform_to_the_server():
         ):
             shares = [float(x / modulus) for x in values]
             assert stats.kstest(shares, "uniform").pvalue > 1e-6
-
-
-def test_all_users_get_the_same_encryptions_in_every_round_and_uploads_are_fresh_still():
-    world = world_of([[1, 2], [3, 4]])
-    updates, noise = world.draw(np.random.default_rng(0))
-    for number in (1, 2):
-        world.run_round(number, updates, noise)
-    first, second = of_kind(world, EncryptedWeights)
-    assert first.weights == second.weights
-    uploads = of_kind(world, MaskedSum)
-    size = world.settings.ciphertext_bytes
-    sent = [x for message in uploads for x in numbers(message.ciphertexts, size)]
-    assert len(set(sent)) == len(sent)
 
 
 def blinded(world) -> tuple[list[list[mpz]], list[mpz]]:
@@ -170,7 +156,7 @@ def test_a_server_cannot_guess_counts_from_their_ratios():
 def test_the_same_guess_succeeds_where_users_share_a_blind(monkeypatch):
     n = key().public.n
     monkeypatch.setattr(
-        "flower_ext.secure.weighting.weighting_silo.user_blinds",
+        "flower_ext.secure.weighting.paillier_silo.user_blinds",
         lambda seed, users, n: [mpz(2) ** 300 + 1] * 4,
     )
     _, totals = blinded(world_of(COUNTS))
@@ -234,7 +220,7 @@ def decrypted(world, number: int) -> list[mpz]:
     """Return the integers that the server decrypts in a round without packing."""
     private, facts = key(), world.settings
     updates, noise = world.draw(np.random.default_rng(number))
-    sums = world.weigh(world.server.open_round(number), updates, noise)
+    sums = world.weigh(world.begin(number), updates, noise)
     product = [mpz(1)] * facts.ciphertexts
     for message in sums:
         for at, x in enumerate(numbers(message.ciphertexts, facts.ciphertext_bytes)):
@@ -250,7 +236,7 @@ def denominator(world, sums: list[mpz]) -> int:
 
 def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
     monkeypatch.setattr(
-        EncryptedSums, "dithered", lambda self, encoded: encoded * self.settings.common_multiple
+        paillier_silo, "dithered", lambda encoded, settings: encoded * settings.common_multiple
     )
     world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, coordinates_per_plaintext=1)
     assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
@@ -269,47 +255,38 @@ def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
 
 def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
     facts = world_of([[10, 4, 25], [3, 21, 24]]).settings
-    sums, multiple = EncryptedSums(facts, key().public), facts.common_multiple
+    multiple = facts.common_multiple
     for encoded in (-7, 0, 10**6):
-        moved = [sums.dithered(encoded) - encoded * multiple for _ in range(2_000)]
+        moved = [dithered(encoded, facts) - encoded * multiple for _ in range(2_000)]
         assert max(map(abs, moved)) <= multiple / 2
         assert abs(float(sum(moved) / multiple)) / 2_000 < 5 * math.sqrt(1 / 12 / 2_000)
 
 
-@pytest.fixture(params=[True, False], ids=["pool", "single"])
-def round_of(request, monkeypatch):
-    if request.param:
-        monkeypatch.setattr(encrypted_sums, "_POOL_PAYS", 0)
-
-    def play():
-        world = world_of(COUNTS, coordinates=6, coordinates_per_plaintext=1)
-        updates, noise = world.draw(np.random.default_rng(5))
-        message = world.server.open_round(1)
-        return world, message, world.weigh(message, updates, noise), updates
-
-    return play
+def round_of():
+    world = world_of(COUNTS, coordinates=6, coordinates_per_plaintext=1)
+    updates, noise = world.draw(np.random.default_rng(5))
+    message = world.begin(1)
+    return world, message, world.weigh(message, updates, noise), updates
 
 
-def test_without_rerandomisation_a_key_holder_confirms_guesses_of_coordinates(
-    round_of, monkeypatch
-):
-    monkeypatch.setattr(WeightingSilo, "_rerandomise_share", lambda self, own, number: None)
+def test_without_rerandomisation_a_key_holder_confirms_guesses_of_coordinates(monkeypatch):
+    monkeypatch.setattr(PaillierSilo, "_rerandomise_share", lambda self, own, number: None)
     world, message, sums, updates = round_of()
     guess = updates.copy()
     guess[1, 2, 3] += 1e-9
     assert guess_is_confirmed(world, message, sums, guess) == [True] * 3 + [False] + [True] * 2
 
 
-def test_with_rerandomisation_it_confirms_nothing(round_of):
+def test_with_rerandomisation_it_confirms_nothing():
     world, message, sums, updates = round_of()
     assert guess_is_confirmed(world, message, sums, updates) == [False] * 6
 
 
 def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
     """If a silo skipped its turn, its share could be guessed in every round."""
-    untouched = WeightingSilo._rerandomise_share
+    untouched = PaillierSilo._rerandomise_share
     monkeypatch.setattr(
-        WeightingSilo,
+        PaillierSilo,
         "_rerandomise_share",
         lambda self, own, number: None if self.index == 1 else untouched(self, own, number),
     )
@@ -317,7 +294,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
     updates, noise = world.draw(np.random.default_rng(5))
     shares = []
     for number in (1, 2, 3):
-        message = world.server.open_round(number)
+        message = world.begin(number)
         sums = world.weigh(message, updates, noise)
         shares.append(guess_is_confirmed(world, message, sums, updates))
     assert np.array(shares).sum(0).tolist() == [1] * 6
@@ -327,7 +304,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
 def test_parties_do_not_show_their_secrets(transcript):
     world, _, _ = transcript
     silo = world.silos[1]
-    secret = [silo._seed, silo._pairs.private]
+    secret = [silo._state.seed, silo._pairs.private]
     shown = "".join(repr(x) + str(x) for x in (world.server, *world.silos, silo._pairs))
     for value in secret:
         assert value.hex() not in shown

@@ -11,25 +11,24 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import NDArray
 
-from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import check_later
-from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_messages import (
-    EncryptedWeights,
-    MaskedSum,
     PaillierKey,
-    SealedWeights,
+    PaillierSum,
+    PaillierWeights,
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.party import Dialogue
+from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.server_party import ServerParty
+from flower_ext.secure.weighting.weighting_steps import Dialogue
 
 
-class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
+class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums.
 
     Parameters
@@ -40,10 +39,10 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         As for `ServerParty`.
     """
 
-    sum_type = MaskedSum
+    sum_type = PaillierSum
 
     def __init__(
-        self, settings: WeightingSettings, *, key: PrivateKey | None = None, **options: Any
+        self, settings: PaillierSettings, *, key: PrivateKey | None = None, **options: Any
     ) -> None:
         super().__init__(settings, **options)
         self._key = key or generate_key(
@@ -51,7 +50,6 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         )
         self._key.public.check(settings.key_bits, coprime_to=settings.max_records_per_user)
         self._inverses: list[mpz] = []
-        self._weights_of_all: bytes | None = None
 
     @property
     def public_key(self) -> PaillierKey:
@@ -59,33 +57,23 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         return PaillierKey.of(self._key.public, self.settings)
 
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
-        """Begin a round, and return encryptions of the users' inverse totals.
+        """Begin a round, and return fresh encryptions of the users' inverse totals.
 
-        Users that take no part get an encryption of zero. If all users take part, every round sends
-        the same encryptions; else all of them are fresh.
+        Users that take no part get an encryption of zero.
         """
+        self._expect_set_up()
+        check_later("round", number, self._last_round)
         if self.settings.draw_choices is None or places is not None:
-            return self.open_round(number, places=places).to_bytes()
-        self._check_round(number)
+            drawn = self._drawn_places(places)
+            self._last_round = self._open_round = number
+            inverses = [x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]
+            weights = pack_ciphertexts(self._encrypt(inverses), self.settings)
+            return PaillierWeights(round_number=number, offer=b"", weights=weights).to_bytes()
         sender, choices = yield from self._draw(number)
-        return self._seal_weights(number, sender, choices).to_bytes()
-
-    def open_round(self, number: int, *, places: Collection[int] | None = None) -> EncryptedWeights:
-        """Begin a round whose users the server draws: see `begin_round`."""
-        self._check_round(number)
-        drawn = self._drawn_places(places)
         self._last_round = self._open_round = number
-        if places is None and self._weights_of_all is not None:
-            return EncryptedWeights(round_number=number, weights=self._weights_of_all)
-        weights = pack_ciphertexts(
-            self._encrypt([x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]),
-            self.settings,
-        )
-        if places is None:
-            self._weights_of_all = weights
-        return EncryptedWeights(round_number=number, weights=weights)
+        return self._sealed_weights(number, sender, choices).to_bytes()
 
-    def close_round(self, messages: Sequence[MaskedSum]) -> NDArray[np.float64]:
+    def close_round(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
         """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
 
         A user with more than ``max_records_per_user`` records, or a total that is not allowed,
@@ -102,8 +90,7 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         self._open_round = None
-        progress = self._watch("decryption")
-        decrypted = self._key.decrypt(totals, workers=self._workers, progress=progress)
+        decrypted = self._key.decrypt(totals, workers=self._workers, name="decryption")
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
             coordinates = settings.packing.unpack(plaintexts, settings.coordinates)
@@ -116,23 +103,23 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
             ) from error
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
-    def check_sum(self, message: MaskedSum) -> None:
-        """Check one silo's sum as soon as it arrives, its ciphertexts too."""
-        super().check_sum(message)
+    def read_sum(self, silo: int, data: bytes) -> PaillierSum:
+        """Return a silo's sum if it is well formed: see `ServerParty.read_sum`."""
+        message = super().read_sum(silo, data)
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
+        return message
 
     @property
     def _count_modulus(self) -> int:
         return int(self._key.public.n)
 
-    def _seal_weights(self, number: int, sender: Sender, choices: bytes) -> SealedWeights:
+    def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
         """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
 
         Only the server knows their order, and only the silos know which one they open. No party
         therefore learns whether the opened one is among the k.
         """
         settings, size = self.settings, self.settings.draw_choices or 1
-        self._last_round = self._open_round = number
         messages = [mpz(0)] * (settings.users * size)
         for user, inverse in enumerate(self._inverses):
             for place in SystemRandom().sample(range(size), settings.winning_choices):
@@ -140,12 +127,11 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
         texts = [pack_ciphertexts([text], settings) for text in self._encrypt(messages)]
         of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
         sealed = sender.seal(choices, of_users, workers=self._workers)
-        joined = b"".join(text for of_user in sealed for text in of_user)
-        return SealedWeights(round_number=number, public=sender.public, sealed=joined)
+        return PaillierWeights(round_number=number, offer=sender.public, weights=sealed)
 
     def _encrypt(self, messages: list[mpz]) -> list[mpz]:
-        progress = self._watch(f"round {self._open_round}: encryptions")
-        return self._key.encrypt(messages, workers=self._workers, progress=progress)
+        name = f"round {self._open_round}: encryptions"
+        return self._key.encrypt(messages, workers=self._workers, name=name)
 
     def _take_totals(self, totals: list[int]) -> None:
         n = self._key.public.n
@@ -156,13 +142,3 @@ class WeightingServer(ServerParty[WeightingSettings, MaskedSum]):
             self._inverses = [gmpy2.invert(mpz(t), n) if t else mpz(0) for t in totals]
         except ZeroDivisionError as error:
             raise InvalidValue("counts: expected totals that share no factor with n") from error
-
-    def _check_round(self, number: int) -> None:
-        self._expect_set_up()
-        check_later("round", number, self._last_round)
-
-    def _check_sum_of_round(self, message: MaskedSum) -> None:
-        if message.round_number != self._open_round:
-            raise ProtocolError(
-                f"sum of round {message.round_number}: expected round {self._open_round}"
-            )

@@ -6,9 +6,7 @@ stored state, and stores its outcome before anything leaves.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
-from flower_ext.federation import records
+from flower_ext.federation import HiddenSum, records
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, party_options
-from flower_ext.secure.protocols import protocol_of
+from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, cores
+from flower_ext.privacy.mechanisms.bounds import clip_each_row
+from flower_ext.secure.weighting.protocol import protocol_of
+from flower_ext.secure.weighting.weighting_steps import BEGIN
+from flower_ext.training import Params
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
     from flower_ext.secure.weighting.silo_party import SiloParty, SiloSum
@@ -31,12 +32,6 @@ log = getLogger("flwr")
 
 LOST_KEYS: Arrays = {LOST: np.zeros(1, dtype=np.uint8)}
 """A silo's reply to a training message if it has lost its keys."""
-_LARGEST_CACHE = 8
-_cache: OrderedDict[bytes, SiloParty[Any, Any]] = OrderedDict()
-"""Silos by the hash of their stored state, so that a silo that continued elsewhere is not used.
-
-They hold what they computed from weights, which only saves time.
-"""
 
 
 def answer(
@@ -70,16 +65,17 @@ def answer(
     InvalidValue
         The server's message is malformed.
     """
-    from flower_ext.secure.weighting.party import BEGIN  # needs the extra
-
     with _protocol_errors():
         if WEIGHTED not in arrays or step not in arrays[WEIGHTED]:
             raise ProtocolError(f"step={step!r}: expected a message of that name")
-        question, party = arrays[WEIGHTED][step].tobytes(), _resume(vault)
+        question, party = arrays[WEIGHTED][step].tobytes(), stored_silo(vault)
         if step == BEGIN:
             party = _begin(question, vault, silo, party, may_simulate=may_simulate)
         if party is None:
-            raise ProtocolError(f"silo {silo} has lost its keys: start the run anew")
+            raise ProtocolError(
+                f"silo {silo} has no keys of this run: name a state-folder in its node config, so "
+                "that keys outlive the SuperNode, and start the run anew"
+            )
         users = party.settings.users
         reply = party.answer(step, question, lambda most: counts(users, most))
     return {step: records.to_bytes_array(reply)} if reply else {}
@@ -104,19 +100,15 @@ def _begin(
                 f"the server asks for {settings.insecurity}: this client takes part only in "
                 "simulation (client_app(..., allow_seeded_noise=True))"
             )
-        return kind(settings, silo, save=vault.store, **party_options())
+        return kind(settings, silo, save=vault.store, workers=cores())
 
 
-def _resume(vault: ClientVault) -> SiloParty[Any, Any] | None:
+def stored_silo(vault: ClientVault) -> SiloParty[Any, Any] | None:
     """Return the silo as it was stored last, under any protocol; None if none was stored."""
     if (stored := vault.load()) is None:
         return None
-    silo = _cache.pop(hashlib.sha256(stored).digest(), None)
-    if silo is None:
-        kind = protocol_of(stored).silo_type
-        silo = kind.from_state(stored, **party_options())
-    silo.save = vault.store
-    return silo
+    kind = protocol_of(stored).silo_type
+    return kind.from_state(stored, save=vault.store, workers=cores())
 
 
 @contextmanager
@@ -129,7 +121,7 @@ def _protocol_errors() -> Iterator[None]:
 
 
 def open_part(
-    arrays: Mapping[str, Any], vault: ClientVault, *, number: int, users: int
+    arrays: Mapping[str, Any], vault: ClientVault, *, number: int, users: int, clipping_norm: float
 ) -> SiloPart | None:
     """Begin this silo's part of round ``number``; return None if it has lost its keys.
 
@@ -145,17 +137,17 @@ def open_part(
     ProtocolError
         The round was used before, or has other users than the set-up.
     """
-    if (silo := _resume(vault)) is None:
+    if (silo := stored_silo(vault)) is None:
         return None
     with _protocol_errors():
         if users != silo.settings.users:
             raise ProtocolError(f"{users} users: expected {silo.settings.users}")
         weights = np.asarray(arrays[WEIGHTED][WEIGHTS]).tobytes()
-        return SiloPart(silo, vault, partial(silo.open_sum, number, weights), number)
+        return SiloPart(silo, number, partial(silo.open_sum, number, weights), clipping_norm)
 
 
 class SiloPart:
-    """A silo's part of a round: one update for each user whom the silo counted in the set-up.
+    """A silo's part of a round: one clipped update of each user whom the set-up counted.
 
     A user without an update here counts as zero: silos that lost their data, or whose users came
     or left since the set-up, still send a sum. So do those that cannot encrypt their updates. A
@@ -164,43 +156,49 @@ class SiloPart:
     Parameters
     ----------
     silo : SiloParty
-    vault : ClientVault
-    begin : Callable[[], SiloSum]
-        Begins the sum of the round; a second sum may replace the first one, which never leaves.
     number : int
         Number of the round.
+    begin : Callable[[], SiloSum]
+        Begins the sum of the round; a second sum may replace the first one, which never leaves.
+    clipping_norm : float
     """
 
     def __init__(
         self,
         silo: SiloParty[Any, Any],
-        vault: ClientVault,
-        begin: Callable[[], SiloSum],
         number: int,
+        begin: Callable[[], SiloSum],
+        clipping_norm: float,
     ) -> None:
-        self._silo, self._vault, self._number = silo, vault, number
-        self._begin, self._sum = begin, begin()
+        self._silo, self._number, self._begin, self._norm = silo, number, begin, clipping_norm
+        self._sum = begin()
         self._missing = set(silo.counted)
         self._error: Exception | None = None
         self._started, self._seconds = time.monotonic(), 0.0
 
-    def add(self, updates: Mapping[int, np.ndarray]) -> None:
-        """Add updates (coordinates,) by user, each user's once; `seal` deals with errors.
+    @property
+    def value(self) -> HiddenSum:
+        """The sum, which leaves the silo with the silo's noise, masked."""
+        return HiddenSum(bound=self._norm, encrypt=self.seal)
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Clip and add one row of ``rows`` for each of ``users``; `seal` deals with errors.
 
         Updates of users whom the silo did not count are left out, as their weight is zero. Several
         silos may train in one batch, and an error of one must not end the others.
         """
         started = time.monotonic()
-        chosen = {user: update for user, update in updates.items() if user in self._missing}
-        self._missing -= chosen.keys()
+        clipped = zip(users, flat_rows_of(clip_each_row(rows, self._norm)), strict=True)
+        updates = {user: update for user, update in clipped if user in self._missing}
+        self._missing -= updates.keys()
         try:
             if self._error is None:
-                self._sum.add(chosen)
+                self._sum.add(updates)
         except Exception as error:
             self._error = error
         self._seconds += time.monotonic() - started
 
-    def seal(self, noise: np.ndarray) -> Arrays:
+    def seal(self, noise: Params) -> Arrays:
         """Return the masked sum with this silo's noise, of zeros if updates cannot be encrypted.
 
         Raises
@@ -211,19 +209,16 @@ class SiloPart:
             Zeros cannot be encrypted either, which is not due to the updates.
         """
         started = time.monotonic()
+        (row,) = flat_rows_of({name: part[None] for name, part in noise.items()})
         with _protocol_errors():
-            masked = self._finished(noise)
-        if (stored := self._vault.load()) is not None:
-            _cache[hashlib.sha256(stored).digest()] = self._silo
-            while len(_cache) > _LARGEST_CACHE:
-                _cache.popitem(last=False)
-        trained = started - self._started - self._seconds
+            masked = self._finished(row)
+        encryption = self._seconds + time.monotonic() - started
         log.info(
             "silo %d, round %d: %.1f s of training, %.1f s of encryption",
             self._silo.index,
             self._number,
-            trained,
-            time.monotonic() - self._started - trained,
+            time.monotonic() - self._started - encryption,
+            encryption,
         )
         return {SUM: records.to_bytes_array(masked)}
 
@@ -231,7 +226,7 @@ class SiloPart:
         try:
             if self._error is not None:
                 raise self._error
-            return self._with_zeros(self._sum, self._missing, noise)
+            return _with_zeros(self._sum, self._missing, noise)
         except ProtocolError:
             raise
         except Exception as error:
@@ -241,10 +236,16 @@ class SiloPart:
                 type(error).__name__,
                 exc_info=error,
             )
-            return self._with_zeros(self._begin(), self._silo.counted, noise)
+            return _with_zeros(self._begin(), self._silo.counted, noise)
 
-    @staticmethod
-    def _with_zeros(silo_sum: SiloSum, missing: Collection[int], noise: np.ndarray) -> bytes:
-        """Return a masked sum after adding zeros for the missing users."""
-        silo_sum.add(dict.fromkeys(missing, np.zeros_like(noise)))
-        return silo_sum.finish(noise)
+
+def flat_rows_of(rows: Params) -> np.ndarray:
+    """Return rows as (rows, coordinates), with the parameters in the order of their names."""
+    parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
+    return np.concatenate(parts, axis=1)
+
+
+def _with_zeros(silo_sum: SiloSum, missing: Collection[int], noise: np.ndarray) -> bytes:
+    """Return a masked sum after adding zeros for the missing users."""
+    silo_sum.add(dict.fromkeys(missing, np.zeros_like(noise)))
+    return silo_sum.finish(noise)

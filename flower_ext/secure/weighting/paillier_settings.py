@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
@@ -18,7 +17,7 @@ _MOST_RECORDS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightingSettings(PartySettings):
+class PaillierSettings(PartySettings):
     """Public facts of one run of the protocol. Checked at construction, before any encryption.
 
     Parameters
@@ -29,7 +28,7 @@ class WeightingSettings(PartySettings):
         As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of
         totals has a small least common multiple, so that many coordinates fit one plaintext.
         Without limits of silos the server notices an excess over all silos in the decrypted sum
-        (see `WeightingServer.close_round`).
+        (see `PaillierServer.close_round`).
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
@@ -43,7 +42,7 @@ class WeightingSettings(PartySettings):
         A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
     """
 
-    protocol: ClassVar[str] = "paillier"
+    kind = "paillier"
 
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
@@ -103,18 +102,14 @@ class WeightingSettings(PartySettings):
         """Encoding of noise, with the same step and its own bound."""
         return FixedPoint(step=self.step, bound=self.noise_bound)
 
-    def contribution_bound(self, clipping_norm: float) -> float:
-        """Return the largest L2 norm by which one user with ``clipping_norm`` moves the sum.
+    @property
+    def sensitivity(self) -> float:
+        """Most clipping norms by which one user moves a decoded sum.
 
         Encoding moves each coordinate of an update by half a step at most. The dither amounts to
         rounding the sum to whole steps at random, which moves a coordinate by less than one step.
         """
-        return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
-
-    @property
-    def sensitivity(self) -> float:
-        """Most clipping norms by which one user moves a decoded sum."""
-        return self.contribution_bound(self.update_bound) / self.update_bound
+        return 1 + 1.5 * math.sqrt(self.coordinates) * self.step / self.update_bound
 
     @property
     def insecurity(self) -> str:

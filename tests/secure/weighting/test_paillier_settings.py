@@ -103,8 +103,8 @@ def test_encoding_and_dither_move_one_users_contribution_no_further_than_its_bou
         rest, dither = rng.uniform(0, 1, (2, 40))
         moved = np.floor(rest + weighted + dither) - np.floor(rest + dither)
         furthest = max(furthest, float(np.linalg.norm(moved * facts.step)))
-    assert furthest <= facts.contribution_bound(1.0)
-    assert weighting_settings(coordinates=1).contribution_bound(1.0) == pytest.approx(1.0)
+    assert furthest <= facts.sensitivity
+    assert weighting_settings(coordinates=1).sensitivity == pytest.approx(1.0)
 
 
 def test_settings_that_differ_in_any_field_have_different_contexts():

@@ -1,4 +1,4 @@
-"""A party of private weighting, and the dialogue of the parties.
+"""The dialogue of the server and the silos before and between the sums of private weighting.
 
 =========  ==================================  =====================================================
 step       message of the server               answer of a silo
@@ -12,15 +12,10 @@ step       message of the server               answer of a silo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from flower_ext.secure.threads import Progress
-from flower_ext.secure.weighting.oblivious import POINT_BYTES
-from flower_ext.secure.weighting.party_settings import PartySettings
-
-SettingsT = TypeVar("SettingsT", bound=PartySettings)
 T = TypeVar("T")
 
 BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
@@ -28,7 +23,7 @@ BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
 KEY_BYTES = SEED_BYTES = 32
 SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
 NUMBER_BYTES = 8
-OFFER_BYTES = NUMBER_BYTES + POINT_BYTES
+OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +49,3 @@ class Step:
 
 Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
 """Steps that the server takes one by one: it yields each, and receives the silos' answers."""
-
-
-class Party(Generic[SettingsT]):
-    """A party of one run.
-
-    Parameters
-    ----------
-    settings : PartySettings
-    workers : int
-        Number of threads.
-    watch : Callable[[str], Progress], optional
-        Returns, for the name of a long piece of work, a function to report its progress to.
-    """
-
-    def __init__(
-        self,
-        settings: SettingsT,
-        *,
-        workers: int = 1,
-        watch: Callable[[str], Progress | None] = lambda work: None,
-    ) -> None:
-        self.settings = settings
-        self._workers, self._watch = workers, watch
-        self._last_round = 0

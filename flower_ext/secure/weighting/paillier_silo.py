@@ -1,0 +1,260 @@
+"""A silo's side of private weighting over Paillier; the package describes the protocol."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any, ClassVar
+
+import gmpy2
+import numpy as np
+from gmpy2 import mpz
+from numpy.typing import NDArray
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.labels import derive
+from flower_ext.secure.messages import check_later
+from flower_ext.secure.pair_keys import uniform_residues
+from flower_ext.secure.threads import map_slices
+from flower_ext.secure.weighting.encoding import FixedPoint
+from flower_ext.secure.weighting.multiexp import FixedBaseProducts
+from flower_ext.secure.weighting.paillier import PublicKey
+from flower_ext.secure.weighting.paillier_messages import (
+    PaillierKey,
+    PaillierSum,
+    PaillierWeights,
+    pack_ciphertexts,
+    unpack_ciphertexts,
+)
+from flower_ext.secure.weighting.paillier_settings import PaillierSettings
+from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
+
+_SUM = "sum"
+
+
+def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
+    """Return a unit modulo ``modulus`` for every user, uniform to a party without ``seed``."""
+
+    def blind(user: int) -> mpz:
+        for attempt in count():
+            (drawn,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
+            if gmpy2.gcd(drawn, modulus) == 1:
+                break
+        return drawn
+
+    return [blind(user) for user in range(users)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaillierState(SiloState):
+    """State that a silo needs after a restart."""
+
+    kind = "paillier"
+    readers: ClassVar = {"PartySettings": PaillierSettings.from_plain}
+
+
+class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
+    """One silo. After the set-up of `SiloParty`, call `open_sum` for every round.
+
+    Parameters
+    ----------
+    settings, index, **options
+        As for `SiloParty`.
+    """
+
+    settings_type = PaillierSettings
+    server_key_type = PaillierKey
+    state_type = PaillierState
+
+    def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
+        """Begin this silo's sum of round ``number``."""
+        self._expect(SetUpStage.COUNTED)
+        message = PaillierWeights.from_bytes(weights, self.settings)
+        if message.round_number != number:
+            raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
+        check_later("round", number, self._state.last_round)
+        return PaillierOpenSum(self, message)
+
+    def weigh(
+        self,
+        message: PaillierWeights,
+        updates: NDArray[np.int64],
+        noise: NDArray[np.int64],
+    ) -> PaillierSum:
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+
+        Parameters
+        ----------
+        message : PaillierWeights
+            The weights of the round.
+        updates : ndarray
+            Encoded updates, of shape (users with records here, coordinates).
+        noise : ndarray
+            Encoded noise, of shape (coordinates,).
+
+        Raises
+        ------
+        ProtocolError
+            A later round was used meanwhile.
+        ValueError
+            The weights are malformed. The round is unused then.
+        """
+        settings, public, workers = self.settings, self._public, self._workers
+        number = message.round_number
+        check_later("round", number, self._state.last_round)
+        name = f"silo {self.index}, round {number}: coordinates"
+        products = self._powers(message).of(updates, workers=workers, name=name)
+        ciphertexts = _packed(products, settings, public, workers=workers)
+        noises = settings.packing.pack([dithered(int(value), settings) for value in noise])
+        # Only what follows draws masks. Until here an error leaves the round unused.
+        self._store(last_round=number)
+        masks = self._pairs.multiplicative_masks(_SUM, number, len(ciphertexts), public.n_squared)
+        for at, mask in enumerate(masks):
+            masked = ciphertexts[at] * public.plain(noises[at]) % public.n_squared
+            ciphertexts[at] = masked * mask % public.n_squared
+        self._rerandomise_share(ciphertexts, number)
+        return PaillierSum(
+            round_number=number,
+            silo=self.index,
+            ciphertexts=pack_ciphertexts(ciphertexts, settings),
+        )
+
+    def _powers(self, message: PaillierWeights) -> FixedBaseProducts:
+        """Return Enc(n_su / N_u · C_LCM) of each user with records here, as bases of products.
+
+        Each takes one full exponentiation, instead of one for each coordinate.
+
+        Raises
+        ------
+        ValueError
+            A number is not a ciphertext, or was sealed for another answer of the silos.
+        """
+        settings, public = self.settings, self._public
+        weights = unpack_ciphertexts(self._opened(message), settings, public)
+        place = {user: at for at, user in enumerate(self._order)}
+
+        def fold(users: Sequence[int]) -> list[mpz]:
+            folded = []
+            for user in users:
+                blinded = self._state.counts[user] * self._blinds[user]
+                factor = blinded * settings.common_multiple % public.n
+                folded.append(gmpy2.powmod(weights[place[user]], factor, public.n_squared))
+            return folded
+
+        return FixedBaseProducts(
+            map_slices(fold, self.counted, workers=self._workers),
+            public.n_squared,
+            largest=settings.encoding.largest,
+            workers=self._workers,
+        )
+
+    def _opened(self, message: PaillierWeights) -> bytes:
+        """Return one ciphertext per user, by place in the secret order."""
+        if self.settings.draw_choices is None:
+            return message.weights
+        receiver = self._draw_receiver(message.round_number, message.offer)
+        return b"".join(receiver.open(message.weights, self.settings.ciphertext_bytes))
+
+    @property
+    def _count_modulus(self) -> int:
+        return int(self._public.n)
+
+    def _hidden_counts(self) -> list[int]:
+        return [int(self._blinds[user] * self._state.counts[user]) for user in self._order]
+
+    def _check_draw(self, number: int) -> None:
+        check_later("round", number, self._state.last_round)
+
+    @cached_property
+    def _public(self) -> PublicKey:
+        return self._server_key.public
+
+    def _check_server_key(self, server_key: PaillierKey) -> None:
+        most = self.settings.max_records_per_user
+        server_key.public.check(self.settings.key_bits, coprime_to=most)
+
+    def _use_seed(self, seed: bytes) -> None:
+        super()._use_seed(seed)
+        self._blinds = user_blinds(seed, self.settings.users, self._public.n)
+
+    def _rerandomise_share(self, ciphertexts: list[mpz], round_number: int) -> None:
+        """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round."""
+        silos = self.settings.silos
+        share = range((self.index - round_number) % silos, len(ciphertexts), silos)
+        zeros = self._public.zeros(len(share), workers=self._workers)
+        for at, zero in zip(share, zeros, strict=True):
+            ciphertexts[at] = ciphertexts[at] * zero % self._public.n_squared
+
+
+class PaillierOpenSum:
+    """A silo's sum of one round. It keeps all encoded updates, because it works by coordinates."""
+
+    def __init__(self, silo: PaillierSilo, weights: PaillierWeights) -> None:
+        self._silo, self._settings, self._weights = silo, silo.settings, weights
+        self._updates: dict[int, NDArray[np.int64]] = {}
+
+    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Encode and keep updates (coordinates,) of users with records here.
+
+        Raises
+        ------
+        ValueError
+            A shape is wrong, or a value is not finite or above ``settings.update_bound``.
+        """
+        for user, update in updates.items():
+            self._updates[user] = self._encoded("updates", self._settings.encoding, update)
+
+    def finish(self, noise: NDArray[Any]) -> bytes:
+        """Return the masked sum; the round then counts as used.
+
+        Raises
+        ------
+        ProtocolError, ValueError
+            As `PaillierSilo.weigh`; or updates belong to other users than those with records here,
+            or the noise is out of bounds. Nothing has left the silo then, and the round is unused.
+        """
+        users = self._silo.counted
+        if wrong := sorted(set(self._updates) ^ set(users)):
+            raise InvalidValue(
+                f"updates of users {wrong[:10]} are missing or surplus: expected one update for "
+                "every user with records in this silo, and for no other"
+            )
+        encoded_noise = self._encoded("noise", self._settings.noise_encoding, noise)
+        updates = np.array([self._updates[user] for user in users], dtype=np.int64)
+        matrix = updates.reshape(len(users), self._settings.coordinates)
+        return self._silo.weigh(self._weights, matrix, encoded_noise).to_bytes()
+
+    def _encoded(self, name: str, encoding: FixedPoint, values: NDArray[Any]) -> NDArray[np.int64]:
+        encoded = encoding.encode(values, name=name)
+        if encoded.shape != (self._settings.coordinates,):
+            raise InvalidValue(
+                f"{name} of shape {encoded.shape}: expected ({self._settings.coordinates},)"
+            )
+        return encoded
+
+
+def dithered(encoded: int, settings: PaillierSettings) -> int:
+    """Return encoded noise times C_LCM, plus a uniform dither of at most half a step."""
+    multiple = settings.common_multiple
+    return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
+
+
+def _packed(
+    products: Sequence[mpz], settings: PaillierSettings, public: PublicKey, *, workers: int
+) -> list[mpz]:
+    """Combine ciphertexts of single coordinates into ciphertexts of packed plaintexts."""
+    slots, shift = settings.packing.slots, mpz(1) << settings.packing.slot_bits
+
+    def join(starts: Sequence[int]) -> list[mpz]:
+        joined = []
+        for start in starts:
+            *rest, total = products[start : start + slots]
+            for product in reversed(rest):
+                total = gmpy2.powmod(total, shift, public.n_squared) * product % public.n_squared
+            joined.append(total)
+        return joined
+
+    return map_slices(join, range(0, len(products), slots), workers=workers)

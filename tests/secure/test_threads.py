@@ -1,0 +1,29 @@
+"""Work in threads."""
+
+import logging
+
+import pytest
+
+from flower_ext.secure import threads
+from flower_ext.secure.threads import map_slices
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_are_in_order_whatever_the_number_of_threads(workers):
+    for count in (0, 1, 7, 500):
+        squares = map_slices(lambda xs: [x * x for x in xs], range(count), workers=workers)
+        assert squares == [x * x for x in range(count)]
+
+
+def test_no_threads_at_all_are_refused():
+    with pytest.raises(ValueError, match="workers=0"):
+        map_slices(lambda xs: xs, [1], workers=0)
+
+
+def test_long_work_with_a_name_says_what_is_left_and_other_work_nothing(caplog, monkeypatch):
+    clock = iter(3.0 * tick for tick in range(100))
+    monkeypatch.setattr(threads.time, "monotonic", lambda: next(clock))
+    with caplog.at_level(logging.INFO, "flwr"):
+        map_slices(lambda xs: xs, range(8))
+        map_slices(lambda xs: xs, range(8), name="coordinates")
+    assert [record.message for record in caplog.records] == ["coordinates: 4 of 8, 12 s left"]
