@@ -175,27 +175,20 @@ class Stack:
         orders = [
             [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
         ]
+        features, targets = (
+            [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+            for part in ("features", "targets")
+        )
         # One copy an epoch: each step by itself would take a small copy for each job.
         longest = self.jobs[0]
         ahead = max(1, len(longest.examples) // longest.training.batch_size)
         for start in range(0, longest.num_steps, ahead):
             epoch = [order[start : start + ahead] for order in orders if start < len(order)]
-            x, y = (self._selected(part, epoch) for part in ("features", "targets"))
+            x, y = _selected(features, epoch), _selected(targets, epoch)
             for step in range(len(epoch[0])):
                 counts = [len(steps[step]) for steps in epoch if step < len(steps)]
                 real = slice(len(counts)), step, slice(max(counts))
                 yield MiniBatches(x[real], y[real], counts)
-
-    def _selected(self, part: str, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the features, or targets, of some steps: (jobs, steps, rows, …)."""
-        tensors = [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
-        width = max(len(rows) for steps in epoch for rows in steps)
-        shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
-        selected: Tensor = tensors[0].new_empty(shape)
-        for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
-            rows = torch.cat([_padded(rows, width) for rows in steps]).to(self.device)
-            torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
-        return selected
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Return one number for each job, in the type of the weights."""
@@ -246,6 +239,17 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
     squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
     # torch.sum over a stack of these would round by the number of models.
     return sum(squares[1:], squares[0]).sqrt()
+
+
+def _selected(tensors: Sequence[Tensor], epoch: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return each job's rows of some steps: (jobs, steps, rows, …)."""
+    width = max(len(rows) for steps in epoch for rows in steps)
+    shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
+    selected = tensors[0].new_empty(shape)
+    for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
+        rows = torch.cat([_padded(rows, width) for rows in steps]).to(tensor.device)
+        torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
+    return selected
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
