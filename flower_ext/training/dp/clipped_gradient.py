@@ -56,7 +56,7 @@ _MARGIN = 1.0 - 1e-5
 
 
 class Way(StrEnum):
-    """How the gradients of single examples are found, the fastest first."""
+    """Ways to find the gradients of single examples, the fastest first."""
 
     IN_ONE_PASS = "in one pass"
     BY_VMAP = "by vmap"
@@ -107,7 +107,7 @@ class ClippedGradient:
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
         self.way: Way | None = None
-        """How gradients are found; None until there are examples (see `_chosen_way`)."""
+        """The way to find gradients; None until there are examples (see `_chosen_way`)."""
         self._one_pass = OnePass(self.model, names, self.layers)
         self._facts: _Facts | None = None
         self._logged: set[int] = set()
