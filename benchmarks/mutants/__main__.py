@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 _OF_PROTECTION = (
     "federation/test_protection.py",
     "federation/test_record_level_plan.py",
-    "federation/test_mods.py",
 )
 _OF_SUMS = (
     "privacy/mechanisms/test_noised_sum.py",
@@ -118,6 +117,7 @@ TESTS = {
         "training/trials/test_snapshots.py",
         "training/trials/test_between_trainings.py",
     ),
+    "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
     "federation/client/vector_answers.py": _OF_MASKS,
