@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.federation import FederatedStrategy, Opening, OpenSum, records
+from flower_ext.federation.sums.summation import SealedUpdate
 from flower_ext.privacy import (
     AdversaryView,
     Ledger,
@@ -115,7 +116,7 @@ class Referee:
         outcome.released += moved is not None
         counted = {partition: _arrays(reply) for partition, reply in came.counted.items()}
         same = set(used) == set(counted) and all(
-            np.array_equal(used[partition].arrays[name], array)
+            np.array_equal(_read(used[partition])[name], array)
             for partition, arrays in counted.items()
             for name, array in arrays.items()
         )
@@ -233,6 +234,13 @@ def epsilons(
         worst = multiplier / np.sqrt(max(referee.weights.values()))
         found["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
     return found
+
+
+def _read(update: records.Update) -> records.Arrays:
+    """Return the arrays of an update as they arrived; an encrypted one is bytes."""
+    if isinstance(update, SealedUpdate):
+        return {"sum": np.frombuffer(update.message.to_bytes(), dtype=np.uint8)}
+    return update.arrays
 
 
 def _arrays(reply: Message) -> records.Arrays:

@@ -13,10 +13,7 @@ from flower_ext.algorithms.upcycled import (
     proximal_ratio,
 )
 from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured
-from flower_ext.privacy import (
-    NonPrivatePlan,
-    PerturbationPlan,
-)
+from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from upcycled_fl_app.plans import local_training, plan_of
