@@ -27,7 +27,7 @@ class ProtocolError(FlowerExtError, RuntimeError):
 
 
 class IncompleteRound(ProtocolError):
-    """A silo's message is missing, so the sum stays masked and nothing is decrypted."""
+    """Messages are missing, so the sum stays masked and the round is discarded."""
 
 
 def tellable(error: E) -> E:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -31,6 +31,7 @@ from flower_ext.federation import (
     State,
     Steps,
     Summation,
+    personal_part,
 )
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
@@ -38,38 +39,9 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
 
-def own_head(work: ClientWork) -> Params:
-    """Return this client's h from its memory, or the initial h before its first round.
-
-    Raises
-    ------
-    InvalidValue
-        The server shares every parameter, or other parameters than in earlier rounds. The client
-        refuses, so that its personal part never leaves it.
-    """
-    names = set(work.task.shapes) - set(work.received)
-    if work.memory is None:
-        if not names:
-            raise tellable(
-                InvalidValue(
-                    f"the server shares all of {sorted(work.received)}: expected personal= to name "
-                    "at least one of them"
-                )
-            )
-        return {n: p for n, p in work.initial_params().items() if n in names}
-    if set(work.memory) != names:
-        raise tellable(
-            InvalidValue(
-                f"the server shares all parameters but {sorted(names)}: expected the personal "
-                f"parameters of earlier rounds, {sorted(work.memory)}"
-            )
-        )
-    return work.memory
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the head with φ frozen, then φ by SAM with h frozen (Algorithm 2, lines 5–17)."""
-    shared, head = work.received, own_head(work)
+    shared, head = work.received, personal_part(work)
     model = yield work.train("head", {**shared, **head}, lambda name: name in head)
     # The extractor descends under the new head, not under the one before it.
     model = yield work.train("extractor", model, lambda name: name in shared)
@@ -82,7 +54,7 @@ def local_model(work: ClientWork) -> Steps[Params]:
 
     If the server asks for it, the client first adapts its head to this extractor.
     """
-    head = own_head(work)
+    head = personal_part(work)
     model = {**work.received, **head}
     if "head" not in work.training:
         return model

@@ -36,22 +36,22 @@ from flower_ext.federation import (
     Memory,
     Method,
     Steps,
-    own_model,
+    personal_model,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.training import LocalTraining, Params, Proximal
 
-local_model = own_model
+local_model = personal_model
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the local model from ω, then the personal model from its last state (lines 4–10)."""
     trained = yield work.train("local", work.received)
-    personal = yield from personal_model(work)
+    personal = yield from train_personal_model(work)
     return LocalResult(model=trained, memory=personal)
 
 
-def personal_model(work: ClientWork) -> Steps[Params]:
+def train_personal_model(work: ClientWork) -> Steps[Params]:
     """Take the steps ϖ ← ϖ − η_L ((1 − λ/2) ∇F_n(ϖ) + λ (ϖ − ω)) of line 10."""
     start, weight = work.memory or work.received, work.settings["global_weight"]
     if weight == LARGEST_WEIGHT:

@@ -38,7 +38,7 @@ from flower_ext.federation import (
     Released,
     State,
     Steps,
-    own_model,
+    personal_model,
     records,
     require_unit_rate,
 )
@@ -107,7 +107,7 @@ class FedAMP(Method):
         Fields of `Method`, except ``server_learning_rate``.
     """
 
-    client = ClientMethod(name="fedamp", local_update=local_update, local_model=own_model)
+    client = ClientMethod(name="fedamp", local_update=local_update, local_model=personal_model)
     one_model = False
     needs_each_update = True
 

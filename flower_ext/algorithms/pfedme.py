@@ -33,7 +33,7 @@ from flower_ext.federation import (
     Steps,
     Training,
     one_by_one,
-    own_model,
+    personal_model,
 )
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
 from flower_ext.training.batched.batchable import why_apart
@@ -161,7 +161,7 @@ class PFedMe(Method):
         Fields of `Method`; ``server_learning_rate`` is β.
     """
 
-    client = ClientMethod(name="pfedme", local_update=local_update, local_model=own_model)
+    client = ClientMethod(name="pfedme", local_update=local_update, local_model=personal_model)
 
     attraction: float = 15.0
     local: LocalTraining = LocalTraining(learning_rate=0.01)

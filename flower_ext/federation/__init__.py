@@ -8,7 +8,8 @@ from flower_ext.federation.client.client_method import (
     LocalResult,
     Memory,
     Question,
-    own_model,
+    personal_model,
+    personal_part,
     shared_model,
 )
 from flower_ext.federation.client.protecting import HiddenSum
@@ -64,7 +65,8 @@ __all__ = [
     "clients_of",
     "first_config",
     "one_by_one",
-    "own_model",
+    "personal_model",
+    "personal_part",
     "record",
     "recorded",
     "recorded_run",

@@ -120,10 +120,11 @@ def _asked(
     facts = facts_for_mods(message)
     protection = check_facts(facts) if facts else None
     if type(protection) not in (ClipUpdate, ProtectedByServer):
-        found = "none" if protection is None else type(protection).__name__
+        name = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
-            f"client_level_dp_mod: the server asks for the protection {found!r}, expected that of "
-            "a ReleasePlan; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
+            f"client_level_dp_mod: the server asks for the protection {name!r}, expected "
+            "ClipUpdate or ProtectedByServer, as of a ReleasePlan; run "
+            "FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
             "remove the mod. If the server does run it, another mod took the settings out: put "
             "this one first"
         )

@@ -13,8 +13,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
+from flower_ext.federation.method import Method
 from flower_ext.federation.recording import base_of, record, recorded_run, runs_folder
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.privacy import Guarantee
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.training import LocalTraining
@@ -115,6 +117,10 @@ class Recorded:
                 run, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
             )
 
+    def guarantees(self) -> list[Guarantee]:
+        """Return the guarantees of the strategy, as `FederatedStrategy.guarantees`."""
+        return self._base.guarantees()
+
 
 def _refuse_complete(path: Path, num_rounds: int) -> None:
     if not (path / "run.json").is_file():
@@ -149,8 +155,7 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
         "plan": type(run.plan).__name__,
         **plan,
         "parameters": sum(array.numpy().size for array in arrays.values()),
-        "personal": method.personal,
-        "server-learning-rate": method.server_learning_rate,
+        **_fields(method),
         "stragglers": run.stragglers,
         "seed": run.seed or 0,
         "seeded-noise": run.seeded_noise,
@@ -160,12 +165,21 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
         "frozen": run.frozen,
         "coefficient": getattr(strategy, "coefficient", None),
     }
-    for phase, training in method.training.items():
-        # A ClientApp that does not use this package defines its own training.
-        if not method.any_client_app or training != LocalTraining():
-            identity[f"training-{phase}"] = training
     settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
     return {name: value for name, value in settings.items() if value not in ("", None)}
+
+
+def _fields(method: Method) -> dict[str, Any]:
+    """Return the fields of a method; its local trainings by the names of their phases."""
+    values: dict[str, Any] = {}
+    for name in _names(method):
+        value = getattr(method, name)
+        if not isinstance(value, LocalTraining):
+            values[name] = value
+        # A ClientApp that does not use this package defines its own training.
+        elif not method.any_client_app or value != LocalTraining():
+            values[f"training-{name}"] = value
+    return values
 
 
 def _names(value: Any) -> list[str]:
@@ -182,7 +196,10 @@ def _plain(value: Any) -> str | int | float | bool:
         return ""
     if isinstance(value, tuple | list):
         return ", ".join(str(_plain(each)) for each in value)
-    if names := _names(value):
+    # Flower's own strategies are no dataclasses; their numbers are their settings.
+    attributes = getattr(value, "__dict__", {}).items()
+    names = _names(value) or [n for n, v in attributes if isinstance(v, int | float | str)]
+    if names:
         plain_values = {name: _plain(getattr(value, name)) for name in names}
         parts = (f"{name}={plain}" for name, plain in plain_values.items() if plain != "")
         return f"{type(value).__name__}({', '.join(parts)})"

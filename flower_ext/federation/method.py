@@ -148,7 +148,7 @@ class Released:
     population : int
         Number of clients (or of users) from which cohorts are drawn.
     fraction : float
-        Fraction of the population in the mean. It is the expected one where a plan hides who
+        Fraction of the population in the mean; the sampling rate under a plan that hides who
         answered.
     """
 

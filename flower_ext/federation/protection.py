@@ -1,4 +1,4 @@
-"""Protections as facts of a message: the server asks for one, and the client reads and applies it.
+"""Write a protection into a training message, and read it back on the client.
 
 A message names the class of the protection (`privacy.mechanisms.protections`) and its fields.
 """

@@ -185,10 +185,12 @@ def _ask_identities(
     return reported, first_said
 
 
-def _by_partition(told: Mapping[int, object], population: int, together: int) -> dict[int, int]:
+def _by_partition(
+    partitions: Mapping[int, object], population: int, together: int
+) -> dict[int, int]:
     """Return node ids by partition, with ``together`` clients per node; refuse false claims."""
     answers: dict[int, int] = {}
-    for node, partition in told.items():
+    for node, partition in partitions.items():
         if type(partition) is not int or not 0 <= partition <= population - together:
             raise FederationNotReady(
                 f"node {node} says it holds partition {partition!r}; "

@@ -280,11 +280,11 @@ class RunLoop:
         if lost:
             raise FederationNotReady(
                 f"partitions {lost[:10]}{' …' if len(lost) > 10 else ''} no longer have the memory "
-                f"that {run.method.name} needs (partition {lost[0]} had it from training "
-                f"round {needed[lost[0]]}, now from {versions[lost[0]] or 'none'}), so the run "
-                "cannot continue. Memory outlives a process only if the SuperNodes, or the "
-                "settings of a simulation, name a state-folder. A method that keeps no memory "
-                "declares ClientMethod(memory=Memory.NONE)"
+                f"that {run.method.name} needs (partition {lost[0]} stored it in training "
+                f"round {needed[lost[0]]}, now has that of {versions[lost[0]] or 'none'}), so the "
+                "run cannot continue. Memory outlives a process only if the SuperNodes, the "
+                "settings of a simulation, or InProcessGrid(..., {'state-folder': PATH}) name a "
+                "folder. A method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
             )
 
 

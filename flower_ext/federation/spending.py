@@ -51,7 +51,7 @@ class Spending:
             self.ledger is not None and self.ledger.budget is not None
         )
 
-    def check_plan(self, plan: RoundMechanism) -> None:
+    def check_plan(self, mechanism: RoundMechanism) -> None:
         """Refuse a plan that does not fit the ledger or the budget.
 
         Raises
@@ -60,16 +60,16 @@ class Spending:
             The plan has no releases for the ledger, or its δ does not fit the budget's.
         """
         if self.budget is not None:
-            _check_budget_fits(self.budget, plan.delta)
-        if self.ledger is not None and plan.release is None:
+            _check_budget_fits(self.budget, mechanism.delta)
+        if self.ledger is not None and mechanism.release is None:
             raise InvalidValue(
-                f"ledger with a {type(plan).__name__}: expected a ReleasePlan, whose releases a "
-                "ledger records; to stop a run under any private plan, give budget="
+                f"ledger with a {type(mechanism).__name__}: expected a ReleasePlan, whose releases "
+                "a ledger records; to stop a run under any private plan, give budget="
             )
 
     def check(
         self,
-        plan: RoundMechanism,
+        mechanism: RoundMechanism,
         server_round: int,
         run: RunFacts,
         claims: Callable[[RunFacts], list[Guarantee]],
@@ -84,7 +84,7 @@ class Spending:
 
         Parameters
         ----------
-        plan : RoundMechanism
+        mechanism : RoundMechanism
         server_round : int
             Number of the round, for the message.
         run : RunFacts
@@ -106,7 +106,7 @@ class Spending:
         """
         if self.budget is None:
             return
-        epsilon = plan.spent(run).get("epsilon_provable", float("inf"))
+        epsilon = mechanism.spent(run).get("epsilon_provable", float("inf"))
         if self.budget.ledger is None:
             if epsilon > self.budget.epsilon:
                 what = f"{query.name + ' after ' if query else ''}round {server_round}"
@@ -116,15 +116,18 @@ class Spending:
                 )
             return
         identity = {"run": run_id, "method": method, "name": name}
-        release, number = plan.release, run.participations.rounds
+        release, number = mechanism.release, run.participations.rounds
         if query is not None:
-            assert isinstance(plan, NoisedSum)
-            release, number = plan.of_query(query).release, run.participations.answers[query.name]
+            assert isinstance(mechanism, NoisedSum)
+            release, number = (
+                mechanism.of_query(query).release,
+                run.participations.answers[query.name],
+            )
             identity = {"run": f"{run_id}-{query.name}", "method": f"{method}, {query.name}"}
             identity["name"] = name
         for shown in self.exposed:
             note_uncovered(self.budget.ledger, **identity, what=shown)
-        delta = plan.delta
+        delta = mechanism.delta
         if delta is None:
             note_uncovered(self.budget.ledger, **identity, what="training without noise")
             return

@@ -60,11 +60,10 @@ class FederatedStrategy(Strategy):
         plan. With ``Budget(ledger=...)``, the budget is for all runs on the same population; the
         account of a run with a `NonPrivatePlan` then says that no ε covers it.
     seed : int, optional
-        Makes initial models, batches and cohorts reproducible. Cohorts under a `ReleasePlan` with
-        secure noise are an exception: its ε assumes that they are secret, so they always come from
-        the operating system's randomness. Without a seed, cohorts, stragglers and noise all come
-        from there. Clients' initial personal parts and the order of their batches, which are no
-        secret, are then those of seed 0; give other seeds to vary them.
+        Determines initial personal parts and batches (without a seed, those of seed 0), and
+        stragglers and cohorts (without a seed, drawn from the operating system). Under a
+        `ReleasePlan` with secure noise, cohorts are never drawn from the seed, because its ε
+        assumes that they are secret.
     seeded_noise : bool
         If True, noise follows ``seed``. Use it for simulation only; the guarantee says so.
     evaluate_every : int

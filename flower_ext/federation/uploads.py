@@ -67,8 +67,8 @@ class UploadReply(Message):
     @property
     def question(self) -> Message | None:
         """The answered message; None once a caller may have changed the metadata."""
-        found: Message | None = vars(self)["question"]
-        return found
+        question: Message | None = vars(self)["question"]
+        return question
 
     @property
     def metadata(self) -> Metadata:
@@ -76,8 +76,8 @@ class UploadReply(Message):
         if self.question is not None:
             # A caller may change what it gets, so the question no longer speaks for this reply.
             vars(self).update(_metadata=private.answering(self.question), question=None)
-        found: Metadata = vars(self)["_metadata"]
-        return found
+        metadata: Metadata = vars(self)["_metadata"]
+        return metadata
 
     @property
     def update(self) -> Update | None:

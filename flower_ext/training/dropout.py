@@ -60,8 +60,8 @@ class Draws:
         drawn = torch.zeros((shape[0], words(shape[1] * each)), dtype=torch.int64)
         for row, generator, count in zip(drawn.unbind(), self.generators, self.counts, strict=True):
             if generator is not None:
-                own = row if count == shape[1] else row[: words(count * each)]
-                own.random_(_LEAST, None, generator=generator)
+                drawn_row = row if count == shape[1] else row[: words(count * each)]
+                drawn_row.random_(_LEAST, None, generator=generator)
         bits = drawn.view(torch.int16)[:, : shape[1] * each]
         return _noise(bits.reshape(tuple(shape)), p, dtype)
 

@@ -240,7 +240,7 @@ def _read(update: records.Update) -> records.Arrays:
     """Return the arrays of an update as they arrived; an encrypted one is bytes."""
     if isinstance(update, SealedUpdate):
         return {"sum": np.frombuffer(update.message.to_bytes(), dtype=np.uint8)}
-    return update.arrays
+    return dict(update.arrays)
 
 
 def _arrays(reply: Message) -> records.Arrays:

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAvg, FedAvgM
 from safetensors.numpy import load_file
 
-from flower_ext.algorithms import DPFedAvg, Hosted, Upcycled
+from flower_ext.algorithms import DPFedAvg, FedDyn, Hosted, Upcycled
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, recorded
 from flower_ext.privacy import (
@@ -135,6 +135,30 @@ def test_another_run_under_the_same_name_is_refused_by_what_differs(tmp_path, ch
     with pytest.raises(UnfitSetting, match=f"cannot continue with other settings: .*{named}"):
         play(tmp_path / "run", **changes)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("method_of", "named"),
+    [
+        (
+            lambda number: FedDyn(regularization=number),
+            r"regularization=0\.9 \(it began",
+        ),
+        (lambda number: Hosted(FedAvgM(server_momentum=number)), r"server=.*server_momentum=0\.9"),
+    ],
+    ids=["method", "hosted server"],
+)
+def test_another_number_of_the_method_is_refused(tmp_path, method_of, named):
+    model = ArrayRecord(task().initial_params(0))
+
+    def start(number, rounds):
+        strategy = FederatedStrategy(method_of(number), NO_PRIVACY, evaluate_every=0)
+        grid = InProcessGrid(type(strategy.method).client_app(task()), CLIENTS)
+        recorded(strategy, tmp_path / "run").start(grid, model, num_rounds=rounds)
+
+    start(0.1, 1)
+    with pytest.raises(UnfitSetting, match=f"cannot continue with other settings: .*{named}"):
+        start(0.9, 2)
 
 
 def test_arrays_of_other_shapes_and_the_same_size_are_refused(tmp_path):

@@ -144,7 +144,7 @@ def users_updates(
     """
     raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
-    everyone.sort(key=lambda who: (-len(jobs[who[0]].users[who[1]]), who[0]))
+    everyone.sort(key=lambda pair: (-len(jobs[pair[0]].users[pair[1]]), pair[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         trainings = [partial(jobs[silo].of, user) for silo, user in chosen]

@@ -243,6 +243,35 @@ def shared_model(work: ClientWork) -> Params:
     return work.received
 
 
-def own_model(work: ClientWork) -> Params:
-    """Return the client's own model, or the shared model if the client never took part."""
+def personal_model(work: ClientWork) -> Params:
+    """Return the client's personal model, or the shared one if the client never took part."""
     return work.memory or work.received
+
+
+def personal_part(work: ClientWork) -> Params:
+    """Return the parameters that the server does not share: from memory, or the initial ones.
+
+    Raises
+    ------
+    InvalidValue
+        The server shares every parameter, or other parameters than in earlier rounds. The client
+        refuses, so that its personal part never leaves it.
+    """
+    names = set(work.task.shapes) - set(work.received)
+    if work.memory is None:
+        if not names:
+            raise tellable(
+                InvalidValue(
+                    f"the server shares all of {sorted(work.received)}: expected personal= to name "
+                    "at least one of them"
+                )
+            )
+        return {n: p for n, p in work.initial_params().items() if n in names}
+    if set(work.memory) != names:
+        raise tellable(
+            InvalidValue(
+                f"the server shares all parameters but {sorted(names)}: expected the personal "
+                f"parameters of earlier rounds, {sorted(work.memory)}"
+            )
+        )
+    return work.memory

@@ -102,7 +102,7 @@ class ClientSide:
 
         def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
             protection = turn.request.protection
-            # Under noise, a missing upload tells more about a record than an unmoved model does.
+            # Under noise, a missing upload would tell more than an unmoved model does.
             if protection.hides_failures or protection.bounds_models:
                 return unmoved_by_errors(self.method.local_update, turn.work, protection)
             return self.method.local_update(turn.work)
@@ -150,7 +150,7 @@ class ClientSide:
             task=task,
             data=data,
             received=request.model,
-            memory=self._remembered(request, context) if self.method.keeps_memory else None,
+            memory=self._load_memory(request, context) if self.method.keeps_memory else None,
             vault=ClientVault(context, self.method.name),
             training=request.training,
             round=request.round,
@@ -165,7 +165,7 @@ class ClientSide:
             steady=steady,
         )
 
-    def _remembered(self, request: Request, context: Context) -> Params | None:
+    def _load_memory(self, request: Request, context: Context) -> Params | None:
         """Load the memory from before this training round; an evaluation includes this round's."""
         memory = ClientMemory(context, self.method.name, request.run)
         mirrored = self.method.memory is Memory.MIRRORED
@@ -182,12 +182,13 @@ class ClientSide:
         if isinstance(protection, ClipToCells):
             of_sum = arrays_of(request.state[records.SECURE_SUM])
             cells = arrays_of(update)
+            # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
             sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
             reply = content_of(sealed, metrics)
             update = {name: value * protection.cell for name, value in cells.items()}
         else:
             reply = Update(arrays_of(update), metrics)
-        self._remember(turn, result, update)
+        self._store_memory(turn, result, update)
         return reply
 
     def _protected(self, turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
@@ -208,7 +209,7 @@ class ClientSide:
             log_unmoved(error)
             return protect(LocalResult(model=received))
 
-    def _remember(self, turn: Turn, result: LocalResult, update: Protected) -> None:
+    def _store_memory(self, turn: Turn, result: LocalResult, update: Protected) -> None:
         """Store the client's new memory, which may depend on the ``update`` that it sends."""
         memory = result.memory
         try:

@@ -174,9 +174,9 @@ class Workers:
         torch.set_num_threads(1)
         context = multiprocessing.get_context("fork")
         for number in range(1, self.count):
-            here, there = context.Pipe()
+            our_end, their_end = context.Pipe()
             memory = _file()
-            ours, theirs = _Channel(here, memory), _Channel(there, memory)
+            ours, theirs = _Channel(our_end, memory), _Channel(their_end, memory)
             process = context.Process(
                 target=self._serve,
                 args=(theirs, ours),
@@ -184,7 +184,7 @@ class Workers:
                 daemon=True,
             )
             process.start()
-            there.close()
+            their_end.close()
             self._others.append((process, ours))
         if not all(self._receive(number) for number in range(1, self.count)):
             self.abandon()

@@ -195,15 +195,15 @@ class Checkpoints:
         lines = whole_lines(file)
         if file.exists():  # the server asked nobody before a torn last line was durable
             write_whole(file, b"".join(line + b"\n" for line in lines))
-        found: dict[int, AskedUnits] = {}
+        abandoned: dict[int, AskedUnits] = {}
         for entry in map(json.loads, lines):
             if QUERY in entry:
                 continue
             if "asked" in entry:
-                found[entry["training"]] = AskedUnits(**entry)
+                abandoned[entry["training"]] = AskedUnits(**entry)
             else:
-                found[entry["training"]].answered = entry["answered"]
-        return [one for number, one in sorted(found.items()) if number > after]
+                abandoned[entry["training"]].answered = entry["answered"]
+        return [one for number, one in sorted(abandoned.items()) if number > after]
 
     def times_asked(self, query: str) -> int:
         """Return how often the server asked a query.

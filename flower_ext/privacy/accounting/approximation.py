@@ -2,8 +2,8 @@
 
 A protocol that computes sums under encryption moves each of them by a little, and may leave a trace
 of units that were not drawn. `with_approximation_error` adds this cost to the accountant's.
-Consider the steps below from one run to the next. In all but the accountant's step, the two runs
-are Gaussians that differ by a shift of norm μ, in standard deviations of the noise:
+Walk from the run with a unit to the run without it in four steps. In all but the accountant's step,
+the two runs are Gaussians that differ by a shift of norm μ, in standard deviations of the noise:
 
 1. from the run with a unit to a run with exact sums, except for the unit's trace;
 2. from there to the exact run with only the unit's trace: the accountant's step, (ε₁, δ₁);

@@ -46,8 +46,8 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
 
-    The search ends at a thousandth: so little noise hides nothing. It is enough for any ε if
-    ``delta`` is at least the chance that a unit is drawn in any round; such a δ is too large.
+    The search ends at a noise multiplier of 0.001, which hides nothing. It gets there only if
+    ``delta`` is at least the chance that a unit is ever drawn; choose a smaller one.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, Update, check
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 
 IMPROBABLE = 1e-12
-"""Probability with which noise may exceed the bound that honest noise is assumed to keep."""
+"""Probability with which an honest upload may exceed `largest_noised_norm`."""
 _CELLS_PER_STDDEV = 18
 """Binary logarithm of the grid's cells per stddev. The grid is fine enough that rounding adds
 nothing to the noise, and coarse enough that the generator's own points are far closer together."""

@@ -280,8 +280,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
         that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
         refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
-        with their stddev. It does not name the member, whom the masks hide, nor does it notice
-        an upload that the noise or the other members' bounds have room for.
+        with their stddev. It cannot name the member, whom the masks hide, and misses a bad
+        upload that is no larger than the noise and the other members' bounds allow.
 
         Parameters
         ----------

@@ -58,8 +58,8 @@ class Protection:
         """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
 
         Refusing larger uploads changes a sum with at most that probability per upload, which no
-        reported δ counts. The limit keeps a hostile client from moving the sum further than the
-        noise of an honest upload might. It does not bound the client's part by C, as a server that
+        reported δ counts. A hostile client can then move the sum no further than an honest
+        client's noise might. It does not bound the client's part by C, as a server that
         adds the noise itself does.
 
         Parameters

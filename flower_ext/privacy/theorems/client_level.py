@@ -45,9 +45,9 @@ _MEMORY = (
 
 
 def client_level_guarantees(
-    plan: NoisedSum, run: RunFacts, releases: Mapping[Release, int]
+    mechanism: NoisedSum, run: RunFacts, releases: Mapping[Release, int]
 ) -> list[Guarantee]:
-    """Return the provable guarantees of a run of ``plan``, one for each adversary.
+    """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
 
     * Released models: amplified by sampling, because it stays secret who took part, and how many
       did unless their number is fixed.
@@ -66,24 +66,23 @@ def client_level_guarantees(
     ValueError
         The units of the plan are not clients with one upload each.
     """
-    if plan.silos is not None or plan.sensitivity != 1:
+    if mechanism.silos is not None or mechanism.sensitivity != 1:
         raise InvalidValue(
-            f"silos={plan.silos!r} and sensitivity={plan.sensitivity!r} of the mechanism: expected "
-            "None and 1, because the guarantee is that of clients with one upload each, bounded as "
-            "a whole"
+            f"silos={mechanism.silos!r} and sensitivity={mechanism.sensitivity!r}: expected None "
+            "and 1, because the guarantee is that of clients with one upload each"
         )
     participations = run.participations
-    sums = plan.secure_sum
-    if plan.noised_by_server:
+    sums = mechanism.secure_sum
+    if mechanism.noised_by_server:
         sharing: tuple[str, ...] = ()
         release: tuple[str, ...] = ()
     else:
         sharing = ("clients clip and add their share of noise",)
         release = (NONE_OF_THEM,) if sums else NOISE_OF_OTHERS
     claims = Claims(
-        unit=plan.unit,
+        unit=mechanism.unit,
         relation=NeighboringRelation.REPLACE_SPECIAL,
-        delta=plan.delta,
+        delta=mechanism.delta,
         assumptions=(
             *_ALWAYS,
             ON_A_GRID if sums is None else DISCRETE,
@@ -92,26 +91,26 @@ def client_level_guarantees(
         ),
         not_covered=run.not_covered,
     )
-    relation = plan.release.relation
+    relation = mechanism.release.relation
     answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
     models = claims.provable(
         AdversaryView.RELEASED_MODELS,
-        privacy_loss_of(releases, delta=plan.delta),
-        f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
+        privacy_loss_of(releases, delta=mechanism.delta),
+        f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds{answers}"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
         *release,
-        *_hidden_cohorts(plan, run),
+        *_hidden_cohorts(mechanism, run),
         "the server follows the protocol and keeps uploads to itself",
         relation=relation,
     )
-    if plan.noised_by_server:
-        return [models, *_nothing_before_noise(plan)]
+    if mechanism.noised_by_server:
+        return [models, *_nothing_before_noise(mechanism)]
 
     def most_exposed(weight: float) -> PrivacyLoss:
         """Return the loss of the most exposed client to a server that sees who took part."""
         # Cohorts that are known, in which a client is or is not, amplify nothing.
-        return gaussian_loss(plan.noise_multiplier, releases=weight, delta=plan.delta)
+        return gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=mechanism.delta)
 
     return [
         models,
@@ -120,7 +119,7 @@ def client_level_guarantees(
             most_exposed(participations.in_sums),
             f"most exposed client: {participations.in_sums:.4g} sums' worth{answers}"
             + (", colluders' noise not counted" if sums else ""),
-            *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(plan, sums)),
+            *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(mechanism, sums)),
         ),
         claims.provable(
             AdversaryView.EACH_UPLOAD,
@@ -133,28 +132,30 @@ def client_level_guarantees(
     ]
 
 
-def _hidden_cohorts(plan: NoisedSum, run: RunFacts) -> tuple[str, ...]:
+def _hidden_cohorts(mechanism: NoisedSum, run: RunFacts) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if everyone takes part."""
-    if isinstance(plan.sampling, FullParticipation):
+    if isinstance(mechanism.sampling, FullParticipation):
         return ()
     drawn = draw_assumption("cohorts", run.secure_cohorts)
-    if isinstance(plan.sampling, FixedSizeSampling):  # the cohort's size is public
+    if isinstance(mechanism.sampling, FixedSizeSampling):  # the cohort's size is public
         return (_HIDDEN_PLACES, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))
     return (HIDDEN_DRAW, drawn)
 
 
-def _nothing_before_noise(plan: NoisedSum) -> list[Guarantee]:
+def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
     """Return the empty guarantees against adversaries who see what the server has not noised."""
-    claims = Claims(unit=plan.unit, relation=NeighboringRelation.REPLACE_SPECIAL, delta=plan.delta)
-    loss = PrivacyLoss(epsilon=math.inf, delta=plan.delta, accountant="none")
+    claims = Claims(
+        unit=mechanism.unit, relation=NeighboringRelation.REPLACE_SPECIAL, delta=mechanism.delta
+    )
+    loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
     source = "the server adds the noise after it has seen the uploads"
     views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
     return [claims.provable(view, loss, source) for view in views]
 
 
-def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
+def of_secure_sum(mechanism: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
     """Return the assumptions about a secure sum, for a server that sees what the sum shows."""
-    parameters, clients = plan.sum_parameters, plan.num_clients
+    parameters, clients = mechanism.sum_parameters, mechanism.num_clients
     drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (
         SECURE_SUM,

@@ -58,16 +58,16 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
     )
 
 
-def shield_of(plan: NoisedSum) -> tuple[str, ...]:
+def shield_of(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions about the secure sum of a plan's silos; none without one."""
-    if plan.secure_sum is None:
+    if mechanism.secure_sum is None:
         return ()
-    return (*of_secure_sum(plan, plan.secure_sum), _OWN_RECORDS)
+    return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)
 
 
-def published_shield(plan: NoisedSum) -> tuple[str, ...]:
+def published_shield(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions of a published theorem about sums, which counts all silos' noise."""
-    if plan.secure_sum is None:
+    if mechanism.secure_sum is None:
         return (SECURE_SUM,)
     return (PROTOCOL, "silos do not collude with the server")
 
@@ -92,14 +92,14 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
     )
 
 
-def exposures(plan: NoisedSum, run: RunFacts) -> tuple[float, float]:
+def exposures(mechanism: NoisedSum, run: RunFacts) -> tuple[float, float]:
     """Return the most exposed user's weight in sums, and in uploads that an adversary sees."""
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
-    if plan.secure_sum is None:
+    if mechanism.secure_sum is None:
         # The adversary saw refused uploads too, and sums with too little noise count more.
         return max(in_sums, in_uploads), max(in_sums, in_uploads)
-    parameters = plan.sum_parameters
+    parameters = mechanism.sum_parameters
     if run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
         in_sums *= parameters.honest_answers / parameters.least_answers
     return in_sums, in_uploads

@@ -89,7 +89,7 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     return max(0.0, float(epsilon.min()))
 
 
-def uldp_naive_guarantees(plan: NoisedSum, run: RunFacts) -> list[Guarantee]:
+def uldp_naive_guarantees(mechanism: NoisedSum, run: RunFacts) -> list[Guarantee]:
     """Return the guarantees of ULDP-NAIVE: each silo clips its update to C and adds noise σC√|S|.
 
     All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
@@ -98,13 +98,13 @@ def uldp_naive_guarantees(plan: NoisedSum, run: RunFacts) -> list[Guarantee]:
 
     Parameters
     ----------
-    plan : NoisedSum
+    mechanism : NoisedSum
         The mechanism of the silos' sums before it counts all silos' noise and 2C: σ is the user's.
     """
-    rounds, sigma, delta = run.participations.rounds, plan.noise_multiplier, plan.delta
+    rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
-    shield = shield_of(plan)
+    shield = shield_of(mechanism)
     claims = user_claims(
         delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
@@ -118,7 +118,7 @@ def uldp_naive_guarantees(plan: NoisedSum, run: RunFacts) -> list[Guarantee]:
             uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=published_shield(plan),
+            assumptions=published_shield(mechanism),
             conditions=(
                 Condition(
                     "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -133,7 +133,7 @@ def uldp_naive_guarantees(plan: NoisedSum, run: RunFacts) -> list[Guarantee]:
 
 
 def uldp_avg_guarantees(
-    plan: NoisedSum,
+    mechanism: NoisedSum,
     run: RunFacts,
     *,
     secure_sum: str = SECURE_SUM,
@@ -153,7 +153,7 @@ def uldp_avg_guarantees(
 
     Parameters
     ----------
-    plan : NoisedSum
+    mechanism : NoisedSum
         The mechanism of the silos' sums, with sampling of users and noise by the silos.
     run : RunFacts
         Of a method with silos. In secure sums, participations count the noise of honest silos only.
@@ -166,11 +166,11 @@ def uldp_avg_guarantees(
         `batching_assumption`).
     """
     rounds = run.participations.rounds
-    amplified = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
-    shield = shield_of(plan)
-    in_sums, in_uploads = exposures(plan, run)
+    amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
+    shield = shield_of(mechanism)
+    in_sums, in_uploads = exposures(mechanism, run)
     claims = user_claims(
-        plan.delta,
+        mechanism.delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
@@ -178,38 +178,37 @@ def uldp_avg_guarantees(
         noise_assumption(run.secure_noise),
         not_covered=run.not_covered,
     )
-    in_rounds = (
-        f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, {rounds} rounds"
-    )
+    sampling, sigma = mechanism.sampling.describe(), mechanism.noise_multiplier
+    in_rounds = f"{sampling}, noise multiplier {sigma:.4g}, {rounds} rounds"
 
-    def at_server(exposure: float, plan: NoisedSum) -> tuple[PrivacyLoss, str]:
+    def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
         """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
         if hidden_draw:
-            return privacy_loss_of({plan.release: rounds}, delta=plan.delta), in_rounds
+            return privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta), in_rounds
         # Errors of a protocol add up over all rounds, also those without the most exposed user.
         loss = with_approximation_error(
             lambda delta: gaussian_loss(
-                plan.release.noise_multiplier, releases=exposure, delta=delta
+                mechanism.release.noise_multiplier, releases=exposure, delta=delta
             ),
-            {plan.release: rounds},
-            plan.delta,
+            {mechanism.release: rounds},
+            mechanism.delta,
         )
         return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
-    spread, of_one_share = _share_of_noise(plan, run)
-    to_sums, in_all_sums = at_server(in_sums, plan)
-    in_shares = replace(plan, noise_multiplier=plan.noise_multiplier / spread)
+    spread, of_one_share = _share_of_noise(mechanism, run)
+    to_sums, in_all_sums = at_server(in_sums, mechanism)
+    in_shares = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
     to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
     from_server = (hidden_draw,) if hidden_draw else ()
     return [
-        _theorem_5(plan, rounds),
+        _theorem_5(mechanism, rounds),
         claims.provable(
             AdversaryView.RELEASED_MODELS,
             amplified,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
             *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
-            *_hidden_sample(plan, run.secure_cohorts or bool(hidden_draw)),
+            *_hidden_sample(mechanism, run.secure_cohorts or bool(hidden_draw)),
         ),
         claims.provable(
             AdversaryView.SUM_ONLY,
@@ -230,44 +229,44 @@ def uldp_avg_guarantees(
     ]
 
 
-def _share_of_noise(plan: NoisedSum, run: RunFacts) -> tuple[float, str]:
+def _share_of_noise(mechanism: NoisedSum, run: RunFacts) -> tuple[float, str]:
     """Return by how much less noise than a sum's hides a user in all uploads, also in words.
 
     With weights by records a user may have all its weight in one silo, whose share hides it.
     """
     if run.method.weighting == "equal":
         return 1.0, ""
-    if plan.secure_sum is None:
+    if mechanism.secure_sum is None:
         assert run.method.num_silos is not None
         shares, factor = run.method.num_silos, "/√|S|"
     else:
-        shares, factor = plan.sum_parameters.least_answers, "/√least answers"
+        shares, factor = mechanism.sum_parameters.least_answers, "/√least answers"
     return math.sqrt(shares), factor if shares > 1 else ""
 
 
-def _hidden_sample(plan: NoisedSum, secure: bool) -> tuple[str, ...]:
+def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if all users take part."""
-    if isinstance(plan.sampling, FullParticipation):
+    if isinstance(mechanism.sampling, FullParticipation):
         return ()
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
-def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
-    if isinstance(plan.sampling, FullParticipation):
+def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
+    if isinstance(mechanism.sampling, FullParticipation):
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", published_shield(plan)
+        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", published_shield(mechanism)
         epsilon = uldp_closed_form(
-            noise_multiplier=plan.noise_multiplier, rounds=rounds, delta=plan.delta
+            noise_multiplier=mechanism.noise_multiplier, rounds=rounds, delta=mechanism.delta
         )
     else:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
-        exact = replace(plan, sensitivity=1.0, approximation_error=0.0)
+        exact = replace(mechanism, sensitivity=1.0, approximation_error=0.0)
         epsilon = privacy_loss_of(
-            {exact.release: rounds}, delta=plan.delta, accountant="rdp"
+            {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
         ).epsilon
-    return user_claims(plan.delta).published(
+    return user_claims(mechanism.delta).published(
         view, epsilon, accountant=accountant, source=source, assumptions=assumptions
     )
 

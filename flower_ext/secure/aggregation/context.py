@@ -42,7 +42,7 @@ class RoundContext(JsonRecord):
     length : int
         Number of numbers in each member's vector.
     neighbours : int
-        Number of neighbours of each member, as from `graph.degree`.
+        Number of neighbours of each member, as from `degree`.
     threshold : int
         Number of neighbours whose shares unmask a member. Fewer may collude with the server.
     least_answers : int
@@ -79,8 +79,8 @@ class RoundContext(JsonRecord):
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
                 f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
-                f"{size - 1}, with which each member is a neighbour of all others; the function "
-                f"graph.degree({size}, {self.neighbours}) returns an accepted number"
+                f"{size - 1}, with which each member is a neighbour of all others; "
+                f"degree({size}, {self.neighbours}) of this module returns an accepted number"
             )
         if not 1 <= self.threshold <= self.neighbours:
             raise InvalidValue(

@@ -109,7 +109,9 @@ class PrivateWeighting(WeightingProtocol):
             + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
         )
 
-    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> PaillierSettings:
+    def settings_of(
+        self, mechanism: NoisedSum, *, silos: int, coordinates: int
+    ) -> PaillierSettings:
         """Return the settings of a new run.
 
         Raises
@@ -117,14 +119,14 @@ class PrivateWeighting(WeightingProtocol):
         ValueError
             As `PaillierSettings`; or the encoding's steps are coarse against a silo's noise.
         """
-        stddev = plan.client_noise_stddev(silos)
+        stddev = mechanism.client_noise_stddev(silos)
         settings = self._settings(
             run=secrets.token_hex(16),
-            users=plan.sampling.population,
+            users=mechanism.sampling.population,
             silos=silos,
             coordinates=coordinates,
-            winning_choices=self.winning_choices(plan),
-            update_bound=plan.clipping_norm,
+            winning_choices=self.winning_choices(mechanism),
+            update_bound=mechanism.clipping_norm,
             noise_bound=_NOISE_ROOM * stddev,
         )
         if settings.step > (largest := _LARGEST_STEP * stddev):

@@ -88,7 +88,7 @@ class WeightingProtocol(ABC):
         """Return one line for the log."""
 
     @abstractmethod
-    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
+    def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
         """Return the settings of a new run, under a name that no other run has.
 
         Raises
@@ -97,18 +97,18 @@ class WeightingProtocol(ABC):
             The protocol does not fit the plan; the message says what to change.
         """
 
-    def winning_choices(self, plan: NoisedSum) -> int:
+    def winning_choices(self, mechanism: NoisedSum) -> int:
         """Return the number of ``draw_choices`` that mean taking part, or 1 if the server draws.
 
         Raises
         ------
         ValueError
-            ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``draw_choices``.
+            No users are drawn, or at a rate that is not a multiple of 1 / ``draw_choices``.
         """
         choices = self.draw_choices
         if choices is None:
             return 1
-        rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
+        rate = mechanism.sampling.rate if isinstance(mechanism.sampling, PoissonSampling) else 1.0
         winning = round(rate * choices)
         if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
             raise InvalidValue(

@@ -76,7 +76,7 @@ class BatchInvarianceTrial:
     def finds_own_gradients(
         self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
     ) -> bool:
-        """Return True if one pass over ``count`` examples finds the own gradients of some of them.
+        """Return True if one pass over ``count`` examples gives some the gradients they have alone.
 
         Raises
         ------
@@ -92,9 +92,9 @@ class BatchInvarianceTrial:
                     for row, target in trees.each(trees.rows((x, y), tried))
                 ]
                 expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
-                found = _gradients(follow, x, y, by, tried)
+                gradients = _gradients(follow, x, y, by, tried)
                 # Along random directions every gradient is something; a loss may ignore a target.
-                if not _agree(found, expected, may_vanish=by is not _along):
+                if not _agree(gradients, expected, may_vanish=by is not _along):
                     return False
             few = trees.mapped(lambda leaf: leaf[:TRIED].clone(), x)
             return self._keeps_integers_apart(few, follow, generator)
@@ -137,8 +137,8 @@ class BatchInvarianceTrial:
                 for row, direction in trees.split((examples, directions), 1)
             ]
             expected = {n: torch.cat([one[n] for one in alone]) for n in alone[0]}
-            found = _gradients(follow, examples, directions, _along, every)
-            if not _agree(found, expected, may_vanish=True):
+            gradients = _gradients(follow, examples, directions, _along, every)
+            if not _agree(gradients, expected, may_vanish=True):
                 return False
             usual = _numbers(follow, examples, directions, _along)
             for extreme in extremes:
@@ -230,16 +230,16 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
     return len(ours) == len(theirs) and all(torch.equal(a[rows], b[rows]) for a, b in pairs)
 
 
-def _agree(found: Params, expected: Params, *, may_vanish: bool) -> bool:
+def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
     """Return True if all rows agree, and each name has a row that is not zero.
 
     With ``may_vanish`` rows may all be zero. A bias's gradient may be nothing but rounding, as
     under softmax. It then counts as equal if the weight beside it agrees, which tests the same
     layer.
     """
-    if any(part.any() for name, part in expected.items() if name not in found):
+    if any(part.any() for name, part in expected.items() if name not in gradients):
         return False
-    for name, part in found.items():
+    for name, part in gradients.items():
         if not part.numel():
             continue
         actual = flat_rows(part).double()
@@ -247,10 +247,10 @@ def _agree(found: Params, expected: Params, *, may_vanish: bool) -> bool:
         largest = other.abs().amax(dim=1)
         beside = f"{name.removesuffix('bias')}weight"
         room = _ALIKE * largest
-        if name.endswith("bias") and beside in found:
-            room = room + _ROUNDED * flat_rows(found[beside]).double().abs().amax(dim=1)
+        if name.endswith("bias") and beside in gradients:
+            room = room + _ROUNDED * flat_rows(gradients[beside]).double().abs().amax(dim=1)
         if not (may_vanish or bool(largest.any())):
             return False
         if not bool(((actual - other).abs().amax(dim=1) <= room).all()):
             return False
-    return bool(found)
+    return bool(gradients)

@@ -108,7 +108,7 @@ class LatticeWeighting(WeightingProtocol):
         name = "private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed)"
         return f"{name}: {most}{drawn}"
 
-    def settings_of(self, plan: NoisedSum, *, silos: int, coordinates: int) -> LatticeSettings:
+    def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> LatticeSettings:
         """Return the settings of a new run.
 
         Raises
@@ -117,35 +117,35 @@ class LatticeWeighting(WeightingProtocol):
             As `LatticeSettings`; or the plan's noise is too small to hide the protocol's errors.
         """
         limits = self.silo_record_limits
-        stddev = plan.client_noise_stddev(silos)
+        stddev = mechanism.client_noise_stddev(silos)
         try:
             settings = LatticeSettings(
                 run=secrets.token_hex(16),
-                users=plan.sampling.population,
+                users=mechanism.sampling.population,
                 silos=silos,
                 coordinates=coordinates,
                 silo_record_limits=(self.max_records_per_user,) * silos
                 if limits is None
                 else limits,
-                clipping_norm=plan.clipping_norm,
+                clipping_norm=mechanism.clipping_norm,
                 noise_stddev=stddev,
-                rounds=plan.rounds,
+                rounds=mechanism.rounds,
                 draw_choices=self.draw_choices,
-                winning_choices=self.winning_choices(plan),
+                winning_choices=self.winning_choices(mechanism),
             )
         except InvalidValue as refusal:
             if not str(refusal).startswith("noise_stddev"):
                 raise
             raise InvalidValue(
-                f"noise_multiplier={plan.noise_multiplier:g} of the plan, shared by {silos} "
+                f"noise_multiplier={mechanism.noise_multiplier:g} of the plan, shared by {silos} "
                 f"silos: {refusal}"
             ) from refusal
         error = settings.approximation_error
-        least = math.sqrt(plan.rounds) * error / _LARGEST_APPROXIMATION_ERROR
-        if plan.noise_multiplier < least:
+        least = math.sqrt(mechanism.rounds) * error / _LARGEST_APPROXIMATION_ERROR
+        if mechanism.noise_multiplier < least:
             raise InvalidValue(
-                f"noise_multiplier={plan.noise_multiplier:g} of the plan: protocol='lattice' needs "
-                f"{least:.2g} at least to hide its errors in {plan.rounds} sums; expected more "
-                "noise, fewer rounds, smaller silo_record_limits, or protocol='paillier'"
+                f"noise_multiplier={mechanism.noise_multiplier:g} of the plan: protocol='lattice' "
+                f"needs {least:.2g} at least to hide its errors in {mechanism.rounds} sums; "
+                "expected more noise, fewer rounds, smaller silo_record_limits, or 'paillier'"
             )
         return settings

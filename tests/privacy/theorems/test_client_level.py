@@ -117,10 +117,10 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"silos": 3}, "silos=3 and sensitivity=1.0 of the mechanism: expected None and 1"),
+        ({"silos": 3}, "silos=3 and sensitivity=1.0: expected None and 1"),
         (
             {"sensitivity": 3.0},
-            "silos=None and sensitivity=3.0 of the mechanism: expected None and 1",
+            "silos=None and sensitivity=3.0: expected None and 1",
         ),
     ],
 )
