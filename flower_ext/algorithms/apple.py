@@ -68,13 +68,13 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 @dataclass(kw_only=True)
 class Mixture(Job):
-    """A job that trains the model Σ_j p_j w_j by changing one w_j, that of ``own``, and p.
+    """A job that trains the model Σ_j p_j w_j by changing one w_j, that of ``index``, and p.
 
-    ``params`` is w_own; ``others`` maps every other client to its core model.
+    ``params`` is w_j; ``others`` maps every other client to its core model.
     """
 
     others: Mapping[int, Params]
-    own: int
+    index: int
     relation: Tensor
     relation_rate: float
     penalty: float
@@ -99,7 +99,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         generator=work.generator,
         terms=work.terms,
         others=others,
-        own=index,
+        index=index,
         relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
         relation_rate=work.settings["relation_learning_rate"],
         penalty=fading * work.settings["penalty"],
@@ -115,7 +115,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def train_mixture(
     task: Task, job: Mixture, trained: Callable[[str], bool]
 ) -> tuple[Params, Tensor, Params]:
-    """Return (w_own, p, Σ_j p_j w_j) after training one job.
+    """Return (w_j, p, Σ_j p_j w_j) after training one job.
 
     Jobs run one after another, because each job holds all core models.
     """
@@ -138,10 +138,10 @@ def train_mixture(
         slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(flat_rows(cores[name]) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
-            core[job.own].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.own]))
+            core[job.index].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.index]))
         p = p - job.relation_rate * (along + job.penalty * (p - centre))
     core_model = problem.whole(
-        {name: core[job.own] for name, core in cores.items()}, like=job.params
+        {name: core[job.index] for name, core in cores.items()}, like=job.params
     )
     return clone(core_model), p.cpu(), problem.whole(personal(), like=job.params)
 
