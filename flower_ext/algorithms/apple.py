@@ -138,7 +138,8 @@ def train_mixture(
         slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(flat_rows(cores[name]) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
-            core[job.index].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.index]))
+            rate = job.training.learning_rate * float(p[job.index])
+            core[job.index].sub_(slope[name], alpha=rate)
         p = p - job.relation_rate * (along + job.penalty * (p - centre))
     core_model = problem.whole(
         {name: core[job.index] for name, core in cores.items()}, like=job.params
