@@ -117,6 +117,11 @@ class Progress:
             return server_round in rounds
         return server_round == self._evaluated
 
+    def count_as_query(self) -> None:
+        """Count the row's messages of the kind ``evaluate`` as those of a query."""
+        for name in ("messages", "bytes_down", "bytes_up"):
+            self._count(_prefix("query") + name, self.row.pop(_prefix("evaluate") + name, 0))
+
     def _count(self, name: str, number: float) -> None:
         self.row[name] = self.row.get(name, 0) + number
 

@@ -228,7 +228,7 @@ class Run:
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
         exposed = ["whether and when each client answered"]
-        noised = any(query.asked == "in evaluations" for query in self.queries)
+        noised = any(query.schedule == "in evaluations" for query in self.queries)
         if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "

@@ -125,11 +125,12 @@ class RunLoop:
         """Ask, before the first training round, the queries that belong there."""
         run = self.run
         for query in run.queries:
-            if query.asked == "first" and run.participations.answers[query.name] < query.times:
+            if query.schedule == "first" and run.participations.answers[query.name] < query.times:
                 connect(run, self.grid, self.result.arrays)
                 query_round = QueryRound(run, server_round, query)
                 messages = query_round.ask(self.grid, run.model, self.evaluate_config)
                 query_round.close(self._replies(messages))
+                run.progress.count_as_query()  # this was no evaluation, and scored nobody
 
     def _replies(self, messages: Iterable[Message]) -> Iterable[Message]:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []

@@ -11,7 +11,6 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.query_round import QueryRound, evaluation_content
 from flower_ext.federation.run import Run
-from flower_ext.privacy import SecureScores
 
 
 class ReportedScores:
@@ -51,14 +50,14 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     Raises
     ------
     InvalidValue
-        The run asks for losses on training records beside noised scores.
+        The run asks for losses on training records beside a noised sum.
     """
-    scores = next((q for q in run.queries if isinstance(q, SecureScores)), None)
-    if scores is None:
+    query = next((each for each in run.queries if each.schedule == "in evaluations"), None)
+    if query is None:
         return ReportedScores(run, server_round)
     if run.training_loss:
         raise InvalidValue(
-            "training_loss=True with SecureScores in the plan: expected False; name "
+            f"training_loss=True with {type(query).__name__} in the plan: expected False; name "
             "'training_loss' with its bounds in SecureScores"
         )
-    return QueryRound(run, server_round, scores)
+    return QueryRound(run, server_round, query)

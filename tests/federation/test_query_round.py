@@ -76,6 +76,8 @@ def test_the_answer_is_among_the_metrics_of_the_first_round(tmp_path):
     first, second = directory.metrics()
     assert first["label_0"] == strategy.answers["labels"]["label_0"]
     assert "label_0" not in second
+    assert first["query_messages"] >= 2 * CLIENTS
+    assert "evaluation_messages" not in first
 
 
 def test_queries_rounds_and_evaluations_are_counted_in_one_epsilon_and_one_ledger(tmp_path):
@@ -148,6 +150,31 @@ def test_a_resumed_run_does_not_ask_again(tmp_path):
     run(again, rounds=2)
     assert again.participations.answers == {"labels": 1}
     assert again.participations.rounds == 2
+
+
+class InEvaluations(LabelHistogram):
+    """The same, asked in each evaluation."""
+
+    schedule = "in evaluations"
+
+
+def test_a_query_in_evaluations_takes_the_place_of_reported_scores():
+    strategy = asking(InEvaluations(noise_multiplier=0.002, times=2), evaluate_every=1)
+    grid, result = run(strategy, kinds=(InEvaluations,), rounds=2)
+    assert strategy.participations.answers == {"labels": 2}
+    np.testing.assert_allclose(released(strategy), exact(), atol=0.03)
+    assert set(result.evaluate_metrics_clientapp) == {1, 2}
+    assert strategy.client_metrics == {}
+    assert not any("scores" in line for g in strategy.guarantees() for line in g.not_covered)
+    replies = [m for m in grid.received if m.metadata.message_type.startswith("evaluate")]
+    assert replies
+    assert not any(m.content.metric_records for m in replies)
+
+
+def test_two_queries_in_evaluations_are_refused():
+    scores = SecureScores(noise_multiplier=1.0)
+    with pytest.raises(InvalidValue, match="in evaluations: expected one of them"):
+        asking(InEvaluations(noise_multiplier=1.0), besides=(scores,))
 
 
 def test_queries_that_no_sum_protects_are_refused():

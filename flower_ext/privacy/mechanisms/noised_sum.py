@@ -62,6 +62,9 @@ class ReleaseTerms:
         names = [query.name for query in self.queries]
         if len({*names}) < len(names):
             raise InvalidValue(f"queries={names}: expected each kind of query once")
+        evaluated = [query.name for query in self.queries if query.schedule == "in evaluations"]
+        if len(evaluated) > 1:
+            raise InvalidValue(f"queries={evaluated} in evaluations: expected one of them")
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "

@@ -47,7 +47,7 @@ class SecureScores(VectorQuery):
     """
 
     name = "scores"
-    asked = "in evaluations"
+    schedule = "in evaluations"
 
     bounds: Bounds = ACCURACY
 

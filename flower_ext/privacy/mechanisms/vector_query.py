@@ -51,8 +51,8 @@ class VectorQuery(ABC):
 
     name: ClassVar[str]
     """Name in messages, accounts and logs."""
-    asked: ClassVar[Literal["first", "in evaluations"]] = "first"
-    """Before the first training round, or in each evaluation."""
+    schedule: ClassVar[Literal["first", "in evaluations"]] = "first"
+    """Before the first training round, or in each evaluation, in place of the reported scores."""
 
     noise_multiplier: float
     times: int = 1

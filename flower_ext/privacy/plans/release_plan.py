@@ -61,8 +61,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         It needs cohorts of a fixed size, and discards a round with fewer answers.
     queries : tuple of VectorQuery
         What a run releases beside its rounds, counted in the same ε: `SecureScores` for the scores
-        of evaluations, or queries of your own, over all clients in secure sums. Without
-        `SecureScores` clients send their scores without noise, and no ε covers them.
+        of evaluations, or queries of your own, over all clients in secure sums. Without a query in
+        evaluations, clients report their scores without noise, and no ε covers them.
 
     Examples
     --------
