@@ -13,10 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
 from flower_ext.cli.live import Followed, RunView
 from flower_ext.cli.processes import (
+    GRACE,
     HOST,
+    Ended,
+    LaunchFailed,
     end_groups,
     executable,
     free_port,
@@ -69,8 +71,6 @@ def in_one_process(
         raise
     if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
         raise Ended(signal.SIGTERM)
-    if status == Refused.exit_status:
-        raise Refused("the run refused the value above")
     if status:
         cause = f"signal {-status}" if status < 0 else "the error above"
         raise LaunchFailed(f"the run was ended by {cause}")
@@ -167,8 +167,9 @@ def on_superlink(
     if outcome["status"] == "finished:stopped":
         raise LaunchFailed(f"somebody stopped run {run_id}: {outcome['status-details']}")
     if outcome["status"] != "finished:completed":
-        failure = Refused if view.refused else LaunchFailed
-        raise failure(f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}")
+        raise LaunchFailed(
+            f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}"
+        )
 
 
 def _finished(

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -22,7 +21,6 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from flower_ext.errors import InvalidValue
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.round_metrics import describe_round
 
@@ -47,8 +45,6 @@ class RunView:
     def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
         self.named: str | None = None
         """Path of the run directory as the log names it; it may be on another machine."""
-        self.refused = False
-        """True once the log has ended, if one of its tracebacks ended with an `InvalidValue`."""
         console = Console(highlight=False)  # measures the terminal as it is now
         is_live = path is not None and console.is_interactive and not console.no_color
         self._progress = RunProgress(path, config, console) if path and is_live else None
@@ -160,15 +156,6 @@ class Followed:
         return status
 
 
-def _is_refusal(error: str) -> bool:
-    """Return True if the last line of a traceback names an `InvalidValue` of this package."""
-    module, _, name = error.partition(":")[0].rpartition(".")
-    if not module.startswith("flower_ext."):
-        return False
-    kind = getattr(import_module(module), name, None)
-    return isinstance(kind, type) and issubclass(kind, InvalidValue)
-
-
 class Tracebacks:
     """A filter that takes the lines of a log and returns the lines to show.
 
@@ -179,8 +166,6 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: list[str] = []
         self._error = ""
-        self.refused = False
-        """True if the last error of a traceback was a refused value."""
 
     def shown(self, line: str) -> list[str]:
         """Take a line; return the lines that can be shown now."""
@@ -201,7 +186,6 @@ class Tracebacks:
     def rest(self) -> list[str]:
         """Return the lines that the filter still holds at the end of the log."""
         held = [] if _EXPLAINED.match(self._error) else self._held
-        self.refused = self.refused or _is_refusal(self._error)
         self._held, self._error = [], ""
         return held
 
@@ -220,4 +204,3 @@ def _pump(source: IO[str], view: RunView, sink: IO[str]) -> None:
             view.show(shown, sink)
     for shown in tracebacks.rest():
         view.show(shown, sink)
-    view.refused = view.refused or tracebacks.refused

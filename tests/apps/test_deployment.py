@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext.cli.deployment import Deployment
 from flower_ext.privacy import Ledger
 from flower_ext.runs import RunDirectory
 from tests.faults.processes import (
@@ -30,6 +29,7 @@ from tests.faults.processes import (
     under_faults,
 )
 from tests.support.apps import DP2_FEDSAM
+from tests.support.deployment import Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 

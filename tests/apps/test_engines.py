@@ -18,7 +18,6 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from flower_ext.cli.deployment import Deployment
 from flower_ext.cli.main import app as cli
 from flower_ext.cli.processes import environment, free_port
 from flower_ext.federation import run_in_process
@@ -34,6 +33,7 @@ from tests.support.apps import (
     UPCYCLED_FL,
     App,
 )
+from tests.support.deployment import Deployment
 from tests.support.grids import grid
 from tests.support.pretrained import finetuning_settings, project_settings
 
@@ -181,7 +181,7 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     same_run(RunDirectory.open(tmp_path / "run"), in_process(UPCYCLED_FL, tmp_path / "reference"))
     again = CliRunner().invoke(cli, [str(word) for word in command])
-    assert again.exit_code == 2
+    assert again.exit_code == 1
     said = again.stderr
     assert "is not empty; name a new one" in said
     assert "Traceback" not in said

@@ -23,6 +23,11 @@ def command(tmp_path):
     return Command(tmp_path)
 
 
+def named(path, words):
+    """Return the words that name a run directory, of ``flower-ext run`` or of a rehearsal."""
+    return ["--run", str(path)] if words[0] == "deploy" else ["--set", f"run-directory={path}"]
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [
@@ -41,8 +46,8 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     number, words, command, tmp_path
 ):
     path = tmp_path / "run"
-    start = [words[0], str(DP2_FEDSAM.folder), *words[1:], *FOREVER]
-    status, _, errors = command.ended_by(number, path, *start, "--set", f"run-directory={path}")
+    start = [words[0], str(DP2_FEDSAM.folder), *words[1:], *FOREVER, *named(path, words)]
+    status, _, errors = command.ended_by(number, path, *start)
     assert status == 128 + number, errors
     assert "Traceback" not in errors
     assert command.left() == []
@@ -56,6 +61,8 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
 
     (again,) = re.findall(r"To continue it: flower-ext (.*)", errors)
+    if words[0] == "deploy":  # whose SuperLink has ended
+        again = shlex.join(start)
     done = len(run.metrics())
     process = command.start(*shlex.split(again), "--set", f"rounds={done + 2}")
     out, err = process.communicate(timeout=300)
@@ -81,7 +88,7 @@ def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
 ):
     path = tmp_path / "run"
     start = [words[0], str(DP2_FEDSAM.folder), *words[1:]]
-    forever = [*start, *FOREVER, "--set", f"run-directory={path}"]
+    forever = [*start, *FOREVER, *named(path, words)]
     status, _, errors = command.ended_by(signal.SIGKILL, path, *forever)
     assert status == -signal.SIGKILL, errors
     assert command.left() == []
@@ -90,7 +97,8 @@ def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
     done = len(run.metrics())
     assert reserved <= done + 1  # the round under way
-    process = command.start(*start, "--resume", str(path), "--set", f"rounds={done + 1}")
+    again = named(path, words) if words[0] == "deploy" else ["--resume", str(path)]
+    process = command.start(*start, *again, "--set", f"rounds={done + 1}")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out.decode() + err.decode()
     assert [row["round"] for row in run.metrics()] == [*range(1, done + 2)]

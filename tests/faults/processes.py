@@ -32,16 +32,15 @@ import psutil
 from flwr.app import Context, Message, RecordDict
 from safetensors.numpy import load_file
 
-from flower_ext.cli.deployment import CONNECTION, Deployment
-from flower_ext.cli.ending import LaunchFailed
-from flower_ext.cli.launch import launch
 from flower_ext.cli.preparing import RunOptions, prepare
-from flower_ext.cli.processes import signal_group
+from flower_ext.cli.processes import LaunchFailed, signal_group
+from flower_ext.cli.run_command import launch
 from flower_ext.federation import InProcessGrid
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
+from tests.support.deployment import CONNECTION, Deployment
 
 APP = Path(__file__).parents[2] / "apps" / "dp2-fedsam"
 NODES = 4
