@@ -178,7 +178,7 @@ def _finished(
     env: Mapping[str, str],
     view: RunView,
 ) -> dict[str, Any]:
-    """Stream a run's log until the run has finished; return the SuperLink's facts about it.
+    """Stream a run's log until the run has finished; return what the SuperLink says of it.
 
     The function waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
     ServerApp may still be running.

@@ -173,9 +173,9 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     directory = RunDirectory.open(run.path)
     with suppress(NotARun, LedgerCorrupt, InUse, OSError):  # these must not hide the run's error
         directory.check_free(seconds=GRACE if run.options.superlink else LAST_MOMENTS)
-        if directory.facts["status"] == "running":
+        if directory.status == "running":
             directory.finish("failed", reason)
-        if directory.facts["status"] == "failed":
+        if directory.status == "failed":
             write_report(directory)
     return True
 

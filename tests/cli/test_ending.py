@@ -56,7 +56,7 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     assert f"the run was interrupted by {name}" in errors
     assert f"Run directory: {path} " in errors
     run = RunDirectory.open(path)
-    assert run.facts["status"] == "failed"
+    assert run.status == "failed"
     assert (path / "report.html").stat().st_mtime_ns >= (path / "run.json").stat().st_mtime_ns
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
 
@@ -67,7 +67,7 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     process = command.start(*shlex.split(again), "--set", f"rounds={done + 2}")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out.decode() + err.decode()
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
     assert [row["round"] for row in run.metrics()] == [*range(1, done + 3)]
     assert sum(entry["kind"] == "reserve" for entry in run.ledger()) > reserved
     assert command.left() == []

@@ -231,7 +231,7 @@ def test_run_takes_a_number_of_clients(tmp_path):
     done = call("run", str(DP2_FEDSAM.folder), "--in-process", "--clients", "7", *small)
     assert done.exit_code == 0, done.output
     (run,) = tmp_path.iterdir()
-    assert RunDirectory.open(run).facts["config"]["clients"] == 7
+    assert RunDirectory.open(run).metadata["config"]["clients"] == 7
 
 
 def test_runs_go_where_the_environment_says():

@@ -89,4 +89,4 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_once_there_is_room(
     assert "Traceback" not in failed.stderr
     done = ended(FLOWER_EXT, "--in-process", "--resume", path, "--set", "rounds=3")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert RunDirectory.open(path).facts["status"] == "completed"
+    assert RunDirectory.open(path).status == "completed"

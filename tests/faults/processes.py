@@ -359,7 +359,7 @@ class Outcome:
     @property
     def kept(self) -> bool:
         """Return True if the run completed, every aggregate was right, and ε is right."""
-        completed = self.error is None and self.run.facts["status"] == "completed"
+        completed = self.error is None and self.run.status == "completed"
         return completed and self.wrong_aggregates == 0 and self.epsilon_right
 
 
@@ -475,7 +475,7 @@ def report(rows: Sequence[Row], outcome: Outcome) -> str:
         [
             (
                 outcome.plan.name,
-                outcome.run.facts["status"],
+                outcome.run.status,
                 len(outcome.run.metrics()),
                 outcome.discarded,
                 outcome.wrong_aggregates,
