@@ -18,7 +18,6 @@ import typer
 from click.core import ParameterSource
 
 from flower_ext.cli.engines import in_one_process, on_superlink, simulation_superlink
-from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import PreparedRun, RunOptions, prepare
 from flower_ext.cli.processes import (
     GRACE,
@@ -29,6 +28,7 @@ from flower_ext.cli.processes import (
     signals_as_interrupts,
 )
 from flower_ext.cli.reaper import reaped
+from flower_ext.cli.run_log import RunLog
 from flower_ext.cli.screen import Settings, console
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
@@ -109,31 +109,31 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
         Ctrl-C, SIGTERM or SIGHUP ended the run; the message says how to continue it.
     """
     options = run.options
-    view = RunView(run.path if options.superlink is None else None, run.config)
+    log = RunLog()
     # A SuperLink that others started may have to outlive this command.
     ending = reaped() if options.superlink is None else nullcontext()
     try:
-        with ending, view:
-            _run(run, env or environment(), view)
+        with ending:
+            _run(run, env or environment(), log)
     except KeyboardInterrupt as error:
-        raise _interrupted(run, error, view.named) from None
+        raise _interrupted(run, error, log.directory) from None
     except LaunchFailed as error:
         _note_failure(run, str(error))
         raise
     return run.path
 
 
-def _run(run: PreparedRun, env: Mapping[str, str], view: RunView) -> None:
+def _run(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
     options = run.options
     if options.superlink is not None:
-        on_superlink(options.app, run.changes, [options.superlink], env, view)
+        on_superlink(options.app, run.changes, [options.superlink], env, log)
         return
     assert run.nodes is not None  # `prepare` refuses an unknown number
     if options.in_process:
-        in_one_process(options.app, run.config, run.nodes, options.workers, view)
+        in_one_process(options.app, run.config, run.nodes, options.workers, log)
     else:
         with simulation_superlink(env) as variables:
-            on_superlink(options.app, run.changes, [], variables, view, simulated=run.nodes)
+            on_superlink(options.app, run.changes, [], variables, log, simulated=run.nodes)
 
 
 def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) -> Interrupted:
