@@ -98,7 +98,7 @@ def test_a_run_at_its_end_needs_nobody_to_state_its_outcome_again(tmp_path):
     (before.path / "guarantee.json").unlink()
     again, strategy = play(tmp_path, rounds=2, memory=False)
     assert (rows(again), again.guarantees()) == facts
-    assert strategy.run.exchange.nodes == {}
+    assert strategy.run.clients.nodes == {}
 
 
 def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_not_used_again(
