@@ -233,7 +233,7 @@ def round_of(name):
 
 def accepted(strategy, kind, number, replies, partitions, read):
     before = len(strategy.refusals)
-    found = strategy.run.exchange.accepted(kind, number, replies, partitions, read)
+    found = strategy.run.clients.accepted(kind, number, replies, partitions, read)
     return found, strategy.refusals[before:]
 
 
@@ -245,7 +245,7 @@ def held_against(name, kind, what, seed, mutations):
     partitions = (
         strategy.training_round.cohort.asked
         if kind == "train"
-        else list(strategy.run.exchange.nodes)
+        else list(strategy.run.clients.nodes)
     )
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]

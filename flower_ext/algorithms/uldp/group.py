@@ -45,7 +45,6 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.privacy import (
-    DpSgd,
     FullParticipation,
     GroupPlan,
     PrivacyPlan,
@@ -69,10 +68,6 @@ def local_update(work: ClientWork) -> LocalResult:
     }
     with knowing_no_data():
         training = DpSgdTraining(**settings)
-        if training.noise_multiplier == 0:
-            raise InvalidValue(
-                "noise_multiplier=0.0 in the server's message: expected a number > 0"
-            )
     drawn = secure_generator()
     if not work.noise.is_secure:  # a simulation, whose batches must be reproducible too
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
@@ -134,7 +129,7 @@ class UldpGroup(Method):
         """Return the plan of a run, with the δ at which it reports ε."""
         return GroupPlan(
             sampling=FullParticipation(self.num_silos),
-            one_round=self._one_round,
+            one_round=self.local,
             delta=delta,
             users=self.num_users,
         )
@@ -146,14 +141,6 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because its ε is that of the method's own DP-SGD"
             )
-
-    @property
-    def _one_round(self) -> DpSgd:
-        return DpSgd(
-            noise_multiplier=self.local.noise_multiplier,
-            sampling_rate=self.local.sampling_rate,
-            steps=self.local.steps,
-        )
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

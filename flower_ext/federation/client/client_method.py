@@ -113,7 +113,7 @@ class LocalResult:
     ----------
     model : Params, optional
         The trained model; the client sends its difference to the received one.
-    update : Params, BoundedSum, CellSum or HiddenSum, optional
+    update : Params, BoundedSum or HiddenSum, optional
         An upload in place of a model. If the plan's units are not the clients, it is a sum over
         units with a bound on each unit's part; a `HiddenSum` is encrypted together with its noise.
     memory : Params or Callable, optional
