@@ -170,7 +170,7 @@ class OpenMaskedSum(OpenSum):
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         finally:
-            self._report_bad_shares()
+            self._report_faults()
         signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
         return self._mechanism.aggregate_sum(
             shaped(signed.astype(np.int64), self._opening.like),
@@ -227,27 +227,15 @@ class OpenMaskedSum(OpenSum):
             )
         return message
 
-    def _report_bad_shares(self) -> None:
+    def _report_faults(self) -> None:
         """Name the clients whose shares could not be opened, or did not fit the others."""
-        for owner, holders in sorted(self._server.unopened.items()):
-            self._refuse(
-                f"client {self._partitions[owner]}: its sealed shares could not be opened by "
-                f"{self._named(holders)}"
-            )
-        for sender, owners in sorted(self._server.wrong.items()):
-            self._refuse(
-                f"client {self._partitions[sender]}: it revealed wrong shares of the secrets of "
-                f"{self._named(owners)}, unless these dealt them wrongly"
-            )
-
-        for owner in self._server.unfit:
-            self._refuse(
-                f"client {self._partitions[owner]}: no secret fits both its shares and what it "
-                "published, so the round is discarded"
-            )
-
-    def _named(self, members: Iterable[int]) -> str:
-        return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
+        for (member, fault), neighbours in sorted(
+            self._server.faults.items(), key=lambda entry: entry[0][0]
+        ):
+            partitions = sorted(self._partitions[neighbour] for neighbour in neighbours)
+            named = "clients " + ", ".join(map(str, partitions))
+            said = fault.value.format(neighbours=named)
+            self._refuse(f"client {self._partitions[member]}: {said}")
 
     def _refuse(self, reason: str) -> None:
         number = self._opening.server_round
