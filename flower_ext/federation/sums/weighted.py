@@ -151,8 +151,8 @@ class WeightedSum(Summation):
         self.protocol.settings_of(self.mechanism, silos=self._num_silos, coordinates=1)
 
     def describe(self) -> str:
-        """Return the protocol's line for the log."""
-        return self.protocol.describe()
+        """Return the protocol's settings for the log."""
+        return f"private weighting: {self.protocol}"
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the protocol's assumptions."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gmpy2 import mpz
 
 from flower_ext.secure.messages import Message, pack_numbers, unpack_numbers
+from flower_ext.secure.weighting.agreement import SumMessage
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
@@ -63,13 +64,11 @@ class PaillierWeights(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaillierSum(Message):
+class PaillierSum(SumMessage):
     """A silo's weighted, noised and masked sum of updates, for the server."""
 
     kind = b"PPsu"
 
-    round_number: int
-    silo: int
     ciphertexts: bytes
 
     @classmethod
