@@ -16,7 +16,6 @@ weights that it sends to the silos in every round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from logging import getLogger
 from typing import get_args
 
 import numpy as np
@@ -28,8 +27,6 @@ from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_apart
-
-log = getLogger("flwr")
 
 USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
@@ -179,29 +176,6 @@ def answer_server(question: Question) -> Params:
     return answer
 
 
-def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return the number of records of each user in this silo, ``most`` for a user with more.
-
-    Refusing such a user would tell everybody that this silo has one. The weights of a user still
-    sum to one.
-
-    Raises
-    ------
-    ValueError
-        The data have no owners, or an owner is out of range.
-    """
-    counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
-    if above := int((counts > most).sum()):
-        log.warning(
-            "%d users have more records in this silo than the %d that the settings allow, and "
-            "weigh as if they had %d: agree with the other silos on larger limits",
-            above,
-            most,
-            most,
-        )
-    return [int(count) for count in counts.clamp(max=most)]
-
-
 def ask_silos(
     clients: Clients,
     num_users: int,
@@ -234,7 +208,7 @@ def ask_silos(
     answers = clients.ask(
         ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
         lambda reply: _read_answer(reply, num_users if histogram else 0),
-        dict.fromkeys(clients.exchange.nodes, records.training_records(trainings)),
+        dict.fromkeys(clients.nodes, records.training_records(trainings)),
     )
     one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     return np.array(one_by_one), np.stack(counts)
