@@ -35,6 +35,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
+from flower_ext.federation.arrays import flattened, shaped
 from flower_ext.federation.failures import printable
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import (
@@ -44,7 +45,6 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
-    shaped,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
@@ -234,8 +234,8 @@ class OpenMaskedSum(OpenSum):
         ):
             partitions = sorted(self._partitions[neighbour] for neighbour in neighbours)
             named = "clients " + ", ".join(map(str, partitions))
-            said = fault.value.format(neighbours=named)
-            self._refuse(f"client {self._partitions[member]}: {said}")
+            reason = fault.value.format(neighbours=named)
+            self._refuse(f"client {self._partitions[member]}: {reason}")
 
     def _refuse(self, reason: str) -> None:
         number = self._opening.server_round
@@ -296,7 +296,7 @@ def seal(
     with knowing_no_data():
         vault = _vault(context, method)
         member = _stored(vault)
-        vector = np.concatenate([cells[name].reshape(-1) for name in sorted(cells)])
+        vector = flattened(cells)
         stage, data = _stage_of(request)
         if stage != DELIVERY:
             raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")

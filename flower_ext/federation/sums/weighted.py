@@ -34,7 +34,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import RefusedReply, Update
@@ -46,7 +46,6 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
-    shaped,
 )
 from flower_ext.privacy import (
     AdversaryView,
