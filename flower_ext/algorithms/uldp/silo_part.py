@@ -165,7 +165,7 @@ class SiloPart:
         clipping_norm: float,
     ) -> None:
         self._silo, self._number, self._begin, self._norm = silo, number, begin, clipping_norm
-        self._sum = begin()
+        self._sum, self._counted = begin(), frozenset(silo.counted)
         self._error: Exception | None = None
         self._started, self._seconds = time.monotonic(), 0.0
 
@@ -182,10 +182,9 @@ class SiloPart:
         """
         started = time.monotonic()
         clipped = zip(users, flat_rows_of(clip_each_row(rows, self._norm)), strict=True)
-        counted = self._silo.counted
         try:
             if self._error is None:
-                self._sum.add({user: update for user, update in clipped if user in counted})
+                self._sum.add({user: update for user, update in clipped if user in self._counted})
         except Exception as error:
             self._error = error
         self._seconds += time.monotonic() - started
