@@ -33,10 +33,11 @@ from flower_ext.algorithms.uldp import (
     weighted_sum,
 )
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
-from flower_ext.federation.sums.weighted import WeightedSum, cores
+from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.metrics import concordance_index
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.runs.page import table
+from flower_ext.secure.threads import cores
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from flower_ext.secure.weighting.protocol import WeightingProtocol
@@ -157,8 +158,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     parameters = sum(array.size for array in found.values())
     print(
         f"\n{dataset}: {info.num_silos} silos, {users} users, {parameters} parameters, "
-        f"{protocol}, {cores()} threads"
-        + (", processor seconds" if arguments.cpu else "")
+        f"{protocol}, {cores()} threads" + (", processor seconds" if arguments.cpu else "")
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))

@@ -27,6 +27,7 @@ from gmpy2 import mpz
 
 from benchmarks.uldp.dialogue import open_round, set_up, weigh
 from flower_ext.runs.page import table
+from flower_ext.secure import threads
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
@@ -104,9 +105,10 @@ class Parties:
     """Server and silos after set-up, and an input."""
 
     def __init__(self, settings: PaillierSettings, key: PrivateKey, workers: int) -> None:
+        threads.cores = lambda: workers
         self.settings = settings
-        self.server = PaillierServer(settings, key=key, workers=workers)
-        self.silos = [PaillierSilo(settings, i, workers=workers) for i in range(settings.silos)]
+        self.server = PaillierServer(settings, key=key)
+        self.silos = [PaillierSilo(settings, i) for i in range(settings.silos)]
         rng = np.random.default_rng(0)
         most = settings.max_records_per_user // settings.silos
         self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)
@@ -202,12 +204,12 @@ def side_by_side(settings: PaillierSettings, key: PrivateKey, workers: int, scal
         "largest error",
     )
     print(table(header, []), flush=True)
-    for at, threads in sizes:
+    for at, count in sizes:
         plain = plain_seconds(key, at, scale.plain_coordinates)
-        done = Parties(at, key, threads).round(1)
+        done = Parties(at, key, count).round(1)
         row = (
             f"{at.users} users, {at.coordinates} coordinates, N_max {at.max_records_per_user}",
-            threads,
+            count,
             plain,
             done.total,
             plain.times(done.total),
@@ -220,7 +222,7 @@ def side_by_side(settings: PaillierSettings, key: PrivateKey, workers: int, scal
 
 def by_part(settings: PaillierSettings, key: PrivateKey, workers: int) -> None:
     """Print the parts of a round, for all silos, timed one by one."""
-    alone, together = (parts(settings, key, threads) for threads in (1, workers))
+    alone, together = (parts(settings, key, count) for count in (1, workers))
     rows = [(name, str(alone[name]), str(together[name])) for name in alone]
     print(table(("part, all silos", "1 thread, s", f"{workers} threads, s"), rows))
     digits = math.ceil((2 * settings.encoding.largest).bit_length() / 7)
@@ -234,6 +236,7 @@ def by_part(settings: PaillierSettings, key: PrivateKey, workers: int) -> None:
 
 def parts(settings: PaillierSettings, key: PrivateKey, workers: int) -> dict[str, Seconds]:
     """Return the seconds of every part; a silo's parts count for all silos."""
+    threads.cores = lambda: workers
     public, silos, largest = key.public, settings.silos, settings.encoding.largest
     exponents = np.random.default_rng(1).integers(
         -largest, largest, (settings.users, settings.coordinates)
@@ -245,15 +248,13 @@ def parts(settings: PaillierSettings, key: PrivateKey, workers: int) -> dict[str
             for weight in weights
         ]
 
-    encrypt, weights = timed(lambda: key.encrypt([mpz(1)] * settings.users, workers=workers))
-    folding, bases = timed(lambda: map_slices(fold, weights, workers=workers))
-    tables, products = timed(
-        lambda: FixedBaseProducts(bases, public.n_squared, largest=largest, workers=workers)
-    )
-    multiply, sums = timed(lambda: products.of(exponents, workers=workers))
+    encrypt, weights = timed(lambda: key.encrypt([mpz(1)] * settings.users))
+    folding, bases = timed(lambda: map_slices(fold, weights))
+    tables, products = timed(lambda: FixedBaseProducts(bases, public.n_squared, largest=largest))
+    multiply, sums = timed(lambda: products.of(exponents))
     share = math.ceil(settings.ciphertexts / silos)
-    rerandomise, _ = timed(lambda: public.zeros(share, workers=workers))
-    decrypt, _ = timed(lambda: key.decrypt(sums[: settings.ciphertexts], workers=workers))
+    rerandomise, _ = timed(lambda: public.zeros(share))
+    decrypt, _ = timed(lambda: key.decrypt(sums[: settings.ciphertexts]))
     return {
         "encrypt (server)": encrypt,
         "fold": folding * silos,

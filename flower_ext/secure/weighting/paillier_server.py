@@ -90,7 +90,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         self._open_round = None
-        decrypted = self._key.decrypt(totals, workers=self._workers, name="decryption")
+        decrypted = self._key.decrypt(totals, name="decryption")
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
             coordinates = settings.packing.unpack(plaintexts, settings.coordinates)
@@ -126,12 +126,12 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
                 messages[user * size + place] = inverse
         texts = [pack_ciphertexts([text], settings) for text in self._encrypt(messages)]
         of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
-        sealed = sender.seal(choices, of_users, workers=self._workers)
+        sealed = sender.seal(choices, of_users)
         return PaillierWeights(round_number=number, offer=sender.public, weights=sealed)
 
     def _encrypt(self, messages: list[mpz]) -> list[mpz]:
         name = f"round {self._open_round}: encryptions"
-        return self._key.encrypt(messages, workers=self._workers, name=name)
+        return self._key.encrypt(messages, name=name)
 
     def _take_totals(self, totals: list[int]) -> None:
         n = self._key.public.n

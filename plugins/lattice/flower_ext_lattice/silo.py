@@ -122,7 +122,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             counts=counts,
             places={user: place for place, user in enumerate(self._order)},
             weights=self._weights,
-            total=EncryptedSum(self.settings, self._public, workers=self._workers),
+            total=EncryptedSum(self.settings, self._public),
             masks=self._use_round,
         )
 
