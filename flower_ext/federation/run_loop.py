@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from logging import getLogger
 
@@ -31,6 +32,7 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 ServerEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
+@dataclass(kw_only=True, eq=False)
 class RunLoop:
     """Plays the rounds of a run by Flower's four methods, and can continue an earlier process's.
 
@@ -45,25 +47,16 @@ class RunLoop:
         As in `FederatedStrategy.start`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        player: Strategy,
-        grid: Grid,
-        *,
-        num_rounds: int,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: ServerEvaluation | None = None,
-        should_stop: Callable[[int, Result], bool] | None = None,
-    ) -> None:
-        self.run, self.player, self.grid = run, player, grid
-        self.num_rounds, self.timeout = num_rounds, timeout
-        self.train_config = train_config or ConfigRecord()
-        self.evaluate_config = evaluate_config or ConfigRecord()
-        self.evaluate_fn, self.should_stop = evaluate_fn, should_stop
-        self.result = Result()
+    run: Run
+    player: Strategy
+    grid: Grid
+    num_rounds: int
+    timeout: float
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: ServerEvaluation | None
+    should_stop: Callable[[int, Result], bool] | None
+    result: Result = field(default_factory=Result, init=False)
 
     def start(self, initial_arrays: ArrayRecord) -> Result:
         """Play the rounds that are left; see `FederatedStrategy.start`."""
