@@ -1,31 +1,43 @@
 """The folder, named by a client's owner, for memory and keys that outlive the process.
 
-The node config names it as ``state-folder``; without it, memory and keys live in Flower's
-``context.state``. Its files are as private as the client's data, and belong on the same disk.
+====================  =====================================================
+node config           meaning
+====================  =====================================================
+``state-folder``      the folder; without it, memory and keys live in Flower's ``context.state``
+``state-key-file``    32 random bytes with which its files are encrypted
+====================  =====================================================
 
-Keys are in its folder `SECRETS`. Leave that folder out of backups: a client that continues from an
+Keys are in its folder `SECRETS`. Leave that folder out of backups: a client that goes on from an
 older state could use a mask twice, and two messages under one mask reveal their difference.
 
-A SuperNode reads the name from its own node config only, because a server must not name paths on
-other people's machines. A simulation, where one person owns everything, reads the run's
+A SuperNode reads these values from its own node config only, because a server must not name paths
+on other people's machines. A simulation, where one person owns everything, reads the run's
 ``state-folder``. Its files outlive the process, but are not synced against a loss of power.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.state.sealed import Damaged
 from flower_ext.runs.files import held, sync_to_disk, write_whole
 
+KEY_BYTES = 32
 SECRETS = "secrets"
+_SEALED = b"flower_ext sealed 1\n"
+_NONCE_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +46,23 @@ class StateFolder:
 
     path: Path
     sync: bool
+    key: bytes | None = None
 
     @classmethod
     def of(cls, context: Context) -> StateFolder | None:
-        """Return the folder of this client, or None if nobody named one."""
+        """Return the folder of this client, or None if nobody named one.
+
+        Raises
+        ------
+        InvalidValue
+            The key file does not hold a key.
+        PermissionError
+            Users other than its owner can read the key file.
+        """
         if named := context.node_config.get("state-folder"):
-            return cls(path=Path(str(named)).expanduser(), sync=True)
+            file = context.node_config.get("state-key-file")
+            key = read_key(Path(str(file)).expanduser()) if file else None
+            return cls(path=Path(str(named)).expanduser(), sync=True, key=key)
         if private.in_simulation() and (named := context.run_config.get("state-folder")):
             return cls(path=Path(str(named)).expanduser(), sync=False)
         return None
@@ -54,14 +77,44 @@ class StateFolder:
         """
         file = self.path / name
         self._make(Path(name).parent)
-        write_whole(file, content, sync=self.sync)
+        write_whole(file, self._sealed(name, content), sync=self.sync)
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's content, or None if there is no such file."""
+        """Return a file's content, or None if there is no such file.
+
+        Raises
+        ------
+        Damaged
+            The file was altered, moved or encrypted with another key.
+        """
+        file = self.path / name
         try:
-            return (self.path / name).read_bytes()
+            content = file.read_bytes()
         except FileNotFoundError:
             return None
+        sealed = content.startswith(_SEALED)
+        if self.key is None:
+            if sealed:
+                raise Damaged(
+                    f"{file} is encrypted: name the file with its key as state-key-file in the "
+                    "node config"
+                )
+            return content
+        if not sealed:
+            raise Damaged(
+                f"{file} is not encrypted: expected an encrypted file, because the node config "
+                "names a state-key-file"
+            )
+        start = len(_SEALED) + _NONCE_BYTES
+        try:
+            return ChaCha20Poly1305(self.key).decrypt(
+                content[len(_SEALED) : start], content[start:], name.encode()
+            )
+        except InvalidTag:
+            raise Damaged(
+                f"{file} was altered, moved, or encrypted with another key than that of the node "
+                "config's state-key-file"
+            ) from None
 
     @contextmanager
     def one_at_a_time(self, folder: str) -> Iterator[Path]:
@@ -79,6 +132,34 @@ class StateFolder:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 if self.sync:
                     sync_to_disk(folder.parent)
+
+    def _sealed(self, name: str, content: bytes) -> bytes:
+        if self.key is None:
+            return content
+        # Bound to its name, a file that was moved or swapped does not decrypt.
+        nonce = os.urandom(_NONCE_BYTES)
+        return _SEALED + nonce + ChaCha20Poly1305(self.key).encrypt(nonce, content, name.encode())
+
+
+def read_key(file: Path) -> bytes:
+    """Return the key in a file.
+
+    Raises
+    ------
+    InvalidValue
+        The file does not hold 32 bytes.
+    PermissionError
+        Users other than its owner can read the file.
+    """
+    key = file.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise InvalidValue(
+            f"state-key-file {file} holds {len(key)} bytes: expected {KEY_BYTES} random bytes; "
+            f"create them by: head -c {KEY_BYTES} /dev/urandom"
+        )
+    if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PermissionError(f"other users can read state-key-file {file}: run chmod 600 {file}")
+    return key
 
 
 def safe_name(text: str) -> str:

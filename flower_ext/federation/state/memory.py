@@ -64,7 +64,7 @@ class ClientMemory:
         Raises
         ------
         Damaged
-            The file was torn or altered.
+            The file was altered or encrypted with another key.
         """
         version = self.newest(before)
         return self._place.read(version) if version else None

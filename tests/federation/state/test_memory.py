@@ -26,6 +26,13 @@ def params(value: float) -> dict[str, torch.Tensor]:
     return {"b": torch.full((3,), value), "a": torch.tensor(value, dtype=torch.float64)}
 
 
+def key_file(folder, content=b"k" * 32, mode=0o600):
+    file = folder / "key"
+    file.write_bytes(content)
+    file.chmod(mode)
+    return str(file)
+
+
 # Memory ------------------------------------------------------------------------------------
 
 
@@ -134,6 +141,54 @@ def test_a_harmed_file_is_named_and_not_used(tmp_path, at):
     file.write_bytes(content)
     with pytest.raises(Damaged, match=r"1\.memory: torn or altered"):
         memory.load()
+
+
+def test_encrypted_memory_shows_nothing_and_needs_its_key(tmp_path):
+    folder, key = str(tmp_path / "state"), key_file(tmp_path)
+    sealed = context(state_folder=folder, state_key_file=key)
+    ClientMemory(sealed, "one", "run").store({"weight": torch.zeros(64)}, 1)
+    ClientVault(sealed, "one").store(b"secret")
+    assert torch.equal(ClientMemory(sealed, "one", "run").load()["weight"], torch.zeros(64))
+    assert ClientVault(sealed, "one").load() == b"secret"
+    for file in (tmp_path / "state").rglob("*.*"):
+        content = file.read_bytes()
+        assert not any(clear in content for clear in (b"weight", b"secret", bytes(16)))
+    with pytest.raises(Damaged, match="is encrypted: name the file with its key"):
+        ClientMemory(context(state_folder=folder), "one", "run").load()
+    key_file(tmp_path, b"j" * 32)
+    with pytest.raises(Damaged, match="encrypted with another key"):
+        ClientMemory(sealed, "one", "run").load()
+
+
+def test_an_encrypted_file_in_anothers_place_is_refused(tmp_path):
+    sealed = context(state_folder=str(tmp_path), state_key_file=key_file(tmp_path))
+    memory = ClientMemory(sealed, "one", "run")
+    memory.store(params(1.0), 1)
+    memory.store(params(2.0), 2)
+    first, second = (tmp_path / f"run/one-2/{version}.memory" for version in (1, 2))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(Damaged, match="moved"):
+        memory.load()
+
+
+def test_clear_memory_is_refused_where_there_is_a_key(tmp_path):
+    ClientMemory(context(state_folder=str(tmp_path)), "one", "run").store(params(1.0), 1)
+    sealed = context(state_folder=str(tmp_path), state_key_file=key_file(tmp_path))
+    with pytest.raises(Damaged, match="is not encrypted"):
+        ClientMemory(sealed, "one", "run").load()
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "error", "said"),
+    [
+        (b"short", 0o600, ValueError, "holds 5 bytes: expected 32"),
+        (b"k" * 32, 0o644, PermissionError, "chmod 600"),
+    ],
+)
+def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, error, said):
+    file = key_file(tmp_path, content, mode)
+    with pytest.raises(error, match=said):
+        ClientMemory(context(state_folder=str(tmp_path), state_key_file=file), "one", "run")
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
