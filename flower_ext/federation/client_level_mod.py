@@ -45,6 +45,7 @@ from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.protection import check_facts
+from flower_ext.federation.replies import moved_by
 from flower_ext.federation.roster import (
     FOR_MODS,
     asks_identity,
@@ -53,6 +54,7 @@ from flower_ext.federation.roster import (
     identity,
     is_rehearsal,
 )
+from flower_ext.federation.shared_model import refuse_half_precision
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
@@ -89,7 +91,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             with knowing_no_data():
                 facts, protection, noise = _asked(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
-                records.refuse_half_precision(received)
+                refuse_half_precision(received)
         except Exception as error:  # no client data was read yet: the server may see it
             return failed(mod, message, context, error)
         if not isinstance(protection, ClipUpdate):
@@ -153,7 +155,7 @@ def _update(reply: Message, received: records.Arrays) -> records.Arrays:
             f"the ClientApp returned the array records {sorted(arrays)}: expected {records.MODEL!r}"
         )
     model = arrays[records.MODEL] if records.MODEL in arrays else next(iter(arrays.values()))
-    return records.moved_by(model, {name: received[name] for name in _floating(received)})
+    return moved_by(model, {name: received[name] for name in _floating(received)})
 
 
 def _zeros(arrays: records.Arrays) -> records.Arrays:

@@ -12,6 +12,7 @@ from flower_ext.federation import _flower_private, records
 from flower_ext.federation._flower_private import in_simulation, messages_like
 from flower_ext.federation.failures import said, unlogged
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.replies import accept
 from flower_ext.federation.roster import FOR_MODS, REHEARSAL, FederationNotReady, Roster, addressed
 
 _REHEARSALS = 3
@@ -237,7 +238,7 @@ class Clients:
         partitions: Sequence[int],
         read: Callable[[Message], T],
     ) -> Iterator[tuple[int, T]]:
-        """Yield the values that `records.accept` accepts; count and report refusals and dropouts.
+        """Yield the values that `accept` accepts; count and report refusals and dropouts.
 
         No reply is kept. A caller that uses each value before it asks for the next one needs no
         more memory for a thousand clients than for one.
@@ -248,7 +249,7 @@ class Clients:
             refusals.append(reason)
             self.refusals.append(reason)
 
-        accepted = records.accept(
+        accepted = accept(
             self.progress.answered(kind, replies, refusals),
             asked={partition: self.nodes[partition] for partition in sorted(partitions)},
             server_round=server_round,

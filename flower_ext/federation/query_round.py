@@ -15,6 +15,7 @@ from flower_ext.federation import records
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_facts
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
@@ -128,4 +129,4 @@ class QueryRound:
 
 
 def _read_nothing(reply: Message) -> records.Update:
-    raise records.RefusedReply("a vector in the clear: expected a masked one")
+    raise RefusedReply("a vector in the clear: expected a masked one")

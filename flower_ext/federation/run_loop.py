@@ -19,6 +19,7 @@ from flower_ext.federation._flower_private import replies
 from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.query_round import QueryRound
+from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
 from flower_ext.privacy import BudgetExhausted
@@ -325,7 +326,7 @@ def _same_model(kept: records.Arrays, initial: ArrayRecord) -> ArrayRecord:
 
 
 def _read_version(reply: Message) -> int:
-    version = records.read_answer(reply).get("version")
+    version = read_answer(reply).get("version")
     if version is None or version.shape or version.dtype.kind not in "iu" or version < 0:
-        raise records.RefusedReply("'version': expected the number of a training round")
+        raise RefusedReply("'version': expected the number of a training round")
     return int(version)

@@ -9,6 +9,7 @@ from flwr.app import ConfigRecord, Message
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.query_round import QueryRound, evaluation_content
+from flower_ext.federation.replies import read_scores
 from flower_ext.federation.run import Run
 
 
@@ -34,7 +35,7 @@ class ReportedScores:
         """Return mean, worst tenth, spread and Jain's index over clients, which all count alike."""
         run = self._run
         scores = run.clients.accepted(
-            "evaluate", self._server_round, replies, list(run.clients.nodes), records.read_scores
+            "evaluate", self._server_round, replies, list(run.clients.nodes), read_scores
         )
         scores = {p: s for p, s in scores.items() if s.get("num-examples") != 0}
         if not scores:

@@ -23,6 +23,7 @@ from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.score_round import ReportedScores, evaluation
+from flower_ext.federation.shared_model import shared_arrays
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
@@ -185,7 +186,7 @@ class FederatedStrategy(Strategy):
             return []
         if run.clients.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
-        model = records.shared_arrays(shared_part(run, arrays))
+        model = shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
         return self._evaluation.ask(model, _numbered(config, server_round))
 

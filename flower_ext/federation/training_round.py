@@ -20,6 +20,7 @@ from flower_ext.federation.exchange import Clients, Content
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.protection import to_facts
+from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.federation.round import Round, Updates
 from flower_ext.federation.run import Run
 from flower_ext.federation.state.checkpoint import AskedUnits
@@ -177,7 +178,7 @@ class TrainingRound:
 
     def _read(self, reply: Message) -> records.Update:
         run = self.run
-        update = read_update(
+        update = read_honest_update(
             reply, run.mechanism, self._protection, self.cohort, run.model, run.clients
         )
         run.method.check_update(update)
@@ -233,7 +234,7 @@ class TrainingRound:
         return model, state
 
 
-def read_update(
+def read_honest_update(
     reply: Message,
     mechanism: RoundMechanism,
     protection: Protection | None,
@@ -260,10 +261,10 @@ def read_update(
     RefusedReply
         The update does not fit the model, or is too large.
     """
-    update = records.read_update(reply, base=base, trust_models=not mechanism.client_protects)
+    update = read_update(reply, base=base, trust_models=not mechanism.client_protects)
     num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
     if not num_examples >= 1:
-        raise records.RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
+        raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
     if protection is None or not mechanism.client_protects:
         return update
     partition = clients.partition_of(reply)
@@ -278,7 +279,7 @@ def read_update(
     else:
         norm = l2_norm(update.arrays)
     if norm > limit * _ROUNDING:
-        raise records.RefusedReply(
+        raise RefusedReply(
             f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
             "(largest_upload of the protection); the client changed the update after it was "
             "protected, or runs another version of the method"

@@ -28,6 +28,7 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
+from flower_ext.federation.replies import read_scores, read_update
 from flower_ext.federation.roster import Roster
 from flower_ext.privacy import FullParticipation
 from flower_ext.training import DpSgdTraining
@@ -148,7 +149,7 @@ BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
 @given(CONTENTS, st.booleans())
 def test_records_of_anything_are_refused_or_are_an_update(content, trust_models):
     try:
-        update = records.read_update(reply(content), base=BASE, trust_models=trust_models)
+        update = read_update(reply(content), base=BASE, trust_models=trust_models)
     except RefusedReply:
         return
     assert {n: (a.shape, a.dtype) for n, a in update.arrays.items()} == {
@@ -161,7 +162,7 @@ def test_records_of_anything_are_refused_or_are_an_update(content, trust_models)
 @given(CONTENTS)
 def test_records_of_anything_are_refused_or_are_scores(content):
     try:
-        scores = records.read_scores(reply(content))
+        scores = read_scores(reply(content))
     except RefusedReply:
         return
     assert scores
@@ -241,7 +242,7 @@ def held_against(name, kind, what, seed, mutations):
     """Deliver a malformed reply before and after its node's valid one; it must have no effect."""
     strategy, number, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
-    read = strategy.training_round._round._sum.read if kind == "train" else records.read_scores
+    read = strategy.training_round._round._sum.read if kind == "train" else read_scores
     partitions = (
         strategy.training_round.cohort.asked
         if kind == "train"

@@ -16,7 +16,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.training_round import norm_columns, read_update
+from flower_ext.federation.training_round import norm_columns, read_honest_update
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
@@ -46,7 +46,7 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
         content["metrics"] = MetricRecord(metrics)
     exchange = SimpleNamespace(partition_of=lambda _: 2, sent=lambda _: numbers(received))
     cohort = Cohort(asked=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {})
-    return read_update(reply(content), plan, protection_of(plan), cohort, BASE, exchange)
+    return read_honest_update(reply(content), plan, protection_of(plan), cohort, BASE, exchange)
 
 
 def limit(plan, norms=1.0):

@@ -26,6 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
+from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_apart
 
@@ -234,14 +235,14 @@ def ask_silos(
     answers = clients.ask(
         ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
         lambda reply: _read_answer(reply, num_users if histogram else 0),
-        dict.fromkeys(clients.exchange.nodes, records.training_records(trainings)),
+        dict.fromkeys(clients.nodes, records.training_records(trainings)),
     )
     one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     return np.array(one_by_one), np.stack(counts)
 
 
 def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
-    arrays = records.read_answer(reply)
+    arrays = read_answer(reply)
     expected = {ONE_BY_ONE, HISTOGRAM} if num_users else {ONE_BY_ONE}
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")

@@ -36,6 +36,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.failures import printable
+from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import (
     Opening,
@@ -147,7 +148,7 @@ class OpenMaskedSum(OpenSum):
 
     def read(self, reply: Message) -> SealedUpdate:
         """Read a masked contribution; raise `RefusedReply` for anything else."""
-        metrics = records.read_metrics(reply)
+        metrics = read_metrics(reply)
         message = self._read(reply, MaskedInput, records.UPDATE)
         return SealedUpdate({}, metrics, message)
 
@@ -213,15 +214,15 @@ class OpenMaskedSum(OpenSum):
                 self._refuse(f"client {self._partitions[message.member]}: {error}")
 
     def _read(self, reply: Message, kind: type[T], record: str) -> T:
-        arrays = records.read_answer(reply, record)
+        arrays = read_answer(reply, record)
         if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
-            raise records.RefusedReply(
+            raise RefusedReply(
                 f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
             )
         message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
         partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
-            raise records.RefusedReply(
+            raise RefusedReply(
                 f"member={message.member}: expected {self._members[partition]}, the number of the "
                 "client that sent the message"
             )
@@ -251,7 +252,7 @@ class OpenMaskedSum(OpenSum):
 
     def _refuse(self, reason: str) -> None:
         number = self._opening.server_round
-        refusal = printable(f"round {number}: {reason}"[: records.LONGEST_REASON])
+        refusal = printable(f"round {number}: {reason}"[:LONGEST_REASON])
         log.warning("%s", refusal)
         self._clients.refusals.append(refusal)
 
