@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.method import Method, State
+from flower_ext.federation.method import Method, State, groups_under
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
@@ -316,7 +316,7 @@ class Run:
                 client_metrics=self.client_metrics,
                 remembered=self.remembered,
                 refusals=self.clients.refusals,
-                method=self._kept_groups(),
+                groups=self._kept_groups(),
             )
         )
 
@@ -332,12 +332,8 @@ class Run:
         self.client_metrics = dict(kept.client_metrics)
         self.remembered = dict(kept.remembered)
         self.clients.refusals.extend(kept.refusals)
-        self.state = State.of_groups(kept.method)
-        self.companions = {
-            name.removeprefix(_WRAPPER): dict(group)
-            for name, group in kept.method.items()
-            if name.startswith(_WRAPPER)
-        }
+        self.state = State.of_groups(kept.groups)
+        self.companions = groups_under(_WRAPPER, kept.groups)
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""

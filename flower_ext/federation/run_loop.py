@@ -232,7 +232,7 @@ class RunLoop:
             run.restore(kept)
             if is_unfinished:
                 connect(run, self.grid, arrays)
-            run.summation.restore(kept.method)
+            run.summation.restore(kept.groups)
             run.population.resume()
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for units in abandoned:

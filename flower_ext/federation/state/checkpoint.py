@@ -30,8 +30,6 @@ from flower_ext.runs.files import append_line, sync_to_disk, whole_lines, write_
 log = getLogger("flwr")
 
 FOLDER, ASKED, MODEL = "checkpoints", "asked.jsonl", "model"
-_METHOD = "method."
-"""Prefix of the names of a method's arrays on the server."""
 _KEPT = 2
 QUERY = "query"
 """Name in ``asked.jsonl`` of a query beside the rounds."""
@@ -57,8 +55,8 @@ class RunState:
         By partition, the last training round that the client answered, and so remembers.
     refusals : Sequence[str]
         Replies that the server refused, with the reasons.
-    method : Mapping[str, Mapping[str, array]]
-        The method's state on the server, in named groups.
+    groups : Mapping[str, Mapping[str, array]]
+        The state of method, sums and wrappers on the server, in named groups.
     """
 
     round: int = 0
@@ -68,7 +66,7 @@ class RunState:
     client_metrics: Mapping[int, dict[str, float]] = field(default_factory=dict)
     remembered: Mapping[int, int] = field(default_factory=dict)
     refusals: Sequence[str] = ()
-    method: Mapping[str, Arrays] = field(default_factory=dict)
+    groups: Mapping[str, Arrays] = field(default_factory=dict)
 
 
 @dataclass
@@ -153,8 +151,7 @@ class Checkpoints:
         """
         if self.run is None:
             return
-        groups = {_METHOD + group: members for group, members in state.method.items()}
-        packed = pack(_facts_of(state), {MODEL: state.model, **groups})
+        packed = pack(_facts_of(state), {MODEL: state.model, **state.groups})
         if not self.repeats and self.run.metrics_path.exists():
             sync_to_disk(self.run.metrics_path)
         folder = self._folder()
@@ -253,9 +250,5 @@ def _state_of(packed: Packed) -> RunState:
         client_metrics=dict(facts["client_metrics"]),
         remembered=dict(facts["remembered"]),
         refusals=facts["refusals"],
-        method={
-            name.removeprefix(_METHOD): group
-            for name, group in arrays.items()
-            if name.startswith(_METHOD)
-        },
+        groups=arrays,
     )
