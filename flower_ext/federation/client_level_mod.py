@@ -44,6 +44,7 @@ from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.failures import failed, hidden_errors
+from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import check_facts
 from flower_ext.federation.replies import moved_by
 from flower_ext.federation.roster import (
@@ -54,7 +55,6 @@ from flower_ext.federation.roster import (
     identity,
     is_rehearsal,
 )
-from flower_ext.federation.shared_model import refuse_half_precision
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm

@@ -11,10 +11,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, record_of
 from flower_ext.federation.method import Connected
+from flower_ext.federation.model_checks import refuse_tied, shared_arrays
 from flower_ext.federation.replies import read_answer, read_update
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
-from flower_ext.federation.shared_model import refuse_tied, shared_arrays
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.training import matches
 

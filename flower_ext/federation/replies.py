@@ -7,24 +7,17 @@ and treats its client as a dropout in the privacy plan.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from logging import getLogger
-from typing import TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
-from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays, read_array, to_arrays
-from flower_ext.federation.failures import printable, said
+from flower_ext.federation.failures import said
 from flower_ext.federation.records import ANSWER, MODEL
-from flower_ext.federation.uploads import UPDATE, Update, UploadReply, sender_of
-
-log = getLogger("flwr")
-
-T = TypeVar("T")
+from flower_ext.federation.uploads import UPDATE, Update, UploadReply
 
 LARGEST_VALUE = 1e15
 """Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
@@ -61,83 +54,6 @@ def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> byte
         kind = "nothing" if array is None else f"{array.dtype}{array.shape}"
         raise RefusedReply(f"{name!r}: expected {length} bytes, got {kind}")
     return array.tobytes()
-
-
-def accept(
-    replies: Iterable[Message],
-    *,
-    asked: Mapping[int, int],
-    server_round: int,
-    read: Callable[[Message], T],
-    refuse: Callable[[str], None],
-    questions: Mapping[int, Message] | None = None,
-) -> Iterator[tuple[int, T]]:
-    """Yield one well-formed reply of this round from each node that was asked.
-
-    Replies are read as they arrive, and yielded in the order of ``asked``, so that sums over them
-    do not depend on who answers first. An early reply waits for those before it, as long as they
-    may still arrive.
-
-    Parameters
-    ----------
-    asked : Mapping[int, int]
-        Node ids by partition.
-    questions : Mapping[int, Message], optional
-        The message to each node. A reply must have the same type and refer to this message.
-    read : Callable[[Message], T]
-        Reads one reply, or raises `RefusedReply`. Any other error refuses the reply as well: bytes
-        from outside may provoke each of them, and one message must not end a run.
-    refuse : Callable[[str], None]
-        Called with the reason for each refusal.
-    """
-    waiting = {node: partition for partition, node in asked.items()}
-    early: dict[int, T] = {}
-    due, refused = deque(asked), set[int]()
-    for reply in replies:
-        node = sender_of(reply)
-        try:
-            if node not in waiting:
-                if reply.has_error():  # from the SuperLink, for a node
-                    raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
-                raise RefusedReply("not asked in this round, or answered already")
-            _check_origin(reply, questions.get(node) if questions else None, str(server_round))
-            value = read(reply)
-        except Exception as error:
-            reason = printable(_reason(error)[:LONGEST_REASON])
-            refuse(f"round {server_round}, node {node}: {reason}"[:LONGEST_REASON])
-            if node in waiting:  # stop waiting for it, though it may answer again
-                refused.add(waiting[node])
-        else:
-            early[waiting.pop(node)] = value
-        # In the order of ``asked`` a sum has the same bits, whoever answers first.
-        while due and (due[0] in early or due[0] in refused):
-            if (first := due.popleft()) in early:
-                yield first, early.pop(first)
-    for partition in sorted(early):
-        yield partition, early.pop(partition)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FlowerExtError):
-        return str(error)
-    log.debug("a reply cannot be read", exc_info=error)
-    return f"the reply cannot be read: {type(error).__name__}: {error}"
-
-
-def _check_origin(reply: Message, question: Message | None, number: str) -> None:
-    """Refuse a reply of another round, or to another message than ``question``, if one is known."""
-    if question is not None and isinstance(reply, UploadReply) and reply.question is question:
-        return  # made in this process, for this message
-    received = reply.metadata
-    if received.group_id != number:
-        raise RefusedReply(f"answers round {received.group_id}")
-    if question is None:
-        return
-    expected = question.metadata
-    if received.message_type != expected.message_type:
-        raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
-    if expected.message_id and received.reply_to_message_id != expected.message_id:
-        raise RefusedReply("answers another message of this round")
 
 
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Clients, Content
+from flower_ext.federation.exchange import Clients, Content, Requests
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
@@ -41,6 +41,8 @@ class Round:
         self.kind, self.server_round = kind, server_round
         self._clients, self._spending = clients, spending
         self._sum: OpenSum | None = None
+        self.requests: Requests | None = None
+        """The messages to the cohort; None before `ask`."""
         self.discard_reason = ""
         """The reason why the round released nothing; empty if it released a mean."""
         self.measures: Mapping[str, float] = {}
@@ -70,7 +72,8 @@ class Round:
 
     def ask(self, contents: Mapping[int, Content]) -> list[Message]:
         """Return the messages to the cohort."""
-        return self._clients.messages(self.kind, contents, self.server_round)
+        self.requests = self._clients.request(self.kind, contents, self.server_round)
+        return self.requests.messages
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return `OpenSum.exposure`; nobody is exposed without a sum."""
@@ -117,11 +120,9 @@ class Round:
         return aggregate, updates
 
     def _accepted(self, replies: Iterable[Message]) -> Iterator[tuple[int, records.Update]]:
-        if self._sum is None:
+        if self._sum is None or self.requests is None:
             return iter(())
-        return self._clients.heard(
-            self.kind, self.server_round, replies, self.cohort.asked, self._sum.read
-        )
+        return self.requests.accepted(replies, self._sum.read)
 
 
 class Updates:

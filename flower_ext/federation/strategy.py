@@ -18,12 +18,12 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.method import Method
+from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.score_round import ReportedScores, evaluation
-from flower_ext.federation.shared_model import shared_arrays
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum

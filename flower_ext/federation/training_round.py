@@ -16,7 +16,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
-from flower_ext.federation.exchange import Clients, Content
+from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.protection import to_facts
@@ -177,9 +177,10 @@ class TrainingRound:
         return run.stragglers.draw(self.cohort.asked, run.population.num_nodes, rng)
 
     def _read(self, reply: Message) -> records.Update:
-        run = self.run
+        run, requests = self.run, self._round.requests
+        assert requests is not None
         update = read_honest_update(
-            reply, run.mechanism, self._protection, self.cohort, run.model, run.clients
+            reply, run.mechanism, self._protection, self.cohort, run.model, requests
         )
         run.method.check_update(update)
         return update
@@ -240,7 +241,7 @@ def read_honest_update(
     protection: Protection | None,
     cohort: Cohort,
     base: records.Arrays,
-    clients: Clients,
+    requests: Requests,
 ) -> records.Update:
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
@@ -253,7 +254,7 @@ def read_honest_update(
         Protection that the server asked for.
     base : Arrays
         Names, shapes and dtypes of the model.
-    clients : Clients
+    requests : Requests
         Knows the partition that sent a reply, and the model that it received.
 
     Raises
@@ -267,14 +268,14 @@ def read_honest_update(
         raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
     if protection is None or not mechanism.client_protects:
         return update
-    partition = clients.partition_of(reply)
+    partition = requests.partition_of(reply)
     limit = protection.largest_upload(
         sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
     )
     if math.isinf(limit):
         return update
     if protection.bounds_models:
-        received = clients.sent(reply)
+        received = requests.sent(reply)
         norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
     else:
         norm = l2_norm(update.arrays)

@@ -128,11 +128,11 @@ def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
 
 
 def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
-    def gullible(replies, *, asked, server_round, read, refuse, questions):
+    def gullible(requests, replies, read):
         replies = [reply for reply in replies if _reads(read, reply)]
         yield from {r.metadata.src_node_id - 1_000: read(r) for r in replies}.items()
 
-    monkeypatch.setattr(exchange, "accept", gullible)
+    monkeypatch.setattr(exchange.Requests, "accepted", gullible)
     outcome = run_case(CASES[0], 6, flood=0, seed=3)
     assert outcome.accepted
     assert outcome.wrong_aggregates

@@ -229,33 +229,29 @@ def round_of(name):
         asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
         replies = list(grid.send_and_receive(asked))
     evaluate = strategy.configure_evaluate(number, initial(), ConfigRecord(), grid)
-    return strategy, number, replies, list(grid.send_and_receive(evaluate))
+    return strategy, replies, list(grid.send_and_receive(evaluate))
 
 
-def accepted(strategy, kind, number, replies, partitions, read):
+def accepted(strategy, requests, replies, read):
     before = len(strategy.refusals)
-    found = strategy.run.clients.accepted(kind, number, replies, partitions, read)
-    return found, strategy.refusals[before:]
+    values = dict(requests.accepted(replies, read))
+    return values, strategy.refusals[before:]
 
 
 def held_against(name, kind, what, seed, mutations):
     """Deliver a malformed reply before and after its node's valid one; it must have no effect."""
-    strategy, number, uploads, scores = round_of(name)
+    strategy, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
     read = strategy.training_round._round._sum.read if kind == "train" else read_scores
-    partitions = (
-        strategy.training_round.cohort.asked
-        if kind == "train"
-        else list(strategy.run.clients.nodes)
-    )
+    phase = strategy.training_round._round if kind == "train" else strategy._evaluation
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]
     mutations[what](bad := copied(good), rng)
-    found, refusals = accepted(strategy, kind, number, [bad], partitions, read)
+    found, refusals = accepted(strategy, phase.requests, [bad], read)
     assert found == {}
     assert len(refusals) == 1
     assert refusals[0].partition(": ")[2].strip()
-    found, refusals = accepted(strategy, kind, number, [bad, good, bad], partitions, read)
+    found, refusals = accepted(strategy, phase.requests, [bad, good, bad], read)
     assert set(found) == {good.metadata.src_node_id - 1_000}
     assert len(refusals) == 2
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
@@ -19,7 +19,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.progress import Progress
-from flower_ext.federation.replies import accept, read_answer, read_metrics, read_update
+from flower_ext.federation.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.roster import Roster
 from flower_ext.federation.sums.weighted import LOST, OpenWeightedSum
 from flower_ext.privacy import (
@@ -35,7 +35,7 @@ from flower_ext.training import LocalTraining
 from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
 from tests.support import silos as uldp
-from tests.support.replies import reply
+from tests.support.replies import reply, requests_of, training_message
 from tests.support.worlds import initial, task
 
 CLIENTS = 4
@@ -127,17 +127,11 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
     def read(message):
         raise RefusedReply("the answer cannot be read: " + text + "\nround 9/9 · ε 0.1")
 
-    sent = reply(Error(code=100, reason=text) if error else RecordDict())
-    refusals = []
-    accepted = accept(
-        [sent],
-        asked={0: sent.metadata.src_node_id},
-        server_round=int(sent.metadata.group_id or 0),
-        read=read_metrics if error else read,
-        refuse=refusals.append,
-    )
-    assert not list(accepted)
-    (refusal,) = refusals
+    requests = requests_of(asked := training_message())
+    content = Error(code=100, reason=text) if error else RecordDict()
+    sent = Message(content, reply_to=asked)
+    assert not list(requests.accepted([sent], read_metrics if error else read))
+    (refusal,) = requests.clients.refusals
     assert refusal.isprintable()
     assert r"\x1b[2J" in refusal  # an operator may still see what came
 

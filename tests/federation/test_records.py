@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Error, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.federation import RefusedReply, records
 from flower_ext.federation.arrays import UnsentArray
-from flower_ext.federation.replies import accept, read_bytes, read_metrics, read_update
-from flower_ext.federation.shared_model import shared_arrays
+from flower_ext.federation.model_checks import shared_arrays
+from flower_ext.federation.replies import read_bytes, read_metrics, read_update
 from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
-from tests.support.replies import reply
+from tests.support.replies import reply, requests_of, training_message
 
 BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
 
@@ -182,17 +182,14 @@ def test_bytes_travel_as_an_array_and_are_refused_in_any_other_length_or_type():
     "error", [OverflowError, MemoryError, RecursionError, IndexError, KeyError]
 )
 def test_whatever_error_a_reply_provokes_refuses_that_reply_alone(error):
-    replies = [reply(update()) for _ in (1, 2)]
-    for node, one in enumerate(replies, start=1):
-        one.metadata.__dict__["_src_node_id"] = node
-    reasons = []
+    requests = requests_of(training_message(1), training_message(2))
+    replies = [Message(update(), reply_to=message) for message in requests.messages]
 
     def read(one):
         if one.metadata.src_node_id == 1:
             raise error("of its bytes")
         return "read"
 
-    accepted = accept(replies, asked={0: 1, 1: 2}, server_round=1, read=read, refuse=reasons.append)
-    assert list(accepted) == [(1, "read")]
-    (reason,) = reasons
+    assert list(requests.accepted(replies, read)) == [(1, "read")]
+    (reason,) = requests.clients.refusals
     assert f"node 1: the reply cannot be read: {error.__name__}" in reason

@@ -20,11 +20,12 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation._flower_private import become_server_of, reply_to
-from flower_ext.federation.replies import RefusedReply, accept, read_update
+from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.uploads import Update, UploadReply, payload_bytes
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
+from tests.support.replies import requests_of
 from tests.support.worlds import Net, task
 
 CLIENTS = 8
@@ -168,16 +169,9 @@ def test_what_somebody_changes_in_a_reply_is_what_is_read_of_it():
         read_update(reply, base=MODEL, trust_models=False)
     relabelled = UploadReply(question, uploaded())
     relabelled.metadata.group_id = "4"
-    heard = accept(
-        [relabelled],
-        asked={0: 7},
-        server_round=3,
-        read=lambda reply: reply,
-        refuse=(reasons := []).append,
-        questions={7: question},
-    )
-    assert list(heard) == []
-    assert "answers round 4" in reasons[0]
+    requests = requests_of(question)
+    assert list(requests.accepted([relabelled], lambda reply: reply)) == []
+    assert "answers round 4" in requests.clients.refusals[0]
 
 
 @pytest.mark.parametrize(

@@ -188,23 +188,19 @@ class OpenMaskedSum(OpenSum):
         return server.deliveries()
 
     def _ask(
-        self, stage: str, requests: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
+        self, stage: str, content: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
     ) -> list[T]:
         """Send members the messages of a stage, and return the accepted answers."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, request.to_bytes())}
-            for member, request in requests.items()
+            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
+            for member, message in content.items()
         }
-        number = self._opening.server_round
-        messages = self._clients.messages("query", contents, number)
-        answers = self._clients.accepted(
-            "query",
-            number,
-            self._clients.replies(messages),
-            sorted(contents),
+        requests = self._clients.request("query", contents, self._opening.server_round)
+        answers = requests.accepted(
+            self._clients.replies(requests.messages),
             lambda reply: self._read(reply, kind, records.ANSWER),
         )
-        return list(answers.values())
+        return [answer for _, answer in answers]
 
     def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
         for message in messages:
