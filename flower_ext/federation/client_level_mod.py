@@ -89,7 +89,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
             with knowing_no_data():
-                facts, protection, noise = _asked(message, context, allow_seeded_noise)
+                facts, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)
         except Exception as error:  # no client data was read yet: the server may see it
@@ -114,7 +114,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     return mod
 
 
-def _asked(
+def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
     """Return the facts, the protection and the noise that a training message asks for."""

@@ -96,7 +96,7 @@ class Clients:
         message names the partition that it is for.
         """
         requests = Requests(self, kind, server_round, self._built(kind, contents, server_round))
-        self.progress.asked(kind, requests.messages)
+        self.progress.count_messages(kind, requests.messages)
         return requests
 
     def _built(
@@ -260,7 +260,7 @@ class Requests:
         clients, refusals = self.clients, list[str]()
         waiting, missing = set(self.by_partition), set(self.by_partition)
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
-        for reply in clients.progress.answered(self.kind, replies, refusals):
+        for reply in clients.progress.counted(self.kind, replies, refusals):
             partition = self.partition_of(reply)
             try:
                 if partition not in waiting:

@@ -87,7 +87,7 @@ class QueryRound:
         opening = Opening(
             clients=run.clients,
             population=run.population,
-            cohort=Cohort(asked=nodes, units=nodes, population=len(nodes)),
+            cohort=Cohort(partitions=nodes, units=nodes, population=len(nodes)),
             number=number,
             server_round=server_round,
             noise=run.noise("query-noise", query.name, number),
@@ -95,11 +95,11 @@ class QueryRound:
             read=_read_nothing,
         )
         cohort = self._round.open(MaskedSum(self._mechanism), opening)
-        if not cohort.asked:
+        if not cohort.partitions:
             self.close([])
             return []
         shared = {**evaluation_content(run, model, config), **self._query_records()}
-        return self._round.ask({p: {**shared, **self._round.request(p)} for p in cohort.asked})
+        return self._round.ask({p: {**shared, **self._round.request(p)} for p in cohort.partitions})
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""

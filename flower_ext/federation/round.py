@@ -47,7 +47,7 @@ class Round:
         """The reason why the round released nothing; empty if it released a mean."""
         self.measures: Mapping[str, float] = {}
         """Numbers of the sum for the row of the round; known after `close`."""
-        self.cohort = Cohort(asked=(), units=(), population=0)
+        self.cohort = Cohort(partitions=(), units=(), population=0)
         """The clients that contribute; known after `open`."""
 
     def reserve(self, release: Release | None, identity: int | None) -> None:
@@ -60,7 +60,7 @@ class Round:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:
             self.discard_reason = str(reason)
-            self.cohort = replace(opening.cohort, asked=())
+            self.cohort = replace(opening.cohort, partitions=())
         else:
             self.cohort = self._sum.cohort
         return self.cohort
@@ -113,7 +113,7 @@ class Round:
                 self.measures = self._sum.measures if self._sum else {}
                 updates.exhaust()  # a silent client is counted, too
             release.note(
-                **{"cohort": len(self.cohort.asked), **notes},
+                **{"cohort": len(self.cohort.partitions), **notes},
                 answered=aggregate.answered,
                 topped_up_stddev=aggregate.topped_up_stddev,
             )

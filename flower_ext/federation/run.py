@@ -250,7 +250,7 @@ class Run:
         """
         if self.spending.budget is not None:
             ahead = deepcopy(self.population)
-            ahead.count(cohort, len(cohort.asked))
+            ahead.count(cohort, len(cohort.partitions))
             self.check_spending(server_round, ahead.participations)
 
     @property

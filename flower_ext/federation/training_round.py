@@ -94,7 +94,7 @@ class TrainingRound:
         # The spend, then the units that may be exposed, are on disk before any data are used.
         self._round.reserve(run.mechanism.release, same if run.repeats else None)
         run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
-        run.progress.row["cohort"] = len(cohort.asked)
+        run.progress.row["cohort"] = len(cohort.partitions)
         if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:
             run.progress.row["users"] = len(drawn.units)
         return self._round.ask(contents)
@@ -153,7 +153,7 @@ class TrainingRound:
         # Such clients go back to the memory of the last round that the server used.
         mirrored = method.client.memory is Memory.MIRRORED
         contents = {}
-        for partition in self.cohort.asked:
+        for partition in self.cohort.partitions:
             last = run.remembered.get(partition, 0) if mirrored else None
             common = content(slow.get(partition), last)
             special = self._round.request(partition)
@@ -163,7 +163,7 @@ class TrainingRound:
     def _protection_facts(self) -> dict[str, Any]:
         """Return the facts by which the message asks clients to protect their uploads."""
         run = self.run
-        self._protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
+        self._protection = run.mechanism.protection(run.facts, len(self.cohort.partitions))
         facts = to_facts(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **facts} if run.mechanism.tells_sizes else facts
 
@@ -174,7 +174,7 @@ class TrainingRound:
             return {}
         run.stragglers.check(run.method.training.values())
         rng = run.generator("stragglers", self.number)
-        return run.stragglers.draw(self.cohort.asked, run.population.num_nodes, rng)
+        return run.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
 
     def _read(self, reply: Message) -> records.Update:
         run, requests = self.run, self._round.requests
@@ -191,7 +191,7 @@ class TrainingRound:
         needed, honest = self._round.exposure(answered)
         assert honest is not None
         run.checkpoints.answered(honest)
-        run.population.count(replace(self.cohort, asked=range(needed)), honest)
+        run.population.count(replace(self.cohort, partitions=range(needed)), honest)
         run.progress.row |= {"answered": answered, **self._round.measures}
         run.ever_answered |= answered > 0
         run.progress.row |= norm_columns(updates.metrics.values())

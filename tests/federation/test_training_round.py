@@ -45,7 +45,9 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
     if metrics is not None:
         content["metrics"] = MetricRecord(metrics)
     exchange = SimpleNamespace(partition_of=lambda _: 2, sent=lambda _: numbers(received))
-    cohort = Cohort(asked=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {})
+    cohort = Cohort(
+        partitions=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {}
+    )
     return read_honest_update(reply(content), plan, protection_of(plan), cohort, BASE, exchange)
 
 

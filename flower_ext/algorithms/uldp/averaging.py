@@ -110,10 +110,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 def answer(question: Question) -> Mapping[str, object]:
     """Answer a question before a round: take a step of a weighted sum, or describe this silo."""
-    if STEP not in question.asked:
+    if STEP not in question.values:
         return answer_server(question)
     return silo_part.answer(
-        str(question.asked[STEP]),
+        str(question.values[STEP]),
         question.arrays,
         question.vault,
         silo=question.partition,

@@ -169,13 +169,13 @@ def answer_server(question: Question) -> Params:
 
     Users' numbers of records leave the silo only if the server asks for them.
     """
-    num_users, examples = int(question.asked[USERS]), question.data.train
+    num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
     apart = len(examples) > 0 and any(
         trains_apart(question.task, examples, training) for training in question.training.values()
     )
     answer = {ONE_BY_ONE: torch.tensor(int(apart))}
-    if question.asked[HISTOGRAM]:
+    if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
     return answer
 

@@ -107,7 +107,7 @@ class OpenMaskedSum(OpenSum):
     def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
         self._clients = opening.clients
-        self._partitions = list(opening.cohort.asked)
+        self._partitions = list(opening.cohort.partitions)
         self.parameters = parameters = mechanism.sum_parameters
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
@@ -131,7 +131,7 @@ class OpenMaskedSum(OpenSum):
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         ready = sorted(self._partitions[member] for member in self._deliveries)
-        self.cohort = replace(opening.cohort, asked=ready)
+        self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return the least number of answers, and the least number of honest ones among them.
