@@ -129,8 +129,8 @@ def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
 
 def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
     def gullible(requests, replies, read):
-        replies = [reply for reply in replies if _reads(read, reply)]
-        yield from {r.metadata.src_node_id - 1_000: read(r) for r in replies}.items()
+        values = {requests.partition_of(r): read(r) for r in replies if _reads(read, r)}
+        yield from ((p, value) for p, value in values.items() if p in requests.by_partition)
 
     monkeypatch.setattr(exchange.Requests, "accepted", gullible)
     outcome = run_case(CASES[0], 6, flood=0, seed=3)

@@ -246,6 +246,8 @@ def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
     expected = {ONE_BY_ONE, HISTOGRAM} if num_users else {ONE_BY_ONE}
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
+    if arrays[ONE_BY_ONE].dtype.kind not in "biu":
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a truth value")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
