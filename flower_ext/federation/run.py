@@ -17,7 +17,8 @@ from flower_ext.federation.method import Method, State, groups_under
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
-from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints, RunState
+from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints
+from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
@@ -36,6 +37,8 @@ from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.runs import RunDirectory
 
+MODEL = "model"
+"""Group of the shared model in a checkpoint."""
 _WRAPPER = "wrapper."
 """Prefix of the groups of a wrapper in a checkpoint."""
 _ROUNDS_ALONE = "the published claim covers training rounds only"
@@ -306,34 +309,33 @@ class Run:
         }
 
     def save(self, server_round: int, model: records.Arrays) -> None:
-        """Write a checkpoint after a round."""
-        self.checkpoints.save(
-            RunState(
-                round=server_round,
-                model=model,
-                participations=self.participations,
-                num_examples=self.num_examples,
-                client_metrics=self.client_metrics,
-                remembered=self.remembered,
-                refusals=self.clients.refusals,
-                groups=self._kept_groups(),
-            )
-        )
+        """Write a checkpoint after a round: everything that changes between two rounds."""
+        values = {
+            "round": server_round,
+            "participations": self.participations.to_dict(),
+            "num_examples": [*self.num_examples.items()],  # JSON has no integers as keys
+            "client_metrics": [*self.client_metrics.items()],
+            "remembered": [*self.remembered.items()],
+            "refusals": self.clients.refusals,
+        }
+        groups = {
+            MODEL: model,
+            **(self.state or State()).groups(),
+            **self.summation.state(),
+            **{_WRAPPER + name: group for name, group in self.companions.items()},
+        }
+        self.checkpoints.save(server_round, values, groups)
 
-    def _kept_groups(self) -> dict[str, records.Arrays]:
-        """Return the state of method, sums and wrappers, in named groups."""
-        wrapped = {_WRAPPER + name: group for name, group in self.companions.items()}
-        return {**(self.state or State()).groups(), **self.summation.state(), **wrapped}
-
-    def restore(self, kept: RunState) -> None:
+    def restore(self, kept: Packed) -> None:
         """Take over a checkpoint, but for what the sums keep."""
-        self.population.participations = kept.participations
-        self.num_examples = dict(kept.num_examples)
-        self.client_metrics = dict(kept.client_metrics)
-        self.remembered = dict(kept.remembered)
-        self.clients.refusals.extend(kept.refusals)
-        self.state = State.of_groups(kept.groups)
-        self.companions = groups_under(_WRAPPER, kept.groups)
+        values = kept.values
+        self.population.participations = Participations.from_dict(values["participations"])
+        self.num_examples = dict(values["num_examples"])
+        self.client_metrics = dict(values["client_metrics"])
+        self.remembered = dict(values["remembered"])
+        self.clients.refusals.extend(values["refusals"])
+        self.state = State.of_groups(kept.arrays)
+        self.companions = groups_under(_WRAPPER, kept.arrays)
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""

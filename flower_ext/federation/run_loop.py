@@ -21,7 +21,7 @@ from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.run import Run
+from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import matches
@@ -227,12 +227,13 @@ class RunLoop:
         kept = run.checkpoints.newest()
         done, arrays, is_unfinished = 0, initial, False
         if kept is not None:
-            done, arrays = kept.round, _same_model(kept.model, initial)
+            done = int(kept.values["round"])
+            arrays = _same_model(kept.arrays[MODEL], initial)
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
             if is_unfinished:
                 connect(run, self.grid, arrays)
-            run.summation.restore(kept.groups)
+            run.summation.restore(kept.arrays)
             run.population.resume()
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for units in abandoned:
