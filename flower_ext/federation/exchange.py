@@ -84,11 +84,6 @@ class Clients:
             self._partitions = {node: partition for partition, node in self.nodes.items()}
         return self.roster
 
-    @property
-    def knows_partitions(self) -> bool:
-        """True if the nodes reported their partitions, which are the same in another run."""
-        return self.roster is not None and self.roster.known
-
     def request(self, kind: str, contents: Mapping[int, Content], server_round: int) -> Requests:
         """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
 

@@ -117,11 +117,6 @@ class Run:
         return self.population.participations
 
     @property
-    def next_training(self) -> int:
-        """Number of the next training round, from 1; rounds without training do not count."""
-        return self.participations.rounds + 1
-
-    @property
     def method_state(self) -> State:
         """The method's state, which is the initial one before the first round."""
         if self.state is None:

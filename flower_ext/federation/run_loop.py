@@ -243,8 +243,9 @@ class RunLoop:
             counted = run.participations.answers[query.name]
             for _ in range(counted, run.checkpoints.times_asked(query.name)):
                 run.mechanism.count_answer(query, run.participations)
-        if is_unfinished and not run.clients.knows_partitions:
-            run.population.forget_who()
+        roster = run.clients.roster
+        if is_unfinished and not (roster is not None and roster.known):
+            run.population.forget_who()  # partitions may be others than in the earlier process
         run.save_guarantees()
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(run.participations.rounds + run.participations.answers.total())

@@ -54,7 +54,7 @@ class TrainingRound:
         abandoned = run.checkpoints.open
         if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
             run.count_abandoned(abandoned)
-        self.run, self.number = run, run.next_training
+        self.run, self.number = run, run.participations.rounds + 1
         self._protection: Protection | None = None
         self._round = Round("train", server_round, clients=run.clients, spending=run.spending)
 
