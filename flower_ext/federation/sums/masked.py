@@ -35,6 +35,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
+from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.failures import printable
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
@@ -287,8 +288,8 @@ def answer(message: Message, context: Context, method: str) -> Message:
 
 def seal(
     cells: Mapping[str, np.ndarray], request: Mapping[str, Any], context: Context, method: str
-) -> Any:
-    """Return the record of a masked contribution.
+) -> Arrays:
+    """Return a masked contribution as the arrays of an upload.
 
     Parameters
     ----------
@@ -312,7 +313,7 @@ def seal(
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())
-    return bytes_record(SENT, upload.to_bytes())
+    return {SENT: records.to_bytes_array(upload.to_bytes())}
 
 
 def _vault(context: Context, method: str) -> ClientVault:
