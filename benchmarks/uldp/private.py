@@ -157,7 +157,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     parameters = sum(array.size for array in found.values())
     print(
         f"\n{dataset}: {info.num_silos} silos, {users} users, {parameters} parameters, "
-        f"{protocol.describe()}, {cores()} threads"
+        f"{protocol}, {cores()} threads"
         + (", processor seconds" if arguments.cpu else "")
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
