@@ -1,4 +1,4 @@
-# make demo    install and run the main job: an app, a report, figures
+# make demo    install and compare three runs: training alone, together with privacy, together without
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make quick   lint, types, and the tests and audits of what you changed: a minute
 # make test    install and run the tests
@@ -19,6 +19,10 @@ endif
 BIN := $(VENV)/bin
 RUNS ?= $(CURDIR)/runs
 
+# A folder for each demo, because its comparison is of all runs inside.
+DEMO := $(RUNS)/demo-$(shell date +%Y%m%d-%H%M%S)
+# For example --set dataset=mnist --set data-folder=/path
+DEMO_SETTINGS ?=
 DEPLOY_SETTINGS ?= --set rounds=3 --set sampling=everyone --set partition=iid
 
 # Flower's files of this checkout.
@@ -43,7 +47,10 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)"
+	for method in alone dp-fedavg fedavg; do \
+		$(BIN)/flower-ext run apps/demo --in-process --runs "$(DEMO)" --set method=$$method $(DEMO_SETTINGS) || exit; \
+	done
+	$(BIN)/flower-ext report "$(DEMO)"/* --output "$(DEMO)"
 
 deploy: $(VENV)/.installed
 	$(BIN)/flower-ext deploy apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
