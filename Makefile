@@ -36,8 +36,13 @@ install: $(VENV)/.installed
 
 PLUGINS := $(sort $(dir $(wildcard plugins/*/pyproject.toml)))
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS:%=%pyproject.toml)
+# The package alone, which is all that the demo needs.
+$(VENV)/.package: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.package $(PLUGINS:%=%pyproject.toml)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(PLUGINS:%=--editable ./%)
 	touch $@
 
@@ -46,7 +51,7 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	$(BIN)/python -m flower_ext_kernels
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.package
 	for method in alone dp-fedavg fedavg; do \
 		$(BIN)/flower-ext run apps/demo --in-process --runs "$(DEMO)" --set method=$$method $(DEMO_SETTINGS) || exit; \
 	done
