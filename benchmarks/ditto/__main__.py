@@ -1,4 +1,4 @@
-"""DP-Ditto against its rivals, and its λ and T: Figures 2 to 7 of its paper, one command each.
+"""DP-Ditto against its baselines, and its λ and T: Figures 2 to 7 of its paper, one command each.
 
     python -m benchmarks.ditto 3 --data-folder DATA --output RESULTS
     python -m benchmarks.ditto planner --data-folder DATA --output RESULTS
