@@ -13,7 +13,7 @@ from flower_ext import runs
 torch.set_num_threads(1)
 
 # The source distribution has no benchmarks.
-collect_ignore = [] if find_spec("benchmarks") else ["benchmarks", "training/test_layer_kinds.py"]
+collect_ignore = [] if find_spec("benchmarks") else ["benchmarks"]
 
 
 @pytest.fixture(autouse=True)

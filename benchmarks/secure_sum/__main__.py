@@ -1,16 +1,14 @@
-"""Measure the cost of a secure sum, here and in Flower's legacy SecAgg+, on this machine.
+"""Secure sums: processor time and bytes, beside Flower's legacy SecAgg+.
 
-    python -m benchmarks.secure_sum
+    python -m benchmarks secure-sums
 
-Draw ``secure-sums.svg``, write its numbers next to it, and print a table. Each point is one round
-in its own process, with every tenth client lost after sharing. Times are CPU seconds; a client's
-time excludes its training. The benchmark takes half an hour. ``--most 1000000`` skips the largest
-vectors.
+Each row is one round in its own process, with every tenth client lost after sharing. Times are
+processor seconds; a client's time excludes its training. The experiment takes half an hour.
+``--most 1000000`` skips the largest vectors, and ``--clients 100`` all larger cohorts.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
@@ -18,10 +16,8 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import typer
 
@@ -50,9 +46,8 @@ def measure(members: int, length: int) -> dict[str, Any]:
     from benchmarks.secure_sum import ours
 
     here = ours.round_cost(members, length)
-    from benchmarks.secure_sum import (
-        legacy,
-    )  # after our run, whose peak of memory excludes its imports
+    # Imported after our run, whose peak of memory excludes it.
+    from benchmarks.secure_sum import legacy
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
@@ -82,75 +77,22 @@ def row_of(point: dict[str, Any]) -> list[str]:
     ]
 
 
-def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Draw the seconds of a client and of the server over the cohort, one line per length."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharex=True)
-    for place, (axis, who) in enumerate(zip(axes, ("client", "server"), strict=True)):
-        for color, length in zip(plt.cm.viridis(np.linspace(0, 0.85, 4)), LENGTHS, strict=True):
-            own = [point for point in points if point["length"] == length]
-            cohorts = [point["members"] for point in own]
-            label = f"{length:,} parameters" if not place else None
-            here = [point["ours"][who] for point in own]
-            there = [point["legacy"][who] for point in own]
-            axis.plot(cohorts, here, color=color, marker="o", label=label)
-            axis.plot(cohorts, there, color=color, linestyle=":")
-            for run, fill in ((True, color), (False, "white")):
-                shown = [
-                    n for n, one in enumerate(own) if run == (one["legacy"]["run"] or not place)
-                ]
-                axis.scatter(
-                    [cohorts[n] for n in shown],
-                    [there[n] for n in shown],
-                    marker="s",
-                    edgecolors=[color],
-                    facecolors=[fill],
-                    zorder=3,
-                )
-        axis.set(xscale="log", yscale="log", xlabel="clients a round", title=f"CPU seconds, {who}")
-        axis.grid(alpha=0.3)
-    axes[1].plot([], [], color="gray", marker="o", label="flower_ext")
-    axes[1].plot([], [], color="gray", linestyle=":", marker="s", label="SecAgg+")
-    axes[1].scatter([], [], marker="s", edgecolors="gray", facecolors="white", label="computed")
-    figure.legend(loc="lower center", ncols=4, fontsize=8)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    with plt.rc_context({"svg.hashsalt": "secure-sums", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 def main(
-    output: Annotated[Path, typer.Option(help="where figure and table go")] = Path(
-        "runs/secure_sum"
-    ),
     most: Annotated[int, typer.Option(help="leaves longer vectors out")] = LENGTHS[-1],
+    clients: Annotated[int, typer.Option(help="leaves larger cohorts out")] = COHORTS[-1],
 ) -> None:
-    """Measure, draw, and print the table."""
-    output.mkdir(parents=True, exist_ok=True)
-    points = []
-    for length in LENGTHS:
-        for members in COHORTS:
-            if length > most:
-                continue
-            one = [
-                sys.executable,
-                "-m",
-                "benchmarks.secure_sum",
-                "--one",
-                f"{members}",
-                f"{length}",
-            ]
-            done = subprocess.run(one, stdout=subprocess.PIPE, text=True, check=True)
-            points.append(json.loads(done.stdout.splitlines()[-1]))
-            print(" | ".join(row_of(points[-1])), flush=True)
-            (output / "points.json").write_text(json.dumps(points, indent=1), encoding="utf-8")
-    points.sort(key=lambda point: (point["members"], point["length"]))
-    rows = [row_of(point) for point in points]
-    with (output / "secure-sums.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([HEAD, *rows])
-    draw(points, output / "secure-sums.svg")
-    page = f"# Secure sums\n\n{_machine()}\n\n{table(HEAD, rows)}\n"
-    (output / "table.md").write_text(page, encoding="utf-8")
-    print(page)
+    """Measure, and print the table."""
+    rows = []
+    for members in COHORTS:
+        for length in LENGTHS:
+            if length <= most and members <= clients:
+                words = ["-m", "benchmarks.secure_sum", "--one", f"{members}", f"{length}"]
+                point = subprocess.run(
+                    [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
+                )
+                rows.append(row_of(json.loads(point.stdout.splitlines()[-1])))
+                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(f"{_machine()}\n\n{table(HEAD, rows)}")
 
 
 def _machine() -> str:

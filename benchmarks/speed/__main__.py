@@ -1,13 +1,13 @@
-"""Time of a round of federated averaging, here and elsewhere, on this machine.
+"""A round of federated averaging: milliseconds and memory, beside pfl-research and Flower.
 
-    python -m benchmarks.speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
+    python -m benchmarks speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
 
 1,000 clients of 50 images (28×28), 100 a round, one epoch of SGD in batches of 10, one thread;
 with and without central DP. ``--full`` adds 10,000 clients, 1,000 a round. pfl-research needs
 another environment: ``python -m venv pfl; pfl/bin/pip install pfl torch``, then
 ``--pfl pfl/bin/python``. Two workers and Ray's contenders may use every core.
 
-The tables are those of ``docs/speed.md``, for one processor and one version.
+The tables are those of ``docs/speed.md``, for one processor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import psutil
 import torch
 import typer
 
-from benchmarks.speed import growth
 from benchmarks.speed.contest import HERE, Contender, Measured, by_turns, contenders
+from benchmarks.speed.growth import growth
 from benchmarks.speed.workload import MODELS, Workload
 from flower_ext.runs.page import table
 
@@ -49,9 +49,9 @@ def main(
     turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = 2,
     rounds: Annotated[int, typer.Option(help="rounds a run, the first not counted")] = 8,
     timeout: Annotated[float, typer.Option(help="seconds a run may take")] = 900.0,
-    output: Annotated[Path, typer.Option(help="where tables and figures go")] = Path("runs/speed"),
+    output: Annotated[Path, typer.Option(help="where tables go")] = Path("runs/speed"),
 ) -> None:
-    """Print the tables; write them and the growth plot."""
+    """Print the tables, and write them."""
     chosen = only or list(MODELS)
     for name in chosen:
         if name not in MODELS:
@@ -99,7 +99,7 @@ def main(
         }
         write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(here, large)}")
         write(f"Peak memory in MB:\n\n{memory(here, large)}")
-    write(growth.draw(output, rounds=rounds))
+    write(growth(rounds))
     print(f"written to {output}")
 
 

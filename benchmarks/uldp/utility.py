@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import Config, Experiment, last, over_seeds
+from benchmarks.runs import Experiment, differences, last, mean_and_error, over_seeds
 from benchmarks.uldp.app import describe_silos, load_silos
 from benchmarks.uldp.experiment import (
     METHODS,
@@ -20,8 +18,7 @@ from benchmarks.uldp.experiment import (
     Problem,
     Scale,
     choose,
-    of_method,
-    of_problem,
+    run_methods,
     search_text,
     settings_text,
 )
@@ -30,7 +27,6 @@ from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 from flower_ext.training.models import build
 
@@ -137,14 +133,14 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
         if label in missing:
             rows.append((label, missing[label], *[""] * (len(header) - 2)))
             continue
-        own = runs[label]
+        members = runs[label]
         rows.append(
             (
                 label,
-                _mean(own, problem.metric),
-                *(_over_seeds([rare_class(run) for run in own]) if unbalanced else ()),
-                _mean(own, "loss_pooled"),
-                *(_epsilon(own, basis) for basis in ("provable", "published")),
+                mean_and_std(over_seeds(members, problem.metric)),
+                *(_rare_class_over_seeds(members) if unbalanced else ()),
+                mean_and_std(over_seeds(members, "loss_pooled")),
+                *(_epsilon(members, basis) for basis in ("provable", "published")),
                 settings_text(chosen[label]),
             )
         )
@@ -162,7 +158,7 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     )
     notes += "".join(
         f" AVG-w − AVG by seed, mean and standard error: {name} "
-        f"{_difference(runs['ULDP-AVG-w'], runs['ULDP-AVG'], series)}."
+        f"{mean_and_error(differences(runs['ULDP-AVG-w'], runs['ULDP-AVG'], series))}."
         for name, series in ((metric, problem.metric), ("loss", "loss_pooled"))
     )
     return "\n\n".join([title, table(header, rows), notes, *figures])
@@ -173,27 +169,6 @@ def _why_not(problem: Problem, label: str) -> str:
     if problem.dataset.startswith("tcga-brca") and "GROUP" in label:
         return "refused: Cox's loss compares patients, so no gradient is one patient's"
     return ""
-
-
-def run_methods(
-    experiment: Experiment, scale: Scale, problem: Problem, chosen: dict[str, Config], name: str
-) -> dict[str, list[RunDirectory]]:
-    """Run all seeds of every method under its settings."""
-    keys = [(label, seed) for seed in range(1, scale.seeds + 1) for label in chosen]
-    configs = [
-        experiment.config(
-            f"{name}/{problem.name}-{label}-{seed}",
-            of_problem(problem, scale.length(problem)),
-            of_method(problem, label),
-            chosen[label],
-            {"seed": seed},
-        )
-        for label, seed in keys
-    ]
-    groups: dict[str, list[RunDirectory]] = {label: [] for label in chosen}
-    for (label, _), run in zip(keys, experiment.run(configs, problem.name), strict=True):
-        groups[label].append(run)
-    return groups
 
 
 def rare_class(run: RunDirectory) -> dict[str, float]:
@@ -215,8 +190,9 @@ def rare_class(run: RunDirectory) -> dict[str, float]:
     return dict(zip(RARE_CLASS, scores, strict=True))
 
 
-def _over_seeds(scores: Sequence[dict[str, float]]) -> list[str]:
-    return [mean_and_std([one[name] for one in scores]) for name in RARE_CLASS]
+def _rare_class_over_seeds(runs: Sequence[RunDirectory]) -> list[str]:
+    scores = [rare_class(run) for run in runs]
+    return [mean_and_std([score[name] for score in scores]) for name in RARE_CLASS]
 
 
 @cache
@@ -226,18 +202,6 @@ def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
         torch.cat([silo.test.features for silo in silos]),
         torch.cat([silo.test.targets for silo in silos]),
     )
-
-
-def _mean(runs: Sequence[RunDirectory], metric: str) -> str:
-    return mean_and_std(over_seeds(runs, metric))
-
-
-def _difference(these: Sequence[RunDirectory], those: Sequence[RunDirectory], metric: str) -> str:
-    """Return the difference over pairs of runs with the same seed."""
-    pairs = zip(these, those, strict=True)
-    gaps = np.array([last(one, metric) - last(other, metric) for one, other in pairs])
-    error = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return f"{gaps.mean():+.4f} ± {error:.4f}"
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
@@ -260,8 +224,5 @@ def _draw(
         lines = {label: [run.series(series) for run in own] for label, own in runs.items()}
         lines = {label: own for label, own in lines.items() if all(x for x, _ in own)}
         title = f"{ylabel}, {problem.dataset}, {problem.distribution}"
-        path = draw_lines(
-            experiment.folder / "figures", f"{name}-{series}", title, ylabel, lines, log=log
-        )
-        drawn.append(f"![{title}](figures/{path.name})")
+        drawn.append(experiment.draw(f"{name}-{series}", title, ylabel, lines, log=log))
     return drawn
