@@ -6,7 +6,7 @@
 ``apps/uldp-fl`` runs twice in one process: with ``uldp-avg-private``, over Paillier with 3072-bit
 keys and N_max = 2000 or over ring-LWE, and with ``uldp-avg-w`` under the same seeded noise. Any
 run-config value of the app can be overridden as ``name=value``. For times between real processes
-run the app by ``flower-ext deploy``; its ``metrics.jsonl`` has the same columns.
+run the app on a SuperLink; its ``metrics.jsonl`` has the same columns.
 """
 
 from __future__ import annotations
