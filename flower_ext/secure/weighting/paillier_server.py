@@ -25,7 +25,7 @@ from flower_ext.secure.weighting.paillier_messages import (
 )
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.weighting_steps import Dialogue
+from flower_ext.secure.weighting.agreement import Dialogue
 
 
 class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):

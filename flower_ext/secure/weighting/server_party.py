@@ -12,8 +12,7 @@ from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
 from flower_ext.secure.messages import Message, check_length, unpack_numbers
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
-from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.weighting_steps import (
+from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
     DRAW,
@@ -22,6 +21,7 @@ from flower_ext.secure.weighting.weighting_steps import (
     NUMBER_BYTES,
     SEALED_SEED_BYTES,
     Dialogue,
+    PartySettings,
     Step,
 )
 
