@@ -38,12 +38,12 @@ OUTPUTS = 1_000
 
 
 def made_up(work: ClientWork) -> LocalResult:
-    """An update as large as the model."""
+    """Return an update as large as the model."""
     return LocalResult(update={n: torch.full_like(p, 1e-3) for n, p in work.received.items()})
 
 
 def received(work: ClientWork) -> Params:
-    """The model that was sent."""
+    """Return the model that was sent."""
     return work.received
 
 

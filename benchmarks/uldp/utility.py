@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import Experiment, differences, last, mean_and_error, over_seeds
-from benchmarks.uldp.app import describe_silos, load_silos
+from benchmarks.runs import APPS, Experiment, differences, last, mean_and_error, over_seeds
 from benchmarks.uldp.experiment import (
     METHODS,
     NOISE_MULTIPLIER,
@@ -23,6 +23,7 @@ from benchmarks.uldp.experiment import (
     settings_text,
 )
 from flower_ext.data import Examples
+from flower_ext.federation.engines.run_app import load_app
 from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
@@ -30,6 +31,8 @@ from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 from flower_ext.training.models import build
 
+load_app(APPS / "uldp-fl")
+silos = import_module("uldp_fl_app.silos")
 CREDITCARD = Problem(
     dataset="creditcard",
     metric="accuracy_pooled",
@@ -175,7 +178,7 @@ def rare_class(run: RunDirectory) -> dict[str, float]:
     """Return `RARE_CLASS` of the last model on all silos' test records."""
     config = run.config
     test = _test_examples(str(config["dataset"]), str(config["data-folder"]), int(config["seed"]))
-    model = build(describe_silos(str(config["dataset"])).model, num_classes=2)
+    model = build(silos.describe_silos(str(config["dataset"])).model, num_classes=2)
     model.load_state_dict(load_file(run.path / "model.safetensors"))
     model.eval()
     with torch.no_grad():
@@ -197,10 +200,11 @@ def _rare_class_over_seeds(runs: Sequence[RunDirectory]) -> list[str]:
 
 @cache
 def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
-    silos = load_silos(dataset, Path(folder) if folder else None, seed=seed)
+    tests = [
+        silo.test for silo in silos.load_silos(dataset, Path(folder) if folder else None, seed=seed)
+    ]
     return Examples(
-        torch.cat([silo.test.features for silo in silos]),
-        torch.cat([silo.test.targets for silo in silos]),
+        torch.cat([test.features for test in tests]), torch.cat([test.targets for test in tests])
     )
 
 

@@ -11,10 +11,13 @@ run the app on a SuperLink; its ``metrics.jsonl`` has the same columns.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 from safetensors.numpy import load_file
 
 from benchmarks.runs import APPS, Config, Experiment, parse_overrides, parser_of, settings
+from flower_ext.federation.engines.run_app import load_app
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
@@ -31,13 +34,20 @@ def main() -> None:
     parser.add_argument("dataset")
     parser.add_argument("overrides", nargs="*", help="run-config values, right after the data set")
     arguments = parser.parse_args()
-    defaults = settings(APPS / "uldp-fl") | {"rounds": 3}
     try:
-        overrides = parse_overrides(defaults, arguments.overrides)
+        overrides = parse_overrides(settings(APPS / "uldp-fl"), arguments.overrides)
     except ValueError as error:
         parser.error(str(error))
-    length: Config = {"rounds": defaults["rounds"], "evaluate-every": 0, "seeded-noise": True}
-    changes = length | overrides | {"dataset": arguments.dataset}
+    load_app(APPS / "uldp-fl")
+    silos = import_module("uldp_fl_app.silos").describe_silos(arguments.dataset)
+    changes: Config = {
+        "dataset": arguments.dataset,
+        "num-silos": silos.num_silos,
+        "rounds": 3,
+        "evaluate-every": 0,
+        "seeded-noise": True,
+        **overrides,
+    }
     experiment = Experiment.of(arguments, "uldp-fl", changes)
     cases = {"private": "uldp-avg-private", "plain": "uldp-avg-w"}
     configs = [experiment.config(name, {"method": method}) for name, method in cases.items()]
