@@ -218,15 +218,15 @@ def _draw(
 ) -> list[str]:
     """Draw utility, loss and both ε against rounds."""
     metric = problem.metric.partition("_")[0]
-    drawn = []
+    figures = []
     for series, ylabel, log in (
         (problem.metric, metric, False),
         ("loss_pooled", "loss", True),
         ("epsilon_provable", "ε, provable", True),
         ("epsilon_published", "ε, as published", True),
     ):
-        lines = {label: [run.series(series) for run in own] for label, own in runs.items()}
-        lines = {label: own for label, own in lines.items() if all(x for x, _ in own)}
+        lines = {label: [run.series(series) for run in runs[label]] for label in runs}
+        measured = {label: lines[label] for label in runs if all(x for x, _ in lines[label])}
         title = f"{ylabel}, {problem.dataset}, {problem.distribution}"
-        drawn.append(experiment.draw(f"{name}-{series}", title, ylabel, lines, log=log))
-    return drawn
+        figures.append(experiment.draw(f"{name}-{series}", title, ylabel, measured, log=log))
+    return figures

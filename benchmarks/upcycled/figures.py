@@ -114,11 +114,11 @@ def _row(runs: Sequence[RunDirectory]) -> tuple[str, ...]:
 
 
 def _epsilons(last: Mapping[str, float], guarantees: Sequence[Guarantee], basis: str) -> str:
-    found = [g for g in guarantees if g.basis == basis]
-    if not found or f"epsilon_{basis}" not in last:
+    stated = [g for g in guarantees if g.basis == basis]
+    if not stated or f"epsilon_{basis}" not in last:
         return "none"
     mean, largest = (epsilon_text(last[f"epsilon_{basis}{end}"]) for end in ("_mean", ""))
-    return f"{mean} ({largest})" + ("" if found[0].conditions_hold else " ✗")
+    return f"{mean} ({largest})" + ("" if stated[0].conditions_hold else " ✗")
 
 
 def _draw(experiment: Experiment, name: str, groups: Mapping[str, Sequence[RunDirectory]]) -> None:

@@ -157,8 +157,8 @@ def round_cost(
     # All silos do the same work, so take the one that was disturbed least.
     cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
     cost.up = len(sums[0].to_bytes())
-    found, cost.closing = timed(server.close_round, sums)
-    error = float(np.abs(found - expected).max())
+    total, cost.closing = timed(server.close_round, sums)
+    error = float(np.abs(total - expected).max())
     cost.largest_error = math.nan if draw_choices else error
     return cost
 
