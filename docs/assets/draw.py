@@ -339,7 +339,7 @@ def rivals() -> Drawing:
 
 
 def packages() -> Drawing:
-    """The packages of flower_ext, each on those that it may import."""
+    """Draw the packages of flower_ext, each on those that it may import."""
     d = Drawing(860, 520, "The packages of flower_ext: each imports only those below it")
 
     def package(x: float, y: float, w: float, name: str, text: str, fill: str) -> None:

@@ -21,8 +21,8 @@ from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, cores
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
-from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.secure.weighting.agreement import BEGIN
+from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name

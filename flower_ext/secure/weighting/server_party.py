@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
 from flower_ext.secure.messages import Message, check_length, unpack_numbers
-from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
@@ -24,6 +23,7 @@ from flower_ext.secure.weighting.agreement import (
     PartySettings,
     Step,
 )
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
 SumT = TypeVar("SumT", bound=Message)

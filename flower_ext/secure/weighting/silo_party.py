@@ -19,7 +19,6 @@ from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import Message, check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
-from flower_ext.secure.weighting.oblivious import Receiver
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
@@ -31,6 +30,7 @@ from flower_ext.secure.weighting.agreement import (
     SEED_BYTES,
     PartySettings,
 )
+from flower_ext.secure.weighting.oblivious import Receiver
 
 log = getLogger("flwr")
 
