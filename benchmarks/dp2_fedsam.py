@@ -12,7 +12,7 @@ continues.
 
 from __future__ import annotations
 
-from benchmarks.runs import APPS, Config, Experiment, parse_overrides, parser_of, settings
+from benchmarks.runs import Config, Experiment, overrides_of, parser_of
 from flower_ext.runs import write_comparison
 
 METHODS = (
@@ -58,10 +58,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the sizes of the paper's CIFAR-10")
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
     arguments = parser.parse_args()
-    try:
-        overrides = parse_overrides(settings(APPS / "dp2-fedsam"), arguments.overrides)
-    except ValueError as error:
-        parser.error(str(error))
+    overrides = overrides_of(parser, "dp2-fedsam", arguments.overrides)
     scale = FULL if arguments.full else DEFAULT
     experiment = Experiment.of(arguments, "dp2-fedsam", scale | overrides)
     cases: dict[str, Config] = {method: {"method": method} for method in arguments.methods}

@@ -48,21 +48,21 @@ def settings(app: Path) -> Config:
     return dict(project["tool"]["flwr"]["app"]["config"])
 
 
-def parse_overrides(config: Config, overrides: Iterable[str]) -> Config:
-    """Return ``name=value`` texts as settings, each read as the type of its default.
+def overrides_of(parser: argparse.ArgumentParser, app: str, texts: Iterable[str]) -> Config:
+    """Return ``name=value`` texts as settings, each read as the type of the app's default.
 
-    Raises
-    ------
-    ValueError
-        A name is unknown, or a value has another type.
+    A name that the app does not have, or a value of another type, is an error of the parser.
     """
-    changes: Config = {}
-    for override in overrides:
-        name, _, value = override.partition("=")
-        if name not in config:
-            raise ValueError(f"unknown run-config name {name!r}; expected one of {sorted(config)}")
-        kind = type(config[name])
-        changes[name] = value == "true" if kind is bool else kind(value)
+    defaults, changes = settings(APPS / app), Config()
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in defaults:
+            parser.error(f"{name!r}: expected one of {', '.join(sorted(defaults))}")
+        kind = type(defaults[name])
+        try:
+            changes[name] = value == "true" if kind is bool else kind(value)
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
     return changes
 
 

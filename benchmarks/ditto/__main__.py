@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from benchmarks.ditto.experiment import DEFAULT, FULL, SETTINGS, WORLDS
 from benchmarks.ditto.figures import FIGURES
-from benchmarks.runs import APPS, Experiment, parse_overrides, parser_of, settings
+from benchmarks.runs import Experiment, overrides_of, parser_of
 
 
 def main() -> None:
@@ -34,10 +34,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()
-    try:
-        overrides = parse_overrides(settings(APPS / "dp-ditto"), arguments.overrides)
-    except ValueError as error:
-        parser.error(str(error))
+    overrides = overrides_of(parser, "dp-ditto", arguments.overrides)
     scale = FULL if arguments.full else DEFAULT
     if arguments.rounds:
         T = tuple(arguments.rounds)

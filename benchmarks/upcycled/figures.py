@@ -68,11 +68,8 @@ def _figure(experiment: Experiment, scale: Scale, perturbation: str, dataset: st
         for upcycled in (False, True)
         for pair in settings
     }
-    groups = {
-        METHODS[str(runs[0].config["method"])]
-        + ", upcycled" * bool(runs[0].config["upcycled"]): runs
-        for runs in experiment.grouped(cases, scale.seeds, name).values()
-    }
+    runs_of = experiment.grouped(cases, scale.seeds, name).values()
+    groups = {_label(runs[0]): runs for runs in runs_of}
     _draw(experiment, name, groups)
     rows = [(label, *_row(runs)) for label, runs in groups.items()]
     header = ("method", "loss", "accuracy", "published ε̄ (max)", "provable ε̄ (max)", "coefficient")
@@ -83,6 +80,11 @@ def _figure(experiment: Experiment, scale: Scale, perturbation: str, dataset: st
     )
     title = f"# {perturbation.capitalize()} perturbation, {dataset}"
     experiment.write(name, title, table(header, rows), notes)
+
+
+def _label(run: RunDirectory) -> str:
+    name = METHODS[str(run.config["method"])]
+    return f"{name}, upcycled" if run.config["upcycled"] else name
 
 
 def _settings(method: str, perturbation: str, dataset: str) -> Config:

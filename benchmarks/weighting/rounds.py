@@ -16,7 +16,7 @@ from importlib import import_module
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.runs import APPS, Config, Experiment, parse_overrides, parser_of, settings
+from benchmarks.runs import APPS, Config, Experiment, overrides_of, parser_of
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
@@ -34,10 +34,7 @@ def main() -> None:
     parser.add_argument("dataset")
     parser.add_argument("overrides", nargs="*", help="run-config values, right after the data set")
     arguments = parser.parse_args()
-    try:
-        overrides = parse_overrides(settings(APPS / "uldp-fl"), arguments.overrides)
-    except ValueError as error:
-        parser.error(str(error))
+    overrides = overrides_of(parser, "uldp-fl", arguments.overrides)
     load_app(APPS / "uldp-fl")
     silos = import_module("uldp_fl_app.silos").describe_silos(arguments.dataset)
     changes: Config = {
