@@ -36,13 +36,15 @@ def page(apps: Rows) -> str:
 
 
 def section(title: str, apps: Rows, users: Mapping[str, list[str]], *, everyone: int) -> str:
-    """Return a heading and a table of settings, each with the apps that have it."""
+    """Return a heading and a table of settings, each with the apps that have it or lack it."""
     lines = []
     for name, using in users.items():
         rows = {app: apps[app][name] for app in using}
         defaults = by_app({app: f"`{default}`" for app, (default, *_) in rows.items()})
         if len(using) < everyone and len(set(rows.values())) == 1:
-            defaults = Markup(f"{defaults} ({', '.join(using)})")
+            lacking = [app for app in sorted(apps) if app not in using]
+            few = f"not {lacking[0]}" if len(lacking) == 1 else ", ".join(using)
+            defaults = Markup(f"{defaults} ({few})")
         texts = {app: text(choices, meaning) for app, (_, choices, meaning) in rows.items()}
         lines.append([Markup(f"`{name}`"), defaults, by_app(texts)])
     return f"## {title}\n\n{table(['setting', 'default', 'meaning'], lines)}\n"

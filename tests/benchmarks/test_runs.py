@@ -28,17 +28,17 @@ def test_an_override_that_the_app_cannot_read_is_an_error_of_the_command(text, e
 
 
 def test_a_search_takes_the_best_mean_score_and_never_a_run_that_diverged(tmp_path, monkeypatch):
-    """The runs are numbers: how they are scored, averaged and named is what is tested."""
+    """The runs are numbers: only their scores are tested."""
     scores = {
         ("a", 0.1): [1.0, 2.0],
         ("a", 0.2): [3.0, 1.0],
         ("b", 0.1): [9.0, math.nan],
         ("b", 0.2): [0.0, 0.0],
     }
-    asked = []
+    tried = []
 
     def grouped(self, cases, seeds, title):
-        asked.extend(cases.values())
+        tried.extend(cases.values())
         return dict(zip(cases, scores.values(), strict=True)) if len(seeds) == 2 else {}
 
     monkeypatch.setattr(Experiment, "grouped", grouped)
@@ -47,7 +47,7 @@ def test_a_search_takes_the_best_mean_score_and_never_a_run_that_diverged(tmp_pa
     fixed = {name: {"method": name} for name in "ab"}
     best = experiment.best(trials, lambda run: run, "rates", fixed=fixed, seeds=2)
     assert best == {"a": {"rate": 0.2}, "b": {"rate": 0.2}}
-    assert asked == [{"method": name, "rate": rate} for name, rate in scores]
+    assert tried == [{"method": name, "rate": rate} for name, rate in scores]
 
 
 def test_a_difference_has_the_standard_error_of_its_mean():

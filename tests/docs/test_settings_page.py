@@ -36,7 +36,7 @@ def test_a_setting_of_several_apps_is_described_once_and_what_differs_with_the_a
         "| setting | default | meaning |",
         "| --- | --- | --- |",
         f"| `x` | {defaults} | {meanings} |",
-        "| `z` | `no` (a, c) | on |",
+        "| `z` | `no` (not b) | on |",
         "",
         "## Of c alone",
         "",
