@@ -138,7 +138,7 @@ class FedAMP(Method):
         """Send each client its cloud model u_i; a client without one gets the shared model."""
         requests = {
             client: {records.MODEL: records.to_record(state.server[CLOUD + str(client)])}
-            for client in cohort.asked
+            for client in cohort.partitions
             if CLOUD + str(client) in state.server
         }
         return replace(cohort, requests=requests)

@@ -106,7 +106,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 def answer(question: Question) -> Mapping[str, object]:
     """Answer a question before a round: take a step of a weighted sum, or describe this silo."""
-    if STEP in question.asked:
+    if STEP in question.values:
         return silo_part.answer(question)
     return answer_server(question)
 

@@ -47,7 +47,7 @@ def answer(question: Question) -> Arrays:
     InvalidValue
         The server's message is malformed, or the data have no owners.
     """
-    step = str(question.asked[STEP])
+    step = str(question.values[STEP])
     with _protocol_errors():
         silo = stored_silo(question.vault)
         if step not in question.arrays.get(WEIGHTED, {}):

@@ -25,6 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
+from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_apart
 
@@ -165,13 +166,13 @@ def answer_server(question: Question) -> Params:
 
     Users' numbers of records leave the silo only if the server asks for them.
     """
-    num_users, examples = int(question.asked[USERS]), question.data.train
+    num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
     apart = len(examples) > 0 and any(
         trains_apart(question.task, examples, training) for training in question.training.values()
     )
     answer = {ONE_BY_ONE: torch.tensor(int(apart))}
-    if question.asked[HISTOGRAM]:
+    if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
     return answer
 
@@ -215,10 +216,12 @@ def ask_silos(
 
 
 def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
-    arrays = records.read_answer(reply)
+    arrays = read_answer(reply)
     expected = {ONE_BY_ONE, HISTOGRAM} if num_users else {ONE_BY_ONE}
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
+    if arrays[ONE_BY_ONE].dtype.kind not in "biu":
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a truth value")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

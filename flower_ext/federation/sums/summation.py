@@ -93,7 +93,7 @@ class OpenSum(ABC):
 
         ``answered`` is the number of contributions that arrived; None before the server asks.
         """
-        return len(self.cohort.asked), answered
+        return len(self.cohort.partitions), answered
 
 
 class Summation(ABC):
