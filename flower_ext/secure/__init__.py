@@ -4,7 +4,3 @@
 which needs the extra of that name. The other modules serve both: labelled keys, masks of pairs,
 fixed-point numbers, stored states, threads.
 """
-
-from flower_ext.errors import IncompleteRound, ProtocolError
-
-__all__ = ["IncompleteRound", "ProtocolError"]

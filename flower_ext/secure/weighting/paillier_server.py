@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from random import SystemRandom
-from typing import Any
 
 import gmpy2
 import numpy as np
@@ -35,16 +34,14 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     ----------
     key : PrivateKey, optional
         By default a fresh key of ``settings.key_bits`` bits.
-    settings, **options
+    settings
         As for `ServerParty`.
     """
 
     sum_type = PaillierSum
 
-    def __init__(
-        self, settings: PaillierSettings, *, key: PrivateKey | None = None, **options: Any
-    ) -> None:
-        super().__init__(settings, **options)
+    def __init__(self, settings: PaillierSettings, *, key: PrivateKey | None = None) -> None:
+        super().__init__(settings)
         self._key = key or generate_key(
             settings.key_bits, allow_insecure_key_size=settings.allow_insecure_key_size
         )

@@ -57,13 +57,7 @@ class PaillierState(SiloState):
 
 
 class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
-    """One silo. After the set-up of `SiloParty`, call `open_sum` for every round.
-
-    Parameters
-    ----------
-    settings, index, **options
-        As for `SiloParty`.
-    """
+    """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
 
     settings_type = PaillierSettings
     server_key_type = PaillierKey

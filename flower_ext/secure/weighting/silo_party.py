@@ -201,7 +201,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """
 
     @classmethod
-    def from_state(cls, data: bytes, **options: Any) -> Self:
+    def from_state(cls, data: bytes, *, save: Callable[[bytes], None] = lambda state: None) -> Self:
         """Return a silo at the stage of the one that saved ``data``. What it used stays used.
 
         Raises
@@ -211,7 +211,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """
         state = cls.state_type.from_bytes(data)
         settings: Any = state.settings
-        silo = cls(settings, state.index, **options)
+        silo = cls(settings, state.index, save=save)
         silo._pairs = PairKeys(context=settings.context, index=state.index, private=state.private)
         silo._state = state
         if state.silo_keys:

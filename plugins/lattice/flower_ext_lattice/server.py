@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +32,12 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
 
     A round is one of an epoch, which lasts until other users are drawn: see `begin_round`.
-
-    Parameters
-    ----------
-    settings, **options
-        As for `ServerParty`.
     """
 
     sum_type = LatticeSum
 
-    def __init__(self, settings: LatticeSettings, **options: Any) -> None:
-        super().__init__(settings, **options)
+    def __init__(self, settings: LatticeSettings) -> None:
+        super().__init__(settings)
         self._key_seed = secrets.token_bytes(SEED_BYTES)
         self._public_seed = secrets.token_bytes(SEED_BYTES)
         self._sender = Sender(settings.context)

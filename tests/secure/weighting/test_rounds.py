@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gmpy2 import mpz, next_prime
 
-from flower_ext.secure import IncompleteRound, ProtocolError
+from flower_ext.errors import IncompleteRound, ProtocolError
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_server import PaillierServer
