@@ -4,3 +4,7 @@
 which needs the extra of that name. The other modules serve both: labelled keys, masks of pairs,
 fixed-point numbers, stored states, threads.
 """
+
+from flower_ext.errors import IncompleteRound, ProtocolError
+
+__all__ = ["IncompleteRound", "ProtocolError"]

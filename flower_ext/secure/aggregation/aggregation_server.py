@@ -42,7 +42,7 @@ M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class ShareFault(Enum):
-    """What is wrong with a member's shares; the value is a sentence about the member."""
+    """A fault of a member's shares; the value is a sentence about the member."""
 
     UNOPENED = "its sealed shares could not be opened by {neighbours}"
     WRONG = (
@@ -70,7 +70,7 @@ class SumServer:
     Attributes
     ----------
     faults : dict[tuple[int, ShareFault], set[int]]
-        The neighbours concerned, for each member and fault of its shares.
+        For each member and fault of its shares, the neighbours that the fault concerns.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
