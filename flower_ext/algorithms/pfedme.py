@@ -39,8 +39,8 @@ from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clon
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
 from flower_ext.training.batched.grouping import groups
-from flower_ext.training.local import gradient, job_batches
-from flower_ext.training.problem import local_problem
+from flower_ext.training.job import job_batches
+from flower_ext.training.problem import gradient, local_problem
 from flower_ext.training.seeding import seeded_by
 
 

@@ -41,7 +41,7 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.training import Linear, LocalTraining, Params, difference
-from flower_ext.training.local import SGD
+from flower_ext.training.job import SGD
 
 STEPS = "local-steps"
 CONTROL = "control"

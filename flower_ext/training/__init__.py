@@ -8,25 +8,20 @@ from flower_ext.training.batched.many import (
     trains_apart,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.dp_sgd import (
-    ClippedJob,
-    DpSgdTraining,
-    StepNoise,
-    train_clipped_steps,
-    train_dp_sgd,
-)
+from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
 from flower_ext.training.features import Features
-from flower_ext.training.local import (
-    Job,
-    LocalTraining,
-    gradient,
-    job_batches,
-    minimise,
-    train,
-)
+from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
+from flower_ext.training.local import minimise, train
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
-from flower_ext.training.problem import Linear, LocalProblem, Proximal, Term, local_problem
+from flower_ext.training.problem import (
+    Linear,
+    LocalProblem,
+    Proximal,
+    Term,
+    gradient,
+    local_problem,
+)
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
 from flower_ext.training.survival import cox_loss
@@ -36,7 +31,6 @@ from flower_ext.training.validation import UnshareableModel, check_shareable, re
 __all__ = [
     "MEMORY_LIMIT",
     "ClippedGradient",
-    "ClippedJob",
     "DpSgdTraining",
     "Features",
     "Job",
@@ -68,7 +62,6 @@ __all__ = [
     "split",
     "tagged",
     "train",
-    "train_clipped_steps",
     "train_dp_sgd",
     "train_each",
     "train_groups",

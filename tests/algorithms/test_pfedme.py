@@ -11,7 +11,7 @@ from flower_ext.algorithms.pfedme import Envelope, minimise_envelopes
 from flower_ext.data import Examples
 from flower_ext.training import Linear, LocalTraining, Task
 from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.local import batches
+from flower_ext.training.job import batches
 
 
 class Centred(nn.Module):
