@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS, answer_counts, ask_silos, owned
+from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos, owned
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
@@ -111,7 +111,7 @@ class UldpGroup(Method):
         name="uldp_group",
         local_update=local_update,
         local_model=shared_model,
-        answer=answer_counts,
+        answer=answer_server,
         memory=Memory.NONE,
     )
 
@@ -159,8 +159,9 @@ class UldpGroup(Method):
         """Ask the silos for their histograms; fix k and the limits for the whole run."""
         if LIMITS in state.server:
             return state  # the limits that were drawn first hold for the whole run
-        counts = ask_silos(connected.clients, self.num_users, histogram=True)
-        assert counts is not None
+        _, counts = ask_silos(
+            connected.clients, self.num_users, trainings=self.training, histogram=True
+        )
         k = size_of(counts, self.group_size)
         limits = limit_contributions(counts, k, connected.generator("limits"))
         return State(server={LIMITS: {LIMITS: limits.astype(np.int32), "k": np.asarray(k)}})
