@@ -35,17 +35,8 @@ from flower_ext.federation import (
     personal_model,
 )
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
-<<<<<<< HEAD
-from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.descent import Stack, along, first, unstacked
-from flower_ext.training.batched.grouping import groups
 from flower_ext.training.job import job_batches
 from flower_ext.training.problem import gradient, local_problem
-=======
-from flower_ext.training.job import job_batches
-from flower_ext.training.problem import gradient
-from flower_ext.training.problem import local_problem
->>>>>>> main
 from flower_ext.training.seeding import seeded_by
 
 
