@@ -1,4 +1,21 @@
-"""Local optimisation of torch models, as plain functions over parameter dictionaries."""
+"""Local training of torch models, as plain functions over parameter dictionaries.
+
+A method's ``yield work.train(...)`` passes these modules on its way to a step of SGD:
+
+====================  =====================================================================
+module                its part
+====================  =====================================================================
+`side_by_side`        collects the trainings for which methods of many clients wait
+`batched`             trains jobs together where that is faster, as each would train alone
+`local`               `train`: trains one job by SGD, SAM, exactly, or in noised steps
+`job`                 a training as a value: settings, examples, mini-batches
+`problem`             the loss plus terms, as a function of the trained part of a model
+`task`                the model, the loss, the metrics and each partition's data
+====================  =====================================================================
+
+`dp` has the steps of DP-SGD, which clip each example's gradient. The trials in `trials` and
+`between_trainings` find models in which one example, or one training, changes another.
+"""
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
