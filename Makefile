@@ -46,7 +46,7 @@ demo: $(VENV)/.installed
 	$(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)"
 
 deploy: $(VENV)/.installed
-	$(BIN)/flower-ext deploy apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
+	$(BIN)/python -m tests.support.deployment apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
 
 quick: $(VENV)/.compiled
 	$(BIN)/python -m tests.support.quick --base "$(BASE)"

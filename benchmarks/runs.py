@@ -104,7 +104,7 @@ def run(app: Path, config: Config) -> RunDirectory:
     path = Path(str(config["run-directory"]))
     if (path / "run.json").exists():
         earlier = RunDirectory.open(path)
-        if earlier.facts["status"] == "completed":
+        if earlier.status == "completed":
             _check_same(earlier, config)
             return earlier
         shutil.rmtree(path)  # remains of an interrupted or failed attempt

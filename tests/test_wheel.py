@@ -88,6 +88,6 @@ def test_an_app_made_from_the_wheel_runs_away_from_the_checkout(installed, tmp_p
     )
     (path,) = (tmp_path / "my-app" / "runs").iterdir()
     run = RunDirectory.open(path)
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
     assert [g.basis for g in run.guarantees()].count("provable") == 3
     assert (path / "report.html").exists()

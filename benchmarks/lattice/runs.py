@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.uldp.dialogue import answers, converse
 from flower_ext.privacy import seeded_generator
-from flower_ext.secure.weighting.weighting_steps import Step
+from flower_ext.secure.weighting.agreement import Step
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings

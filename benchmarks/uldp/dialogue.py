@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.silo_party import SiloParty
-from flower_ext.secure.weighting.weighting_steps import Dialogue, Step
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from benchmarks.uldp.app import APP, describe_silos
-from flower_ext.cli.deployment import CONNECTION, Deployment
-from flower_ext.cli.launch import launch
 from flower_ext.cli.preparing import RunOptions, prepare
+from flower_ext.cli.run_command import launch
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
+from tests.support.deployment import CONNECTION, Deployment
 
 _SILO = re.compile(r"silo (\d+), round (\d+): ([\d.]+) s of training, ([\d.]+) s of encryption")
 

@@ -338,17 +338,17 @@ def rivals() -> Drawing:
     return d
 
 
-def house() -> Drawing:
-    """Eleven rooms."""
-    d = Drawing(860, 520, "The rooms of flower_ext: each rests on those below it")
+def packages() -> Drawing:
+    """Draw the packages of flower_ext, each on those that it may import."""
+    d = Drawing(860, 520, "The packages of flower_ext: each imports only those below it")
 
-    def room(x: float, y: float, w: float, name: str, text: str, fill: str) -> None:
+    def package(x: float, y: float, w: float, name: str, text: str, fill: str) -> None:
         d.box(x, y, w, 46, "", fill=fill)
         d.words(x + 14, y + 28, name, bold=True, anchor="start")
         d.words(x + 128, y + 28, text, anchor="start", size=12)
 
     full = 820
-    room(
+    package(
         20,
         16,
         full,
@@ -356,7 +356,7 @@ def house() -> Drawing:
         "flower-ext: one module a command, the launcher, a deployment on this machine",
         BLUE,
     )
-    room(
+    package(
         20,
         68,
         full,
@@ -364,7 +364,7 @@ def house() -> Drawing:
         "a strategy in two worlds, and what an attack proves about its ε",
         BLUE,
     )
-    room(
+    package(
         20,
         120,
         full,
@@ -372,7 +372,7 @@ def house() -> Drawing:
         "one module a method: strategy and client side next to each other",
         BLUE,
     )
-    room(
+    package(
         20,
         172,
         full,
@@ -384,7 +384,7 @@ def house() -> Drawing:
         f'<path d="M20 230 L840 230" stroke="{INK}" stroke-width="1.5" stroke-dasharray="7 5"/>'
     )
     d.words(430, 247, "nothing below this line imports flwr", size=12, colour=LINE)
-    room(
+    package(
         20,
         258,
         full,
@@ -392,12 +392,12 @@ def house() -> Drawing:
         "run directory, report, comparison, figures and callbacks",
         GREEN,
     )
-    room(20, 310, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
-    room(20, 362, 405, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
-    room(435, 362, 405, "planning", "DP-Ditto's planner (no torch)", AMBER)
-    room(20, 414, 405, "data", "data sets and partitions", GREEN)
-    room(435, 414, 405, "secure", "secure sums, private weights (no torch)", AMBER)
-    room(
+    package(20, 310, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
+    package(20, 362, 405, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
+    package(435, 362, 405, "planning", "DP-Ditto's planner (no torch)", AMBER)
+    package(20, 414, 405, "data", "data sets and partitions", GREEN)
+    package(435, 414, 405, "secure", "secure sums, private weights (no torch)", AMBER)
+    package(
         20,
         466,
         full,
@@ -419,7 +419,7 @@ FIGURES = {
     "dp-ditto": dp_ditto,
     "upcycled": upcycled,
     "rivals": rivals,
-    "house": house,
+    "packages": packages,
 }
 """Figures by the names of their files."""
 

@@ -16,10 +16,9 @@ K, η_p                ``personal_training``: steps on each mini-batch, learning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from flower_ext.checks import require_positive
@@ -36,9 +35,6 @@ from flower_ext.federation import (
     personal_model,
 )
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
-from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.descent import Stack, along, first, unstacked
-from flower_ext.training.batched.grouping import groups
 from flower_ext.training.local import gradient, job_batches
 from flower_ext.training.problem import local_problem
 from flower_ext.training.seeding import seeded_by
@@ -65,60 +61,20 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         personal=work.training["personal_training"],
         attraction=work.settings["attraction"],
     )
-    solve = minimise_apart if work.steady else minimise_envelopes
     moved, personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=solve
+        task=work.task, job=job, trained=lambda name: True, solve=minimise_envelope
     )
     return LocalResult(model=moved, memory=personal)
 
 
-def minimise_envelopes(
-    task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[tuple[Params, Params]]:
-    """Return (w_i, θ_i) of each job.
-
-    θ_i starts at the received model, and each mini-batch continues from the θ_i before it.
-    """
-    results: dict[int, tuple[Params, Params]] = {}
-    for group in groups(task, jobs, memory_limit):
-        chosen = [jobs[index] for index in group]
-        if len(chosen) == 1 or why_apart(task, chosen) is not None:
-            results |= {index: minimise_envelope(task, jobs[index], trained) for index in group}
-            continue
-        stack = Stack(task, chosen, trained)
-        w, theta, terms = stack.weights, clone(stack.weights), stack.terms()
-        pull, rate, inner = (
-            stack.numbers(values)
-            for values in (
-                [job.attraction for job in chosen],
-                [job.training.learning_rate * job.attraction for job in chosen],
-                [job.personal.learning_rate for job in chosen],
-            )
-        )
-        for batch in stack.batches():
-            active = len(batch.x)
-            near, personal = first(w, active), first(theta, active)
-            envelope = {}
-            for name, centre in near.items():
-                slope, offset = terms.get(name, (0.0, torch.zeros_like(w[name])))
-                around = along(pull[:active], centre) * centre
-                envelope[name] = (pull + slope, offset[:active] - around)
-            for _ in range(chosen[0].personal.steps or 1):
-                step = stack.slope(personal, batch, envelope)
-                for name, point in personal.items():
-                    point.addcmul_(step[name], along(inner[:active], point), value=-1.0)
-            for name, centre in near.items():
-                centre.addcmul_(centre - personal[name], along(rate[:active], centre), value=-1.0)
-        results |= zip(
-            group, zip(unstacked(w, chosen), unstacked(theta, chosen), strict=True), strict=True
-        )
-    return [results[index] for index in range(len(jobs))]
-
-
+@one_by_one
 def minimise_envelope(
     task: Task, job: Envelope, trained: Callable[[str], bool]
 ) -> tuple[Params, Params]:
-    """Return (w_i, θ_i) of one job; the model need not support training in batches of clients."""
+    """Return (w_i, θ_i) of one job.
+
+    θ_i starts at the received model, and each mini-batch continues from the θ_i before it.
+    """
     pull = job.training.learning_rate * job.attraction
     with seeded_by(job.generator, task.torch_device()) as anew:
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
@@ -136,10 +92,6 @@ def minimise_envelope(
             for name, centre in w.items():
                 centre.sub_(centre - theta[name], alpha=pull)
     return problem.whole(w, like=job.params), problem.whole(theta, like=job.params)
-
-
-minimise_apart = one_by_one(minimise_envelope)
-"""Do as `minimise_envelopes` does, with results that depend in no bit on the other jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""The command line: one module a command, the launcher and the local deployment."""
+"""The command line: one module a command, and the ways to run an app."""

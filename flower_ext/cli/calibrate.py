@@ -102,8 +102,8 @@ def calibrate(
     known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     rows = _answers(name, population, **known)
     if as_json:
-        facts = {"unit": "client", "population": population, **known, "rows": rows}
-        console.print_json(json.dumps(facts))
+        answer = {"unit": "client", "population": population, **known, "rows": rows}
+        console.print_json(json.dumps(answer))
         return
     signs = " · ".join(f"{_SIGNS[name]} = {value:.4g}" for name, value in known.items())
     console.print(f"Unit: one client of {population} · {signs}\n")

@@ -139,7 +139,7 @@ def ditto_schedule(
         settings.plan_of, problem, settings.weight, max_rounds=settings.max_rounds
     )
     if as_json:
-        facts = {
+        answer = {
             "unit": "record",
             "relation": "replace-one",
             "view": "each-upload",
@@ -147,7 +147,7 @@ def ditto_schedule(
             "delta": delta,
             "schedules": [_json_ready(schedule) for schedule in schedules],
         }
-        console.print_json(json.dumps(facts))
+        console.print_json(json.dumps(answer))
         return
     bounds = ("gradient_bound", "model_spread")
     text = to_markdown(

@@ -13,15 +13,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flower_ext.cli.ending import GRACE, Ended, LaunchFailed, Refused
-from flower_ext.cli.live import Followed, RunView
 from flower_ext.cli.processes import (
+    GRACE,
     HOST,
+    Ended,
+    LaunchFailed,
     end_groups,
     executable,
     free_port,
     wait_for_port,
 )
+from flower_ext.cli.run_log import Followed, RunLog
 
 _PROGRAM = "flower_ext.federation.engines.run_app"
 """Module that a run in one process executes.
@@ -34,7 +36,7 @@ PATIENCE = 180
 
 
 def in_one_process(
-    app: Path, config: Mapping[str, Any], clients: int, workers: int, view: RunView
+    app: Path, config: Mapping[str, Any], clients: int, workers: int, log: RunLog
 ) -> None:
     """Run an app in one process, with ``workers`` − 1 further processes that share its clients.
 
@@ -49,12 +51,11 @@ def in_one_process(
         The run was interrupted, and its process has ended.
     """
     command = [sys.executable, "-m", _PROGRAM, str(app), str(workers), str(clients)]
-    program = Followed(command, view)
+    program = Followed(command, log)
     try:
         program.tell(json.dumps(dict(config)))
         status = program.wait()
     except KeyboardInterrupt:
-        view.close()
         print(
             f"Interrupted: the run has {GRACE} s to write its last files; Ctrl-C again ends it now",
             file=sys.stderr,
@@ -69,8 +70,6 @@ def in_one_process(
         raise
     if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
         raise Ended(signal.SIGTERM)
-    if status == Refused.exit_status:
-        raise Refused("the run refused the value above")
     if status:
         cause = f"signal {-status}" if status < 0 else "the error above"
         raise LaunchFailed(f"the run was ended by {cause}")
@@ -121,7 +120,7 @@ def on_superlink(
     changes: Mapping[str, Any],
     connection: Sequence[str],
     env: Mapping[str, str],
-    view: RunView,
+    log: RunLog,
     *,
     simulated: int | None = None,
 ) -> None:
@@ -158,32 +157,32 @@ def on_superlink(
         raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}")
     run_id = str(answer["run-id"])
     try:
-        outcome = _finished(run_id, connection, env, view)
+        outcome = _finished(run_id, connection, env, log)
     except KeyboardInterrupt:
-        view.close()
         if not is_ours:
             _stop(run_id, connection, env)
         raise
     if outcome["status"] == "finished:stopped":
         raise LaunchFailed(f"somebody stopped run {run_id}: {outcome['status-details']}")
     if outcome["status"] != "finished:completed":
-        failure = Refused if view.refused else LaunchFailed
-        raise failure(f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}")
+        raise LaunchFailed(
+            f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}"
+        )
 
 
 def _finished(
     run_id: str,
     connection: Sequence[str],
     env: Mapping[str, str],
-    view: RunView,
+    log: RunLog,
 ) -> dict[str, Any]:
-    """Stream a run's log until the run has finished; return the SuperLink's facts about it.
+    """Stream a run's log until the run has finished; return what the SuperLink says of it.
 
     The function waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
     ServerApp may still be running.
     """
     words = [executable("flwr"), "log", run_id, *connection, "--stream"]
-    program = Followed(words, view, env)
+    program = Followed(words, log, env)
     try:
         program.tell()
         program.wait()

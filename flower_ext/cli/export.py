@@ -90,7 +90,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
     for file in outputs:
         if file.exists():
             raise InvalidValue(f"output={file}: expected the name of a new file, this one exists")
-    status = run.facts["status"]
+    status = run.status
     has_ended = status in ("completed", "budget-exhausted")
     if not has_ended or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
@@ -138,7 +138,7 @@ def _client_side(
     run: RunDirectory, use: Mapping[str, Any], app: Path | None
 ) -> tuple[ClientSide, InProcessGrid]:
     """Return the client side of the run's method, and a grid with the run's clients."""
-    folder = app or run.facts.get("app")
+    folder = app or run.metadata.get("app")
     if folder is None:
         raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
     checked_settings(Path(folder), ())

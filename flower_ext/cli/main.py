@@ -1,4 +1,4 @@
-"""The command line ``flower-ext``: new, run, deploy, calibrate, audit and more.
+"""The command line ``flower-ext``: new, run, calibrate, audit and more.
 
 A command's module is imported only when that command runs, because importing PyTorch alone takes
 a second.
@@ -26,7 +26,6 @@ from flower_ext.cli.screen import Command, console
 COMMANDS = {
     "new": "new",
     "run": "run_command",
-    "deploy": "deploy",
     "report": "reporting",
     "calibrate": "calibrate",
     "ditto-schedule": "ditto_schedule",

@@ -25,10 +25,7 @@ from flower_ext.runs.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of ``flower-ext run``, which explains them, for every command that runs an app.
-
-    With ``superlink``, ``nodes`` is the number of its nodes, which also sets the app's number of
-    clients. Give it only if all processes of the SuperLink see the files of this machine.
+    """Options of ``flower-ext run``, which explains them.
 
     Raises
     ------
@@ -38,7 +35,6 @@ class RunOptions:
 
     app: Path
     superlink: str | None = None
-    nodes: int | None = None
     clients: int | None = None
     settings: Sequence[str] = ()
     runs: Path | None = None
@@ -56,11 +52,6 @@ class RunOptions:
             raise InvalidValue(
                 f"workers={self.workers}: Ray starts its own workers; add --in-process"
             )
-
-    @property
-    def is_local(self) -> bool:
-        """True if all processes of the run see the files of this machine."""
-        return self.superlink is None or self.nodes is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +111,6 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
     per_node, setting = config.get("clients-per-node"), clients_setting(config)
     if setting is not None and options.clients is not None:
         config[setting] = options.clients
-    elif setting is not None and options.nodes is not None and setting not in config.maps[0]:
-        config[setting] = options.nodes * (per_node or 1)
     # In one process a client is its own node: batches of clients are made by the engine.
     if options.in_process and per_node is not None:
         config["clients-per-node"] = 1
@@ -132,14 +121,14 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
     """Set the places of a run; return its directory, if the command or the settings name it."""
-    is_local = options.is_local
+    is_local = options.superlink is None
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")
         folder = folder.absolute() if is_local else folder
         config["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
     config.update(_absolute(config, is_local=is_local))
     path = Path(config["run-directory"]) if config.get("run-directory") else None
-    if options.superlink is None and path and config.parents.get("state-folder") == "":
+    if is_local and path and config.parents.get("state-folder") == "":
         config.maps[0].setdefault("state-folder", _state_in(path))  # for --resume
     if is_local and not config.get("data-folder", True):
         from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds

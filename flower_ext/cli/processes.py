@@ -1,4 +1,4 @@
-"""Start and end the processes of commands: Flower's programs, their environment and ports."""
+"""Start and end the processes of commands: Flower's programs, their ports, signals and errors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,36 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
-from flower_ext.cli.ending import LaunchFailed
+from flower_ext.errors import FlowerExtError
 
 HOST = "127.0.0.1"
+GRACE = 30
+"""Seconds that an interrupted run has to write its last files."""
+
+
+class LaunchFailed(FlowerExtError, RuntimeError):
+    """The app could not be started, or its run did not complete."""
+
+
+class Interrupted(LaunchFailed):
+    """A signal ended the run; ``exit_status`` is 128 + the signal's number, as in shells."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + number
+
+
+class Ended(KeyboardInterrupt):
+    """The process received SIGTERM or SIGHUP, which commands treat like Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 def executable(name: str) -> str:
@@ -96,3 +119,28 @@ def end_groups(processes: Iterable[subprocess.Popen[bytes]], *, seconds: float =
             leader.wait(seconds)
         signal_group(leader, signal.SIGKILL)
         leader.wait()
+
+
+@contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """Raise `Ended` in the block on the first SIGTERM or SIGHUP.
+
+    A signal that was ignored before, as SIGHUP under ``nohup``, stays ignored.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Ended(number)
+
+    former = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

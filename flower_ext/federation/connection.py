@@ -46,44 +46,44 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     """
     run.model = records.shared_arrays(shared_part(run, arrays))
     run.method.check_model(run.model)
-    is_new = run.exchange.roster is None
+    is_new = run.clients.roster is None
+    run.clients.grid = grid
     _meet(run, grid)
-    roster = run.exchange.roster
+    roster = run.clients.roster
     if is_new and roster is not None and roster.foreign and run.mechanism.delta is not None:
         records.refuse_tied(arrays)
 
 
 def _meet(run: Run, grid: Grid) -> None:
     """Connect to the clients, at the first call, and let method and sums ask what they need."""
-    if run.exchange.roster is not None:
+    if run.clients.roster is not None:
         return
     mechanism, method = run.mechanism, run.method
     mod = method.any_client_app and mechanism.client_protects and mechanism.release is not None
-    roster = run.exchange.connect(grid, run.population.num_nodes, mods=mod)
+    roster = run.clients.connect(grid, run.population.num_nodes, mods=mod)
     try:
         if roster.foreign:
             _check_foreign(run, mod=mod)
         elif run.frozen:
-            _check_frozen(run, grid)
-        clients = run.clients(grid)
+            _check_frozen(run)
         connected = Connected(
-            clients=clients,
+            clients=run.clients,
             summation=run.summation,
             model=run.model,
             generator=run.generator,
         )
         run.state = method.connect(connected, run.method_state)
-        run.progress.row |= run.summation.connect(clients, run.model)
+        run.progress.row |= run.summation.connect(run.clients, run.model)
         if run.mechanism.needs_sizes and run.spending.budget is not None:
-            _ask_sizes(run, grid)
+            _ask_sizes(run)
     except BaseException:
-        run.exchange.roster = None  # the next call asks again
+        run.clients.roster = None  # the next call asks again
         raise
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:
     """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package."""
-    roster, mechanism = run.exchange.roster, run.mechanism
+    roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
     if isinstance(mechanism, NoisedSum) and mechanism.secure_sum:
         raise InvalidValue(
@@ -110,29 +110,29 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     log.info("the ClientApp is not of this package: it gets plain train and evaluate messages")
 
 
-def _check_frozen(run: Run, grid: Grid) -> None:
+def _check_frozen(run: Run) -> None:
     """Ask nodes if they have the server's base model.
 
     Simulated nodes share one copy, so asking one of them is enough.
     """
-    nodes = [*run.exchange.nodes]
+    nodes = [*run.clients.nodes]
     content = {records.FROZEN: ConfigRecord({"fingerprint": run.frozen})}
     questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
-    run.exchange.query(grid, questions, records.read_answer)
+    run.clients.query(questions, records.read_answer)
 
 
-def _ask_sizes(run: Run, grid: Grid) -> None:
+def _ask_sizes(run: Run) -> None:
     """Ask clients for their numbers of examples, which the next round's ε depends on.
 
     Their first uploads would reveal these numbers anyway.
     """
     content = {records.ROUND: run.round_record(0, **{"report-size": True})}
-    everyone = dict.fromkeys(run.exchange.nodes, content)
-    answers = run.exchange.query(grid, everyone, records.read_answer)
+    everyone = dict.fromkeys(run.clients.nodes, content)
+    answers = run.clients.query(everyone, records.read_answer)
     run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
 
 
-def rehearse(run: Run, grid: Grid, config: ConfigRecord) -> None:
+def rehearse(run: Run, config: ConfigRecord) -> None:
     """Find out if a ClientApp of another project can train, before its rounds cost privacy.
 
     Raises
@@ -140,11 +140,10 @@ def rehearse(run: Run, grid: Grid, config: ConfigRecord) -> None:
     FederationNotReady
         No client could train.
     """
-    roster = run.exchange.roster
+    roster = run.clients.roster
     if roster is not None and roster.foreign and run.mechanism.delta is not None:
         trusted = not run.mechanism.client_protects
-        run.exchange.rehearse(
-            grid,
+        run.clients.rehearse(
             {records.MODEL: records.to_record(run.model), records.CONFIG: config},
             lambda reply: records.read_update(reply, base=run.model, trust_models=trusted),
         )

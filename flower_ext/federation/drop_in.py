@@ -127,7 +127,7 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
         return
     run = RunDirectory.open(path)
     done = int(max((row["round"] for row in run.metrics()), default=0))
-    if run.facts["status"] == "completed" and num_rounds <= done:
+    if run.status == "completed" and num_rounds <= done:
         raise InvalidValue(
             f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
             "recorded(...) another name, or none; to continue this one, give more rounds than "

@@ -1,16 +1,15 @@
-"""Messages to clients by partition, and the checked answers."""
+"""The clients of a run: messages to them by partition, and their checked answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_ext.federation import records
-from flower_ext.federation._flower_private import in_simulation, messages_like, replies
+from flower_ext.federation import _flower_private, records
+from flower_ext.federation._flower_private import in_simulation, messages_like
 from flower_ext.federation.failures import said, unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.roster import FOR_MODS, REHEARSAL, FederationNotReady, Roster, addressed
@@ -34,8 +33,10 @@ _EXPECTED = (
 partition."""
 
 
-class Exchange:
-    """One strategy's messages to clients, with counts of traffic and refusals.
+class Clients:
+    """The clients of one run, to which methods and sums can send questions of their own.
+
+    All messages of a run pass through this class, which counts traffic and refusals.
 
     Parameters
     ----------
@@ -53,6 +54,8 @@ class Exchange:
         self.timeout = timeout
         self.refusals: list[str] = []
         self.roster: Roster | None = None
+        self.grid: Grid | None = None
+        """The grid to which messages beside the rounds go."""
         self.nodes: Mapping[int, int] = {}
         """Node ids by partition, sorted; empty before `connect`."""
         self._questions: dict[str, dict[int, Message]] = {}
@@ -66,6 +69,7 @@ class Exchange:
         FederationNotReady
             As `Roster.connect`.
         """
+        self.grid = grid
         if self.roster is None:
             with unlogged(*_EXPECTED):
                 self.roster = Roster.connect(grid, population, timeout=self.timeout, mods=mods)
@@ -77,19 +81,21 @@ class Exchange:
         """True if the nodes reported their partitions, which are the same in another run."""
         return self.roster is not None and self.roster.known
 
-    def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
+    def messages(
+        self, kind: str, contents: Mapping[int, Content], server_round: int
+    ) -> list[Message]:
         """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
 
         In simulation, partitions with the same content object share one RecordDict. Elsewhere each
         message names the partition that it is for.
         """
         self._partitions = {self.nodes[partition]: partition for partition in contents}
-        self._questions[kind] = self._messages(kind, contents, server_round)
+        self._questions[kind] = self._by_node(kind, contents, server_round)
         messages = [*self._questions[kind].values()]
         self.progress.asked(kind, messages)
         return messages
 
-    def _messages(
+    def _by_node(
         self, kind: str, contents: Mapping[int, Content], server_round: int
     ) -> dict[int, Message]:
         """Return a message for each partition, by node."""
@@ -112,7 +118,7 @@ class Exchange:
             by_node[self.nodes[partition]] = addressed(whole, partition) if addresses else whole
         return messages_like(like, by_node)
 
-    def rehearse(self, grid: Grid, content: Content, read: Callable[[Message], object]) -> None:
+    def rehearse(self, content: Content, read: Callable[[Message], object]) -> None:
         """Let a client train before round 1, and drop its update once it was read.
 
         A ClientApp of another project may be unable to train, for example because it reads a record
@@ -134,8 +140,8 @@ class Exchange:
         rehearsing = {**content, records.ROUND: ConfigRecord({REHEARSAL: True})}
         partitions, reason = list(self.nodes)[:_REHEARSALS], "no answer"
         for partition in partitions:
-            messages = self._messages("train", {partition: rehearsing}, 1)
-            for answer in replies(grid, messages.values(), timeout=self.timeout):
+            messages = self._by_node("train", {partition: rehearsing}, 1)
+            for answer in self.replies(messages.values()):
                 if answer.has_error():
                     reason = said(answer.error)
                     continue
@@ -151,10 +157,36 @@ class Exchange:
             f"privacy was spent{_BEFORE_OURS if self.roster.protects else ''}"
         )
 
-    def query(
-        self, grid: Grid, contents: Mapping[int, Content], read: Callable[[Message], T]
+    def ask(
+        self,
+        question: ConfigRecord,
+        read: Callable[[Message], T],
+        special: Mapping[int, Content] | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
     ) -> dict[int, T]:
-        """Ask each client a query, and return the answers by partition.
+        """Ask a question of the method, and return the clients' answers by partition.
+
+        Parameters
+        ----------
+        special : Mapping[int, Content], optional
+            Records for one partition only, besides the question.
+        partitions : Sequence[int], optional
+            Partitions to ask; by default all.
+
+        Raises
+        ------
+        FederationNotReady
+            A node does not answer, or ``read`` refuses its answer.
+        """
+        content: Content = {records.QUESTION: question}
+        contents = dict.fromkeys(self.nodes if partitions is None else partitions, content)
+        for partition, more in (special or {}).items():
+            contents[partition] = {**content, **more}
+        return self.query(contents, read)
+
+    def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
+        """Send each client a query, and return the answers by partition.
 
         Raises
         ------
@@ -162,15 +194,19 @@ class Exchange:
             A node does not answer, or ``read`` refuses its answer.
         """
         refused_before = len(self.refusals)
-        messages = self.ask("query", contents, 0)
-        received = replies(grid, messages, timeout=self.timeout)
-        answers = self.accepted("query", 0, received, list(contents), read)
+        replies = self.replies(self.messages("query", contents, 0))
+        answers = self.accepted("query", 0, replies, list(contents), read)
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
                 + ("; ".join(self.refusals[refused_before:]) or "silent")
             )
         return answers
+
+    def replies(self, messages: Iterable[Message]) -> Iterable[Message]:
+        """Send messages outside the rounds, and return the replies as they come."""
+        assert self.grid is not None
+        return _flower_private.replies(self.grid, messages, timeout=self.timeout)
 
     def sent(self, reply: Message) -> records.Arrays:
         """Return the model that the sender of a reply to a training message received."""
@@ -225,46 +261,6 @@ class Exchange:
             yield partition, value
         if missing:
             self.progress.missing(kind, server_round, sorted(missing), refusals)
-
-
-@dataclass(frozen=True)
-class Clients:
-    """The connected clients of a run, to which methods and sums send questions of their own."""
-
-    exchange: Exchange
-    grid: Grid
-
-    def ask(
-        self,
-        question: ConfigRecord,
-        read: Callable[[Message], T],
-        special: Mapping[int, Content] | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
-    ) -> dict[int, T]:
-        """Ask a question of the method, and return the clients' answers by partition.
-
-        Parameters
-        ----------
-        special : Mapping[int, Content], optional
-            Records for one partition only, besides the question.
-        partitions : Sequence[int], optional
-            Partitions to ask; by default all.
-
-        Raises
-        ------
-        FederationNotReady
-            A node does not answer, or ``read`` refuses its answer.
-        """
-        content: Content = {records.QUESTION: question}
-        contents = dict.fromkeys(self.exchange.nodes if partitions is None else partitions, content)
-        for partition, more in (special or {}).items():
-            contents[partition] = {**content, **more}
-        return self.query(contents, read)
-
-    def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
-        """Send each client a query; see `Exchange.query`."""
-        return self.exchange.query(self.grid, contents, read)
 
 
 def _for_any_app(kind: str, content: Content) -> Content:

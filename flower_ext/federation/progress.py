@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from logging import getLogger
+from time import monotonic
 
 import numpy as np
 from flwr.app import Message
@@ -37,9 +39,12 @@ class Progress:
         self.run = run
         self.row: dict[str, float] = {}
         self._evaluated = 0
+        self._seconds: list[float] = []
+        self._began = monotonic()
 
     def begin(self) -> None:
         """Begin a new round with zero training messages."""
+        self._began = monotonic()
         self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
 
     def asked(self, kind: str, messages: Sequence[Message]) -> None:
@@ -100,7 +105,12 @@ class Progress:
 
     def end(self, server_round: int, num_rounds: int) -> None:
         """Write one line to the log and one row to the run directory."""
-        log.info(" · ".join([f"round {server_round}/{num_rounds}", *describe_round(self.row)]))
+        phrases = [f"round {server_round}/{num_rounds}", *describe_round(self.row)]
+        self._seconds.append(monotonic() - self._began)
+        if rounds_left := num_rounds - server_round:
+            seconds = round(float(np.mean(self._seconds)) * rounds_left)
+            phrases.append(f"{timedelta(seconds=seconds)} left")
+        log.info(" · ".join(phrases))
         self.add(server_round)
 
     def add(self, server_round: int) -> None:

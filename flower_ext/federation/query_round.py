@@ -10,7 +10,6 @@ from logging import getLogger
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
-from flwr.serverapp import Grid
 
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Content
@@ -65,9 +64,9 @@ class QueryRound:
         self._run, self._query, self._of_run = run, query, run.mechanism
         self._mechanism = run.mechanism.of_query(query)
         self._number = run.participations.answers[query.name] + 1
-        self._round = Round("evaluate", server_round, exchange=run.exchange, spending=run.spending)
+        self._round = Round("evaluate", server_round, clients=run.clients, spending=run.spending)
 
-    def ask(self, grid: Grid, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
+    def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Store the spend durably, let all clients agree on masks, and ask for their vectors."""
         run, query, number = self._run, self._query, self._number
         server_round = self._round.server_round
@@ -83,9 +82,9 @@ class QueryRound:
             return []
         run.checkpoints.asking(query.name, number)
         self._of_run.count_answer(query, run.participations)
-        nodes = [*run.exchange.nodes]
+        nodes = [*run.clients.nodes]
         opening = Opening(
-            clients=run.clients(grid),
+            clients=run.clients,
             population=run.population,
             cohort=Cohort(asked=nodes, units=nodes, population=len(nodes)),
             number=number,

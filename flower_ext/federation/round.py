@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Content, Exchange
+from flower_ext.federation.exchange import Clients, Content
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import shortened
@@ -40,15 +40,15 @@ class Round:
         Type of the messages.
     server_round : int
         Number of the messages' round.
-    exchange : Exchange
+    clients : Clients
     spending : Spending
     """
 
     def __init__(
-        self, kind: str, server_round: int, *, exchange: Exchange, spending: Spending
+        self, kind: str, server_round: int, *, clients: Clients, spending: Spending
     ) -> None:
         self.kind, self.server_round = kind, server_round
-        self._exchange, self._spending = exchange, spending
+        self._clients, self._spending = clients, spending
         self._sum: OpenSum | None = None
         self.discard_reason = ""
         """The reason why the round released nothing; empty if it released a mean."""
@@ -79,7 +79,7 @@ class Round:
 
     def ask(self, contents: Mapping[int, Content]) -> list[Message]:
         """Return the messages to the cohort."""
-        return self._exchange.ask(self.kind, contents, self.server_round)
+        return self._clients.messages(self.kind, contents, self.server_round)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return `OpenSum.exposure`; nobody is exposed without a sum."""
@@ -128,7 +128,7 @@ class Round:
     def _accepted(self, replies: Iterable[Message]) -> Iterator[tuple[int, records.Update]]:
         if self._sum is None:
             return iter(())
-        return self._exchange.heard(
+        return self._clients.heard(
             self.kind, self.server_round, replies, self.cohort.asked, self._sum.read
         )
 
@@ -200,7 +200,7 @@ def read_update(
     protection: Protection | None,
     cohort: Cohort,
     base: records.Arrays,
-    exchange: Exchange,
+    clients: Clients,
 ) -> records.Update:
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
@@ -213,7 +213,7 @@ def read_update(
         Protection that the server asked for.
     base : Arrays
         Names, shapes and dtypes of the model.
-    exchange : Exchange
+    clients : Clients
         Knows the partition that sent a reply, and the model that it received.
 
     Raises
@@ -227,14 +227,14 @@ def read_update(
         raise records.RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
     if protection is None or not mechanism.client_protects:
         return update
-    partition = exchange.partition_of(reply)
+    partition = clients.partition_of(reply)
     limit = protection.largest_upload(
         sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
     )
     if math.isinf(limit):
         return update
     if protection.bounds_models:
-        received = exchange.sent(reply)
+        received = clients.sent(reply)
         norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
     else:
         norm = l2_norm(update.arrays)

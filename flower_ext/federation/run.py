@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord
-from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Clients, Exchange
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.method import Method, State
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
@@ -88,7 +87,7 @@ class Run:
         self.spending.check_plan(self.mechanism)
         self.population = population or method.population(plan, summation)
         self.progress = Progress(directory)
-        self.exchange = Exchange(method.client.name, self.progress, timeout=timeout)
+        self.clients = Clients(method.client.name, self.progress, timeout=timeout)
         self.checkpoints = Checkpoints(directory, repeats=self.repeats)
         # What changes between two rounds, beside the model and the participations.
         self.state: State | None = None
@@ -151,10 +150,6 @@ class Run:
             return SeededNoise(self.seed, *path)
         return SecureNoise()
 
-    def clients(self, grid: Grid) -> Clients:
-        """Return the connected clients."""
-        return Clients(self.exchange, grid)
-
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
         """Return the record by which clients know the run and the round, with more of its facts."""
         return ConfigRecord(
@@ -174,7 +169,7 @@ class Run:
         """The facts about the run so far that a plan may use."""
         method = self.method
         weights = [training.proximal_weight for training in method.training.values()]
-        roster = self.exchange.roster
+        roster = self.clients.roster
         traits = method.traits
         if roster is not None and roster.foreign:  # such clients may remember anything
             traits = replace(traits, keeps_memory=True)
@@ -329,7 +324,7 @@ class Run:
                 num_examples=self.num_examples,
                 client_metrics=self.client_metrics,
                 remembered=self.remembered,
-                refusals=self.exchange.refusals,
+                refusals=self.clients.refusals,
                 method=self._kept_groups(),
             )
         )
@@ -345,7 +340,7 @@ class Run:
         self.num_examples = dict(kept.num_examples)
         self.client_metrics = dict(kept.client_metrics)
         self.remembered = dict(kept.remembered)
-        self.exchange.refusals.extend(kept.refusals)
+        self.clients.refusals.extend(kept.refusals)
         self.state = State.of_groups(kept.method)
         self.companions = {
             name.removeprefix(_WRAPPER): dict(group)

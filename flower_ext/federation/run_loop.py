@@ -128,7 +128,7 @@ class RunLoop:
             if query.schedule == "first" and run.participations.answers[query.name] < query.times:
                 connect(run, self.grid, self.result.arrays)
                 query_round = QueryRound(run, server_round, query)
-                messages = query_round.ask(self.grid, run.model, self.evaluate_config)
+                messages = query_round.ask(run.model, self.evaluate_config)
                 query_round.close(self._replies(messages))
                 run.progress.count_as_query()  # this was no evaluation, and scored nobody
 
@@ -140,7 +140,7 @@ class RunLoop:
 
         Later rounds would be spent in vain. A few clients alone do not end a run early.
         """
-        refusals = self.run.exchange.refusals
+        refusals = self.run.clients.refusals
         if len(refusals) >= least and not (done or self.run.ever_answered):
             raise FederationNotReady(
                 f"no client ever sent a usable reply; the first refusal: {refusals[0]}"
@@ -248,7 +248,7 @@ class RunLoop:
             counted = run.participations.answers[query.name]
             for _ in range(counted, run.checkpoints.times_asked(query.name)):
                 run.mechanism.count_answer(query, run.participations)
-        if is_unfinished and not run.exchange.knows_partitions:
+        if is_unfinished and not run.clients.knows_partitions:
             run.population.forget_who()
         run.save_guarantees()
         if (ledger := run.spending.ledger) is not None:
@@ -276,7 +276,7 @@ class RunLoop:
         everyone = {
             partition: {records.ROUND: known} for partition in range(run.population.num_nodes)
         }
-        versions = run.exchange.query(self.grid, everyone, _read_version)
+        versions = run.clients.query(everyone, _read_version)
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
             raise FederationNotReady(

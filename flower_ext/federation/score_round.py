@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flwr.app import ConfigRecord, Message
-from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
@@ -25,17 +24,17 @@ class ReportedScores:
     def __init__(self, run: Run, server_round: int) -> None:
         self._run, self._server_round = run, server_round
 
-    def ask(self, grid: Grid, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
+    def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Return a message for every client."""
         content = evaluation_content(self._run, model, config)
-        everyone = dict.fromkeys(self._run.exchange.nodes, content)
-        return self._run.exchange.ask("evaluate", everyone, self._server_round)
+        everyone = dict.fromkeys(self._run.clients.nodes, content)
+        return self._run.clients.messages("evaluate", everyone, self._server_round)
 
     def close(self, replies: Iterable[Message]) -> dict[str, float]:
         """Return mean, worst tenth, spread and Jain's index over clients, which all count alike."""
         run = self._run
-        scores = run.exchange.accepted(
-            "evaluate", self._server_round, replies, list(run.exchange.nodes), records.read_scores
+        scores = run.clients.accepted(
+            "evaluate", self._server_round, replies, list(run.clients.nodes), records.read_scores
         )
         scores = {p: s for p, s in scores.items() if s.get("num-examples") != 0}
         if not scores:

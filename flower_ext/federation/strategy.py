@@ -164,7 +164,7 @@ class FederatedStrategy(Strategy):
         connect(run, grid, arrays)
         config = run.method.configure(config, run.model, run.method_state, run.plan)
         self.training_round = TrainingRound(run, server_round)
-        return self.training_round.ask(grid, _numbered(config, server_round))
+        return self.training_round.ask(_numbered(config, server_round))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -184,11 +184,11 @@ class FederatedStrategy(Strategy):
         self._evaluation = None
         if every == 0 or (server_round % every and server_round != run.last_round):
             return []
-        if run.exchange.roster is None:  # an evaluation before any training
+        if run.clients.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
         model = records.shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
-        return self._evaluation.ask(grid, model, _numbered(config, server_round))
+        return self._evaluation.ask(model, _numbered(config, server_round))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -296,7 +296,7 @@ class FederatedStrategy(Strategy):
     @property
     def refusals(self) -> list[str]:
         """Replies that the server refused, with the reasons."""
-        return self.run.exchange.refusals
+        return self.run.clients.refusals
 
     @property
     def answers(self) -> Mapping[str, Mapping[str, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
-from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
@@ -57,14 +56,14 @@ class TrainingRound:
             run.count_abandoned(abandoned)
         self.run, self.number = run, run.next_training
         self._protection: Protection | None = None
-        self._round = Round("train", server_round, exchange=run.exchange, spending=run.spending)
+        self._round = Round("train", server_round, clients=run.clients, spending=run.spending)
 
     @property
     def cohort(self) -> Cohort:
         """The clients that train, and the units whose data they use."""
         return self._round.cohort
 
-    def ask(self, grid: Grid, config: ConfigRecord) -> Iterable[Message]:
+    def ask(self, config: ConfigRecord) -> Iterable[Message]:
         """Draw the cohort, record the spend durably, and return the messages to the cohort.
 
         Raises
@@ -74,14 +73,14 @@ class TrainingRound:
         """
         run, number, server_round = self.run, self.number, self._round.server_round
         if number == 1:
-            rehearse(run, grid, config)
+            rehearse(run, config)
         drawn = self._draw()
         run.check_budget(server_round, drawn)
         self._warn_beyond_plan()
         run.check_training()
         same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
         opening = Opening(
-            clients=run.clients(grid),
+            clients=run.clients,
             population=run.population,
             cohort=run.method.begin_round(drawn, run.model, run.method_state),
             number=number,
@@ -177,7 +176,7 @@ class TrainingRound:
     def _read(self, reply: Message) -> records.Update:
         run = self.run
         update = read_update(
-            reply, run.mechanism, self._protection, self.cohort, run.model, run.exchange
+            reply, run.mechanism, self._protection, self.cohort, run.model, run.clients
         )
         run.method.check_update(update)
         return update

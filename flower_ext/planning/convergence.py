@@ -25,7 +25,7 @@ Lemma 1 is the second recursion. Its published proof has a step (37c) that fails
 it lacks a limit on η_L that it needs. Let m = (1 − λ/2) μ + λ and ℓ = (1 − λ/2) L + λ. If
 η_L ≤ 2/(m + ℓ), a gradient step contracts by 1 − η_L m and a better recursion holds:
 ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It converges for every λ and needs neither G₀ nor
-M. This module calls it ``provable``. `docs/errata-dp-ditto.md` has both derivations.
+M. This module calls it ``provable``. `docs/proved/dp-ditto.md` has both derivations.
 """
 
 from __future__ import annotations

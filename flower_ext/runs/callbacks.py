@@ -43,7 +43,7 @@ class Callback:
     def end(self, run: RunDirectory) -> None:
         """Take note that a run has ended, for whatever reason, after its report was written.
 
-        Read ``run.facts["status"]``, ``run.guarantees()``, and the files in ``run.path``.
+        Read ``run.status``, ``run.guarantees()``, and the files in ``run.path``.
         """
 
 

@@ -37,12 +37,12 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
                 f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
                 "to compare; name a run that evaluated its clients"
             )
-        if run.facts["status"] not in ("completed", "budget-exhausted"):
-            raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")
+        if run.status not in ("completed", "budget-exhausted"):
+            raise NotARun(f"{run.path} is {run.status}; only finished runs are compared")
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
-    stopped = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
+    stopped = [run.path.name for run in runs if run.status == "budget-exhausted"]
     return write_page(
         folder,
         "comparison",

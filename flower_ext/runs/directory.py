@@ -10,7 +10,7 @@ file                   content
 ``guarantee.json``     guarantees
 ``clients.csv``        the last evaluation, one row per client
 ``model.safetensors``  the global model
-``use.json``           facts that a client needs to make its own model of the global one
+``use.json``           what a client needs to make its own model of the global one
 ``checkpoints/``       state from which the run can be resumed
 ``report.md, .html``   the report
 =====================  ====================================================================
@@ -29,7 +29,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
@@ -51,8 +51,8 @@ RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
 """Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
-_FACTS = {"id", "config", "status", "started", "starts", "versions"}
-"""Facts that every ``run.json`` holds."""
+_METADATA = {"id", "config", "status", "started", "starts", "versions"}
+"""Entries that every ``run.json`` has."""
 _RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites whenever it begins or ends."""
 _ENDED = ("reason", "finished", "summary", "accounted")
@@ -129,19 +129,19 @@ class RunDirectory:
         """
         run = cls.open(path)
         run._open.enter_context(lock(run.path / _LOCK))
-        run._before = run.facts
-        run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
-        facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
+        run._before = run.metadata
+        run.resumed, run.accounted = True, bool(run.metadata.get("accounted"))
+        metadata = {name: value for name, value in run.metadata.items() if name not in _ENDED}
         start = {"started": _now(), "after_round": len(run.metrics())}
-        if (versions := _versions()) != facts["versions"]:
+        if (versions := _versions()) != metadata["versions"]:
             start["versions"] = versions
-        starts = [*facts["starts"], start]
-        run._write_json("run.json", {**facts, "status": "running", "starts": starts})
+        starts = [*metadata["starts"], start]
+        run._write_json("run.json", {**metadata, "status": "running", "starts": starts})
         return run
 
     def withdraw(self) -> bool:
         """Restore ``run.json`` as it was before this start, and return True if it left no round."""
-        idle: bool = self.facts["starts"][-1]["after_round"] == len(self.metrics())
+        idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json("run.json", self._before)
         return idle
@@ -174,24 +174,30 @@ class RunDirectory:
         return cls(Path(path))
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Contents of ``run.json``."""
         with self._reading("run.json") as text:
-            facts: dict[str, Any] = json.loads(text)
-            if missing := _FACTS - set(facts):
+            metadata: dict[str, Any] = json.loads(text)
+            if missing := _METADATA - set(metadata):
                 raise InvalidValue(f"without {', '.join(sorted(missing))}")
-        return facts
+        return metadata
+
+    @property
+    def status(self) -> Status:
+        """State of the run: running, completed, ended by its budget, or failed."""
+        status: Status = self.metadata["status"]
+        return status
 
     @property
     def config(self) -> dict[str, Any]:
         """The run's configuration."""
-        config: dict[str, Any] = self.facts["config"]
+        config: dict[str, Any] = self.metadata["config"]
         return config
 
     @property
     def id(self) -> str:
         """The id of the run, the same over all its starts."""
-        return str(self.facts["id"])
+        return str(self.metadata["id"])
 
     def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
         """Open the run's ledger until the directory is closed (see `Ledger`)."""
@@ -271,7 +277,7 @@ class RunDirectory:
     def guarantees(self) -> list[Guarantee]:
         """Return the run's guarantees; empty for a run without privacy."""
         with self._reading("guarantee.json") as text:
-            return [Guarantee.from_dict(facts) for facts in json.loads(text or "[]")]
+            return [Guarantee.from_dict(entry) for entry in json.loads(text or "[]")]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write ``clients.csv``: the last evaluation, one row per client, empty where undefined."""
@@ -299,33 +305,33 @@ class RunDirectory:
         }
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
-    def save_use(self, facts: Mapping[str, Any]) -> None:
+    def save_use(self, use: Mapping[str, Any]) -> None:
         """Write ``use.json``, from which `flower-ext export` makes clients' own models.
 
-        It names the method, the number of clients, the facts of an evaluation request, and the
+        It names the method, the number of clients, the records of an evaluation request, and the
         parts of a model that clients remember.
         """
-        self._write_json("use.json", dict(facts))
+        self._write_json("use.json", dict(use))
 
     def use(self) -> dict[str, Any]:
         """Return what a client needs to make its own model of the shared one; may be empty."""
         with self._reading("use.json") as text:
             return dict(json.loads(text or "{}"))
 
-    def note(self, **facts: str) -> None:
-        """Add facts to ``run.json`` that are known only outside the run."""
-        self._write_json("run.json", {**self.facts, **facts})
+    def note(self, **entries: str) -> None:
+        """Add entries to ``run.json`` that are known only outside the run."""
+        self._write_json("run.json", {**self.metadata, **entries})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
         """Record how the run ended, and whether its guarantees cover all of it."""
-        facts = {
+        outcome = {
             "status": status,
             "reason": reason,
             "finished": _now(),
             "accounted": self.accounted,
             "summary": summary,
         }
-        self._write_json("run.json", {**self.facts, **facts})
+        self._write_json("run.json", {**self.metadata, **outcome})
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[str]:
@@ -367,7 +373,7 @@ def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            versions[package] = version(package)
+        except PackageNotFoundError:
             continue
     return versions

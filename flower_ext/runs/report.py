@@ -27,16 +27,16 @@ _MOST_SHOWN = 10
 
 def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; return the HTML's path."""
-    rounds, status = run.metrics(), run.facts["status"]
+    rounds, status = run.metrics(), run.status
     return write_page(
         run.path,
         "report",
         title=_title(run),
         run=run,
         status=status,
-        reason=run.facts.get("reason"),
+        reason=run.metadata.get("reason"),
         is_finished=status in ("completed", "budget-exhausted"),
-        resumed_after=[start["after_round"] for start in run.facts["starts"][1:]],
+        resumed_after=[start["after_round"] for start in run.metadata["starts"][1:]],
         rounds=rounds,
         total=lambda name: sum(row.get(name, 0) for row in rounds),
         num_training_rounds=sum(row.get("messages", 0) > 0 for row in rounds),

@@ -25,9 +25,8 @@ from flower_ext.training.local import (
     train,
 )
 from flower_ext.training.newton import NotConverged, newton
-from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
-from flower_ext.training.problem import LocalProblem, local_problem
+from flower_ext.training.problem import Linear, LocalProblem, Proximal, Term, local_problem
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
 from flower_ext.training.survival import cox_loss

@@ -27,9 +27,8 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.newton import newton
-from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone
-from flower_ext.training.problem import LocalProblem, local_problem
+from flower_ext.training.problem import LocalProblem, Proximal, Term, local_problem
 from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 

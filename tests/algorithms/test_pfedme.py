@@ -1,4 +1,4 @@
-"""pFedMe's training of models that cannot train in batches of clients equals the plainest loop."""
+"""pFedMe's training of a client equals the plainest loop, and repeats with dropout."""
 
 import pytest
 import torch
@@ -6,11 +6,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from flower_ext.algorithms import pfedme
-from flower_ext.algorithms.pfedme import Envelope, minimise_envelopes
+from flower_ext.algorithms.pfedme import Envelope, minimise_envelope
 from flower_ext.data import Examples
 from flower_ext.training import Linear, LocalTraining, Task
-from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.local import batches
 
 
@@ -59,7 +57,7 @@ def plain(task, job):
 
 
 @pytest.mark.parametrize("model", [Centred, RunningMean])
-def test_models_that_fit_into_no_batch_train_by_themselves(model):
+def test_training_equals_the_plainest_loop(model):
     task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
 
     def jobs():
@@ -79,7 +77,7 @@ def test_models_that_fit_into_no_batch_train_by_themselves(model):
                 terms=[Linear(direction={n: 0.1 * torch.ones_like(p) for n, p in start.items()})],
             )
 
-    found = minimise_envelopes(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
+    found = minimise_envelope(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
     for (w, theta), job in zip(found, jobs(), strict=True):
         own_w, own_theta = plain(task, job)
         for name in own_w:
@@ -88,39 +86,7 @@ def test_models_that_fit_into_no_batch_train_by_themselves(model):
             torch.testing.assert_close(theta[name], own_theta[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.GroupNorm(1, 6)], ids=["plain", "norm"])
-def test_a_batch_of_models_with_dropout_is_the_same_one_by_one(norm, monkeypatch):
-    def model():
-        return nn.Sequential(nn.Linear(4, 6), norm(), nn.Dropout(0.3), nn.Linear(6, 3))
-
-    task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
-
-    def jobs():
-        for client, size in enumerate([9, 7, 5, 9, 16, 4]):
-            generator = torch.Generator().manual_seed(client)
-            yield Envelope(
-                params=task.initial_params(0),
-                examples=Examples(
-                    torch.randn(size, 4, generator=generator),
-                    torch.randint(3, (size,), generator=generator),
-                ),
-                training=LocalTraining(epochs=2, batch_size=4, learning_rate=0.05),
-                generator=generator,
-                personal=LocalTraining(steps=3, learning_rate=0.1),
-                attraction=2.0,
-            )
-
-    alone = [pfedme.minimise_envelope(task, job, lambda name: True) for job in jobs()]
-    monkeypatch.setattr(pfedme, "minimise_envelope", None)
-    monkeypatch.setattr(MappedModel, "fewest", 1)
-    together = minimise_envelopes(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
-    for one, other in zip(together, alone, strict=True):
-        for ours, theirs in zip(one, other, strict=True):
-            for name, p in theirs.items():
-                torch.testing.assert_close(ours[name], p, rtol=1e-5, atol=1e-6)
-
-
-def test_settings_are_not_rounded_to_single_precision_in_a_model_of_double_precision():
+def test_a_model_of_double_precision_keeps_its_precision():
     def model():
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
@@ -141,12 +107,11 @@ def test_settings_are_not_rounded_to_single_precision_in_a_model_of_double_preci
                 attraction=2.1,
             )
 
-    alone = [pfedme.minimise_envelope(task, job, lambda name: True) for job in jobs()]
-    together = minimise_envelopes(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
-    for one, other in zip(together, alone, strict=True):
-        for ours, theirs in zip(one, other, strict=True):
-            for name, p in theirs.items():
-                torch.testing.assert_close(ours[name], p, rtol=1e-12, atol=1e-13)
+    trained = minimise_envelope(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
+    for models, job in zip(trained, jobs(), strict=True):
+        for model, expected in zip(models, plain(task, job), strict=True):
+            for name, p in expected.items():
+                torch.testing.assert_close(model[name], p, rtol=1e-12, atol=1e-13)
 
 
 def test_a_model_with_dropout_trains():
@@ -164,7 +129,7 @@ def test_a_model_with_dropout_trains():
             personal=LocalTraining(steps=3, learning_rate=0.1),
             attraction=2.0,
         )
-        ((w, _),) = minimise_envelopes(task, [job], trained=lambda n: True, memory_limit=2**30)
+        ((w, _),) = minimise_envelope(task, [job], trained=lambda n: True, memory_limit=2**30)
         return w
 
     first, second = trained(), trained()

@@ -86,5 +86,5 @@ def test_a_bundle_runs_where_it_was_put_up(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (there / "made").iterdir()
-    assert RunDirectory.open(run).facts["status"] == "completed"
+    assert RunDirectory.open(run).status == "completed"
     assert (run / "report.html").is_file()

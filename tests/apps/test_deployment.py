@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext.cli.deployment import Deployment
 from flower_ext.privacy import Ledger
 from flower_ext.runs import RunDirectory
 from tests.faults.processes import (
@@ -30,6 +29,7 @@ from tests.faults.processes import (
     under_faults,
 )
 from tests.support.apps import DP2_FEDSAM
+from tests.support.deployment import Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -70,7 +70,7 @@ def test_one_command_deploys_runs_reports_and_ends_what_it_started(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"Report: {tmp_path / 'run' / 'report.html'}" in done.stdout
     run = RunDirectory.open(tmp_path / "run")
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
     assert [row["answered"] for row in run.metrics()] == [4, 4]
     assert run.missing() == []
     assert processes_naming(str(folder)) == []
@@ -94,7 +94,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     outcome = under_faults(deployment, plan, tmp_path / "run", timeout=TIMEOUT)
     run = outcome.run
     assert outcome.error is None
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
     assert 1 in outcome.missing[1]
     assert 2 in outcome.missing[2]
     rows = run.metrics()
@@ -131,7 +131,7 @@ def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_pa
         outcome = under_faults(running, plan, tmp_path / "run", timeout=TIMEOUT, **sums)
     run = outcome.run
     assert outcome.error is None
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
     assert 1 in outcome.missing[1]
     rows = run.metrics()
     assert [row.get("discarded", 0) for row in rows] == [0] * plan.rounds
@@ -151,7 +151,7 @@ def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path)
     )
     outcome = under_faults(deployment, plan, tmp_path / "run", timeout=TIMEOUT)
     assert outcome.error is None
-    assert outcome.run.facts["status"] == "completed"
+    assert outcome.run.status == "completed"
     assert [row["answered"] for row in outcome.run.metrics()] == [4, 4, 4]
     assert outcome.wrong_aggregates == 0
     assert outcome.epsilon_right
@@ -171,8 +171,8 @@ def test_a_killed_server_app_leaves_a_failed_run_and_no_spend_uncounted(deployme
     run = watched.finish()
     assert watched.error is not None
     assert "finished:failed" in str(watched.error)
-    assert run.facts["status"] == "failed"
-    assert "finished:failed" in run.facts["reason"]
+    assert run.status == "failed"
+    assert "finished:failed" in run.metadata["reason"]
     report = (run.path / "report.md").read_text(encoding="utf-8")
     assert "This run is failed" in report
     assert "No guarantee was recorded" in report

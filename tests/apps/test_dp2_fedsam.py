@@ -41,8 +41,8 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     files = {p.name for p in run_.path.iterdir()}
     expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv", "guarantee.json"}
     assert expected | {"report.md", "report.html", "figures"} <= files
-    assert run_.facts["status"] == "completed"
-    assert run_.facts["versions"]["flwr"]
+    assert run_.status == "completed"
+    assert run_.metadata["versions"]["flwr"]
     rows = run_.metrics()
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert "accuracy_mean" in rows[1]
@@ -76,7 +76,7 @@ def test_the_published_calibration_gives_the_published_epsilon_and_the_provable_
     run_ = run(tmp_path / "run", calibration="published", epsilon=3.0, **facts)
     published, models, *_ = run_.guarantees()
     assert published.epsilon == pytest.approx(3.0)
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
     assert models.epsilon > 3.0  # with its own sampling, the theorem promises too much
     assert "not a promise of this run" in (run_.path / "report.md").read_text(encoding="utf-8")
 
@@ -117,7 +117,7 @@ def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, 
 
 def test_a_method_without_sam_needs_no_radius(tmp_path):
     run_ = run(tmp_path / "run", method="centaur", sam_radius=0.0, rounds=1)
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
 
 
 def test_half_a_client_more_makes_a_cohort_of_fixed_size_one_larger(tmp_path):
@@ -159,7 +159,7 @@ def test_scores_in_secure_sums_are_paid_for_and_reported_as_means(tmp_path):
     settings = {"epsilon": 3.0, "evaluation_loss_bound": 4.0, "clients": clients, **SECURE}
     run_ = run(tmp_path / "run", **settings)
     rows = run_.metrics()
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
     assert [row.get("evaluation_messages", 0) for row in rows] == [0, 2 * clients, 2 * clients]
     by_view = {one.view: one for one in run_.guarantees() if one.basis == "provable"}
     models = by_view[AdversaryView.RELEASED_MODELS]

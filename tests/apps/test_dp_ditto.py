@@ -40,8 +40,8 @@ def test_every_method_leaves_a_complete_run_directory_with_fairness_in_every_eva
     method, tmp_path
 ):
     run_ = run(tmp_path / "run", method=method)
-    assert run_.facts["status"] == "completed"
-    assert run_.facts.get("refused", 0) == 0
+    assert run_.status == "completed"
+    assert run_.metadata.get("refused", 0) == 0
     rows = run_.metrics()
     assert [row["round"] for row in rows] == [1, 2, 3]
     for row in rows[1:]:

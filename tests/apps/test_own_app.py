@@ -18,7 +18,7 @@ def run(path, **settings):
 @pytest.mark.report
 def test_an_app_from_scratch_trains_privately_and_leaves_a_report(tmp_path):
     done = run(tmp_path / "run")
-    assert done.facts["status"] == "completed"
+    assert done.status == "completed"
     assert len(done.metrics()) == 4
     provable = [each for each in done.guarantees() if each.basis == "provable"]
     assert min(each.epsilon for each in provable) == pytest.approx(4.0, rel=1e-2)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from flower_ext.cli.deployment import Deployment
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import ULDP_FL
+from tests.support.deployment import Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]
 

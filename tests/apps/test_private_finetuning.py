@@ -80,7 +80,7 @@ def task(**overrides):
 @pytest.mark.parametrize("method", grid(METHODS, lambda method: method == "dp2-fedsam"))
 def test_every_method_trains_an_adapter_on_features_of_pictures(method, folder, tmp_path):
     run_ = run(tmp_path / "run", method=method, **{"features-folder": str(folder)})
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
     assert (run_.path / "report.html").exists()
     assert [row["answered"] for row in run_.metrics()] == [3, 3]
     guarantees = run_.guarantees()
@@ -135,7 +135,7 @@ def test_upcycling_halves_what_is_released(folder, tmp_path):
     settings = {"upcycled": True, "rounds": 4, "features-folder": str(folder)}
     run_ = run(tmp_path / "run", **settings)
     assert [entry["kind"] for entry in run_.ledger()] == ["reserve", "commit"] * 2
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
 
 
 def test_lora_on_text_trains_b_and_a_head_and_learns(text, tmp_path):

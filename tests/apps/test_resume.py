@@ -103,7 +103,7 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
         engine.kill()
     assert shell.wait(120) != 0
     run = RunDirectory.open(path)
-    assert run.facts["status"] == "failed"
+    assert run.status == "failed"
     write_report(run)
     text = (path / "report.md").read_text(encoding="utf-8")
     assert ("covers what clients had been asked for until then" in text) == interrupted

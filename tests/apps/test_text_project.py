@@ -29,7 +29,7 @@ def test_the_project_is_short():
 @pytest.mark.parametrize("head", [False, True], ids=["shared head", "personal head"])
 def test_adapters_are_all_that_is_shared_beside_the_head(head, tmp_path):
     done = run(tmp_path / "run", project_settings(tmp_path), **{"personal-head": head})
-    assert done.facts["status"] == "completed"
+    assert done.status == "completed"
     names = [*load_file(done.path / "model.safetensors")]
     kinds = Counter("lora" if "lora_" in name else "head" for name in names)
     # One layer with adapters of queries and values, of two matrices each.

@@ -38,7 +38,7 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     files = {p.name for p in run_.path.iterdir()}
     expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv"}
     assert expected | {"report.md", "report.html", "figures", "guarantee.json"} <= files
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
     rows = run_.metrics()
     assert [row["answered"] for row in rows] == [5, 5, 5]
     assert {"accuracy_mean", "accuracy_pooled"} <= set(rows[1])
@@ -173,7 +173,7 @@ def test_weighting_by_records_learns_under_the_privacy_of_users(tmp_path):
 @pytest.mark.parametrize("size", grid(["max", "median", "2"], lambda size: size == "median"))
 def test_groups_of_any_size(size, tmp_path):
     run_ = run(tmp_path / "run", method="uldp-group", group_size=size, rounds=1)
-    assert run_.facts["status"] == "completed"
+    assert run_.status == "completed"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_upcycling_a_method_sends_half_as_much_in_as_many_rounds(method, tmp_pat
         files = {p.name for p in one.path.iterdir()}
         assert {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv"} <= files
         assert {"report.md", "report.html", "figures"} <= files
-        assert one.facts["status"] == "completed"
+        assert one.status == "completed"
         assert len(one.client_metrics()) == 4
     assert [row["messages"] for row in plain.metrics()] == [4, 4, 4, 4]
     assert [row["messages"] for row in upcycled.metrics()] == [4, 0, 4, 0]

@@ -98,7 +98,7 @@ def test_both_raylets_of_a_cluster_that_the_environment_names_work(tmp_path):
             time.sleep(0.2)
         out, errors = process.communicate()
         assert process.returncode == 0, out.decode() + errors.decode()
-        assert RunDirectory.open(path).facts["status"] == "completed"
+        assert RunDirectory.open(path).status == "completed"
         assert seen == [1, 1]
     finally:
         cluster.stop()

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 import flower_ext
 from flower_ext.cli import main, run_command
 from flower_ext.cli.calibrate import noise_text
-from flower_ext.cli.deployment import Deployment
-from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.main import COMMANDS, app
+from flower_ext.cli.processes import LaunchFailed
 from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit, epsilon_text
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
@@ -232,12 +231,11 @@ def test_run_takes_a_number_of_clients(tmp_path):
     done = call("run", str(DP2_FEDSAM.folder), "--in-process", "--clients", "7", *small)
     assert done.exit_code == 0, done.output
     (run,) = tmp_path.iterdir()
-    assert RunDirectory.open(run).facts["config"]["clients"] == 7
+    assert RunDirectory.open(run).metadata["config"]["clients"] == 7
 
 
-@pytest.mark.parametrize("command", ["run", "deploy"])
-def test_runs_go_where_the_environment_says(command):
-    assert "FLOWER_EXT_RUNS" in call(command, "--help").output
+def test_runs_go_where_the_environment_says():
+    assert "FLOWER_EXT_RUNS" in call("run", "--help").output
 
 
 def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
@@ -413,20 +411,10 @@ def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
     (file := tmp_path / "a file").write_text("")
     run = finished(tmp_path / "run")
     compared = call("report", str(run.path), str(run.path), "--output", str(file))
-    deployed = call("deploy", "apps/dp2-fedsam", "--folder", str(file / "inside"))
-    for done in (compared, deployed):
-        assert done.exit_code == 1
-        assert "a file" in done.output.replace("\n", "")
+    assert compared.exit_code == 1
+    assert "a file" in compared.output.replace("\n", "")
     with pytest.raises(NotARun, match="cannot be made"):
         RunDirectory.create(file / "run", {})
-
-
-@pytest.mark.parametrize("settings", [["--set", "roundz=3"], ["--set", "rounds=x"]])
-def test_deploy_refuses_what_it_cannot_run_before_it_starts_anything(monkeypatch, settings):
-    monkeypatch.setattr(Deployment, "__enter__", lambda deployment: pytest.fail("started"))
-    done = call("deploy", "apps/dp2-fedsam", *settings)
-    assert done.exit_code == 2
-    assert settings[1].partition("=")[0] in unboxed(done.output)
 
 
 def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):

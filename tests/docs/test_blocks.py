@@ -18,7 +18,6 @@ from tests.support.pages import ROOT, Block, blocks, commands, is_full, pages
 
 RUN = ("python", "setup", "check")
 ELSEWHERE = {
-    "docs/secure-sums.md": "for cryptographers: a piece of a program",
     "docs/audit.md": "tests/cli/test_audit.py runs it as a file",
 }
 WITH_BLOCKS = [

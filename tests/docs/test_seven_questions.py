@@ -22,7 +22,7 @@ QUESTIONS = {
     ),
     "a FedAdam project that must halve its messages": (
         [HOME, CHOOSE, "methods/upcycled.md"],
-        ["Upcycled(FedAdam(", "{1: 20, 2: 0, 3: 20, 4: 0}", "guarantee is that of the wrapped"],
+        ["Upcycled(FedAdam(", "[2, 4, 6, 8]", "guarantee is that of the wrapped"],
     ),
     "a pretrained backbone on two hundred clinics": (
         [HOME, CHOOSE, "own-model.md"],

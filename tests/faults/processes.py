@@ -32,16 +32,15 @@ import psutil
 from flwr.app import Context, Message, RecordDict
 from safetensors.numpy import load_file
 
-from flower_ext.cli.deployment import CONNECTION, Deployment
-from flower_ext.cli.ending import LaunchFailed
-from flower_ext.cli.launch import launch
 from flower_ext.cli.preparing import RunOptions, prepare
-from flower_ext.cli.processes import signal_group
+from flower_ext.cli.processes import LaunchFailed, signal_group
+from flower_ext.cli.run_command import launch
 from flower_ext.federation import InProcessGrid
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
+from tests.support.deployment import CONNECTION, Deployment
 
 APP = Path(__file__).parents[2] / "apps" / "dp2-fedsam"
 NODES = 4
@@ -360,7 +359,7 @@ class Outcome:
     @property
     def kept(self) -> bool:
         """Return True if the run completed, every aggregate was right, and ε is right."""
-        completed = self.error is None and self.run.facts["status"] == "completed"
+        completed = self.error is None and self.run.status == "completed"
         return completed and self.wrong_aggregates == 0 and self.epsilon_right
 
 
@@ -476,7 +475,7 @@ def report(rows: Sequence[Row], outcome: Outcome) -> str:
         [
             (
                 outcome.plan.name,
-                outcome.run.facts["status"],
+                outcome.run.status,
                 len(outcome.run.metrics()),
                 outcome.discarded,
                 outcome.wrong_aggregates,

@@ -150,7 +150,7 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
     strategy.run.progress.begin()
     initial = ArrayRecord(task.initial_params(2))
     asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
-    partitions = {node: partition for partition, node in strategy.run.exchange.nodes.items()}
+    partitions = {node: partition for partition, node in strategy.run.clients.nodes.items()}
     asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
     replies = grid.send_and_receive(asked)
     return {

@@ -267,10 +267,10 @@ def dp_fedavg(settings, run):
 
 def test_a_resumed_run_may_not_exceed_the_rounds_of_its_epsilon_and_stays_complete(tmp_path):
     target = {"resume": True, "epsilon": 2.0}
-    before = start(tmp_path / "run", dp_fedavg, **target).facts
+    before = start(tmp_path / "run", dp_fedavg, **target).metadata
     with pytest.raises(UnfitSetting, match=r"rounds=4 .*at most 3.*epsilon=2.*--set rounds=4"):
         start(tmp_path / "run", dp_fedavg, **target, rounds=4)
-    assert RunDirectory.open(tmp_path / "run").facts == before
+    assert RunDirectory.open(tmp_path / "run").metadata == before
     assert before["status"] == "completed"
 
 
@@ -286,13 +286,13 @@ def test_a_resumed_run_that_no_epsilon_ends_may_have_more_rounds(settings, tmp_p
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, logged):
     start(tmp_path / "run", fedavg, resume=True)
     again = start(tmp_path / "run", fedavg, resume=True)
-    assert again.facts["status"] == "completed"
+    assert again.status == "completed"
     assert "nothing left to do: all 3 rounds are done" in logged.messages
 
 
 def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
     done = start(tmp_path / "run", lambda settings, run: Upcycled(fedavg(settings, run), 0.5))
-    assert done.facts["status"] == "completed"
+    assert done.status == "completed"
     assert len(done.client_metrics()) == CLIENTS
 
 

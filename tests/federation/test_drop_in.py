@@ -34,7 +34,7 @@ SEEDED = {"seed": 1, "seeded_noise": True}
 def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, caplog):
     caplog.set_level("INFO", logger="flwr")
     run, strategy, result = play(tmp_path / "run", rounds=3)
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
     assert [row["round"] for row in run.metrics()] == [1, 2, 3]
     assert run.guarantees() == strategy.guarantees() != []
     assert [entry["kind"] for entry in run.ledger()] == ["reserve", "commit"] * 3
@@ -72,7 +72,7 @@ def test_a_seeded_run_that_died_ends_as_if_it_had_not(tmp_path, dies_in, at):
     assert (parts.path / model).read_bytes() == (whole.path / model).read_bytes()
     assert [g.epsilon for g in strategy.guarantees()] == [g.epsilon for g in expected.guarantees()]
     assert [row["round"] for row in parts.metrics()] == [1, 2, 3, 4]
-    assert len(parts.facts["starts"]) == 2
+    assert len(parts.metadata["starts"]) == 2
 
 
 def test_an_unseeded_run_that_died_counts_the_round_that_was_given_up(tmp_path):
@@ -80,14 +80,14 @@ def test_an_unseeded_run_that_died_counts_the_round_that_was_given_up(tmp_path):
     run, strategy, _ = play(tmp_path / "run")
     assert strategy.participations.rounds == 5
     assert sum(entry["kind"] == "reserve" for entry in run.ledger()) == 5
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
 
 
 @pytest.mark.report
 def test_a_run_that_died_says_so_with_a_report(tmp_path):
     run, *_ = play(tmp_path / "run", dies_in=2)
-    assert run.facts["status"] == "failed"
-    assert run.facts["reason"].startswith("Died")
+    assert run.status == "failed"
+    assert run.metadata["reason"].startswith("Died")
     assert "This run is failed" in (run.path / "report.md").read_text(encoding="utf-8")
 
 
@@ -228,11 +228,11 @@ def test_flowers_own_strategy_is_refused_by_name_with_what_records_it(strategy, 
 def test_a_budget_ends_the_run_and_another_start_does_not_spend_more(tmp_path):
     budget = Budget(epsilon=0.6, delta=0.01)
     run, strategy, _ = play(tmp_path / "run", rounds=9, budget=budget)
-    assert run.facts["status"] == "budget-exhausted"
+    assert run.status == "budget-exhausted"
     spent = strategy.participations.rounds
     assert 1 <= spent < 9
     again, strategy, _ = play(tmp_path / "run", rounds=9, budget=budget)
-    assert again.facts["status"] == "budget-exhausted"
+    assert again.status == "budget-exhausted"
     assert strategy.participations.rounds == spent
 
 

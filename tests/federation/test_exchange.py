@@ -8,7 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from flower_ext.federation import FederationNotReady, InProcessGrid
-from flower_ext.federation.exchange import Exchange
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.records import RefusedReply
@@ -53,71 +53,71 @@ def square_of(reply: Message) -> int:
     return int(reply.content.metric_records["metrics"]["square"])
 
 
-def connected(app: ClientApp | None = None) -> tuple[Exchange, InProcessGrid]:
-    exchange, grid = (
-        Exchange("meth", Progress(), timeout=1.0),
+def connected(app: ClientApp | None = None) -> tuple[Clients, InProcessGrid]:
+    clients, grid = (
+        Clients("meth", Progress(), timeout=1.0),
         InProcessGrid(app or client_app(), CLIENTS),
     )
-    exchange.progress.begin()
-    exchange.connect(grid, CLIENTS)
-    return exchange, grid
+    clients.progress.begin()
+    clients.connect(grid, CLIENTS)
+    return clients, grid
 
 
-def listen(exchange, grid, kind, partitions, server_round=1):
+def listen(clients, grid, kind, partitions, server_round=1):
     """Ask and accept answers; return the values by partition."""
-    messages = exchange.ask(kind, {p: {"down": DOWN} for p in partitions}, server_round)
+    messages = clients.messages(kind, {p: {"down": DOWN} for p in partitions}, server_round)
     replies = grid.send_and_receive(messages)
-    return exchange.accepted(kind, server_round, replies, partitions, square_of)
+    return clients.accepted(kind, server_round, replies, partitions, square_of)
 
 
 def test_nobody_is_known_before_the_connection_and_everybody_by_partition_after_it():
-    assert Exchange("meth", Progress(), timeout=1.0).nodes == {}
-    exchange, _ = connected()
-    assert list(exchange.nodes) == list(range(CLIENTS))
-    assert len(set(exchange.nodes.values())) == CLIENTS
+    assert Clients("meth", Progress(), timeout=1.0).nodes == {}
+    clients, _ = connected()
+    assert list(clients.nodes) == list(range(CLIENTS))
+    assert len(set(clients.nodes.values())) == CLIENTS
 
 
 def test_nodes_are_asked_who_they_are_once_only():
-    exchange, _ = connected()
-    roster = exchange.roster
+    clients, _ = connected()
+    roster = clients.roster
     other = InProcessGrid(client_app(), CLIENTS + 1)  # it would be refused
-    assert exchange.connect(other, CLIENTS) is roster
+    assert clients.connect(other, CLIENTS) is roster
     with pytest.raises(FederationNotReady):
-        Exchange("meth", Progress(), timeout=0.1).connect(other, CLIENTS)
+        Clients("meth", Progress(), timeout=0.1).connect(other, CLIENTS)
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_each_partition_gets_its_own_content_in_a_message_of_the_method_and_round(kind):
-    exchange, _ = connected()
+    clients, _ = connected()
     contents = {p: {"mine": ConfigRecord({"partition": p})} for p in (3, 1)}
-    messages = exchange.ask(kind, contents, server_round=7)
+    messages = clients.messages(kind, contents, server_round=7)
     assert len(messages) == 2
     for message in messages:
         partition = message.content.config_records["mine"]["partition"]
-        assert message.metadata.dst_node_id == exchange.nodes[partition]
+        assert message.metadata.dst_node_id == clients.nodes[partition]
         assert message.metadata.message_type == f"{kind}.meth"
         assert message.metadata.group_id == "7"
 
 
 def test_apps_that_do_not_know_us_are_asked_in_flowers_plain_words():
-    exchange, grid = connected(client_app(method=None))
-    (message,) = exchange.ask("train", {0: {}}, 1)
+    clients, grid = connected(client_app(method=None))
+    (message,) = clients.messages("train", {0: {}}, 1)
     assert message.metadata.message_type == "train"
-    assert listen(exchange, grid, "train", [0, 2]) == {0: 0, 2: 4}
+    assert listen(clients, grid, "train", [0, 2]) == {0: 0, 2: 4}
 
 
 def test_answers_come_back_by_partition_in_order():
-    exchange, grid = connected()
-    assert list(listen(exchange, grid, "train", [3, 0, 2]).items()) == [(0, 0), (2, 4), (3, 9)]
-    assert exchange.refusals == []
+    clients, grid = connected()
+    assert list(listen(clients, grid, "train", [3, 0, 2]).items()) == [(0, 0), (2, 4), (3, 9)]
+    assert clients.refusals == []
 
 
 def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
-    exchange, grid = connected()
-    listen(exchange, grid, "train", [0, 1, 2])
-    listen(exchange, grid, "evaluate", [0, 1, 2, 3])
-    listen(exchange, grid, "evaluate", [0])
-    row = exchange.progress.row
+    clients, grid = connected()
+    listen(clients, grid, "train", [0, 1, 2])
+    listen(clients, grid, "evaluate", [0, 1, 2, 3])
+    listen(clients, grid, "evaluate", [0])
+    row = clients.progress.row
     assert {name: row[name] for name in ("messages", "bytes_down", "bytes_up")} == {
         "messages": 6,
         "bytes_down": 3 * DOWN_BYTES,
@@ -130,44 +130,44 @@ def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
 
 def test_bytes_are_those_of_the_numbers_but_for_a_small_header():
     assert 4 * 1_000 + 8 * 200 <= DOWN_BYTES < 1.1 * (4 * 1_000 + 8 * 200)
-    exchange, _ = connected()
-    exchange.ask("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
-    assert exchange.progress.row["bytes_down"] == 2 * DOWN_BYTES
+    clients, _ = connected()
+    clients.messages("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
+    assert clients.progress.row["bytes_down"] == 2 * DOWN_BYTES
 
 
 def test_refusals_are_listed_counted_and_logged_and_their_traffic_was_there(logged):
-    exchange, grid = connected(client_app(fails=(1, 2)))
-    assert listen(exchange, grid, "train", [0, 1, 2]) == {0: 0}
-    nodes = exchange.nodes
-    assert exchange.refusals == [
+    clients, grid = connected(client_app(fails=(1, 2)))
+    assert listen(clients, grid, "train", [0, 1, 2]) == {0: 0}
+    nodes = clients.nodes
+    assert clients.refusals == [
         f"round 1, node {nodes[1]}: the client failed",
         f"round 1, node {nodes[2]}: the client failed",
     ]
-    row = exchange.progress.row
+    row = clients.progress.row
     assert row["refused"] == 2
     assert row["messages"] == 6
     assert row["bytes_up"] == UP_BYTES  # an error carries no arrays
     warned = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
     assert warned == [
-        *(f"refused reply: {refusal}" for refusal in exchange.refusals),
+        *(f"refused reply: {refusal}" for refusal in clients.refusals),
         "round 1, train: no usable answer from [1, 2]",
     ]
 
 
 def test_refusals_add_up_over_rounds_and_kinds():
-    exchange, grid = connected(client_app(fails=(1,)))
-    listen(exchange, grid, "train", [0, 1])
-    listen(exchange, grid, "evaluate", [1], server_round=2)
-    assert [refusal.partition(",")[0] for refusal in exchange.refusals] == ["round 1", "round 2"]
+    clients, grid = connected(client_app(fails=(1,)))
+    listen(clients, grid, "train", [0, 1])
+    listen(clients, grid, "evaluate", [1], server_round=2)
+    assert [refusal.partition(",")[0] for refusal in clients.refusals] == ["round 1", "round 2"]
 
 
 def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
-    exchange, grid = connected()
-    old = list(grid.send_and_receive(exchange.ask("train", {0: {}}, 1)))
-    new = list(grid.send_and_receive(exchange.ask("train", {1: {}, 2: {}, 3: {}}, 2)))
-    accepted = exchange.accepted("train", 2, [*old, *new, new[0]], [0, 1, 2], square_of)
+    clients, grid = connected()
+    old = list(grid.send_and_receive(clients.messages("train", {0: {}}, 1)))
+    new = list(grid.send_and_receive(clients.messages("train", {1: {}, 2: {}, 3: {}}, 2)))
+    accepted = clients.accepted("train", 2, [*old, *new, new[0]], [0, 1, 2], square_of)
     assert accepted == {1: 1, 2: 4}
-    reasons = [refusal.partition(": ")[2] for refusal in exchange.refusals]
+    reasons = [refusal.partition(": ")[2] for refusal in clients.refusals]
     assert reasons == [
         "answers round 1",
         "not asked in this round, or answered already",
@@ -176,33 +176,33 @@ def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
 
 
 def test_whoever_answers_first_replies_are_heard_in_the_order_of_partitions():
-    exchange, grid = connected()
+    clients, grid = connected()
     everyone = range(CLIENTS)
-    replies = list(grid.send_and_receive(exchange.ask("train", {p: {} for p in everyone}, 1)))
-    heard = exchange.heard("train", 1, [replies[i] for i in (2, 3, 0, 1)], everyone, square_of)
+    replies = list(grid.send_and_receive(clients.messages("train", {p: {} for p in everyone}, 1)))
+    heard = clients.heard("train", 1, [replies[i] for i in (2, 3, 0, 1)], everyone, square_of)
     assert list(heard) == [(0, 0), (1, 1), (2, 4), (3, 9)]
 
 
 def test_a_reply_is_heard_as_soon_as_those_before_it_are_or_were_refused():
-    exchange, grid = connected(client_app(fails=(1,)))
+    clients, grid = connected(client_app(fails=(1,)))
     everyone, come = range(CLIENTS), []
-    replies = grid.send_and_receive(exchange.ask("train", {p: {} for p in everyone}, 1))
+    replies = grid.send_and_receive(clients.messages("train", {p: {} for p in everyone}, 1))
 
     def coming():
         for reply in replies:
             come.append(reply.metadata.src_node_id)
             yield reply
 
-    heard = exchange.heard("train", 1, coming(), everyone, square_of)
+    heard = clients.heard("train", 1, coming(), everyone, square_of)
     assert [(next(heard), len(come)) for _ in range(3)] == [((0, 0), 1), ((2, 4), 3), ((3, 9), 4)]
     assert next(heard, None) is None
-    assert len(exchange.refusals) == 1
+    assert len(clients.refusals) == 1
 
 
 def test_nothing_asked_costs_nothing():
-    exchange, grid = connected()
-    assert listen(exchange, grid, "train", []) == {}
-    assert set(exchange.progress.row.values()) == {0}
+    clients, grid = connected()
+    assert listen(clients, grid, "train", []) == {}
+    assert set(clients.progress.row.values()) == {0}
 
 
 def test_errors_that_are_expected_stay_out_of_the_log_for_as_long_as_they_are(caplog):

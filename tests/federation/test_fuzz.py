@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
+from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_answer
 from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import (
     FederatedStrategy,
@@ -173,7 +173,7 @@ def test_records_of_anything_are_refused_or_are_scores(content):
 @given(CONTENTS)
 def test_records_of_anything_are_refused_or_are_a_histogram(content):
     try:
-        counts = _read_counts(reply(content), USERS)
+        _, counts = _read_answer(reply(content), USERS)
     except RefusedReply:
         return
     assert counts.shape == (USERS,)
@@ -233,7 +233,7 @@ def round_of(name):
 
 def accepted(strategy, kind, number, replies, partitions, read):
     before = len(strategy.refusals)
-    found = strategy.run.exchange.accepted(kind, number, replies, partitions, read)
+    found = strategy.run.clients.accepted(kind, number, replies, partitions, read)
     return found, strategy.refusals[before:]
 
 
@@ -245,7 +245,7 @@ def held_against(name, kind, what, seed, mutations):
     partitions = (
         strategy.training_round.cohort.asked
         if kind == "train"
-        else list(strategy.run.exchange.nodes)
+        else list(strategy.run.clients.nodes)
     )
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]

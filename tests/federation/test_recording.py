@@ -57,9 +57,9 @@ def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_repo
     run, strategy, result = recorded(tmp_path / "deep" / "run", private_plan(), lr=0.5)
     assert run.path == tmp_path / "deep" / "run"
     assert run.config["lr"] == 0.5
-    assert run.facts["status"] == "completed"
-    assert run.facts["reason"] is None
-    assert run.facts["summary"] == {"refused": 0}
+    assert run.status == "completed"
+    assert run.metadata["reason"] is None
+    assert run.metadata["summary"] == {"refused": 0}
     assert [row["round"] for row in run.metrics()] == [1, 2]
     assert run.guarantees() == strategy.guarantees() != []
     saved = load_file(run.path / "model.safetensors")
@@ -85,7 +85,7 @@ def test_the_report_is_named_where_the_user_looks_once_it_is_there(tmp_path, cap
 def test_a_run_without_privacy_saves_no_guarantee(tmp_path):
     run, *_ = recorded(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     assert run.guarantees() == []
-    assert run.facts["status"] == "completed"
+    assert run.status == "completed"
 
 
 @pytest.mark.report
@@ -94,9 +94,9 @@ def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
         tmp_path / "run", private_plan(), rounds=9, budget=Budget(epsilon=0.6, delta=0.1)
     )
     assert 1 <= len(run.metrics()) < 9
-    assert run.facts["status"] == "budget-exhausted"
-    assert run.facts["reason"] == strategy.stopped
-    assert "above the budget" in run.facts["reason"]
+    assert run.status == "budget-exhausted"
+    assert run.metadata["reason"] == strategy.stopped
+    assert "above the budget" in run.metadata["reason"]
     assert (run.path / "model.safetensors").is_file()
     assert "budget-exhausted" in (run.path / "report.md").read_text(encoding="utf-8")
 
@@ -116,7 +116,7 @@ def test_refused_replies_are_in_the_summary(tmp_path):
         grid.contexts[1_000].node_config["require-secure-noise"] = True
         start = ArrayRecord(task().initial_params(0))
         record(run, strategy, grid, start, num_rounds=2)
-    assert run.facts["summary"] == {"refused": 2}
+    assert run.metadata["summary"] == {"refused": 2}
     assert run.client_metrics() == []
 
 
@@ -142,8 +142,8 @@ def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_the
     with pytest.raises(type(error), match="bad luck"):
         fail()
     reopened = RunDirectory.open(tmp_path / "run")
-    assert reopened.facts["status"] == "failed"
-    assert reopened.facts["reason"] == reason
+    assert reopened.status == "failed"
+    assert reopened.metadata["reason"] == reason
     assert len(reopened.metrics()) == rounds
     assert (reopened.path / "report.html").exists() == bool(rounds)
     assert ("Report:" in capsys.readouterr().out) == bool(rounds)

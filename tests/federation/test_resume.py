@@ -50,7 +50,7 @@ def same(one: RunDirectory, other: RunDirectory) -> bool:
         and one.guarantees() == other.guarantees()
         and one.client_metrics() == other.client_metrics()
         and sum(row["answered"] for row in one.metrics()) > 0
-        and one.facts["summary"]["refused"] == 0
+        and one.metadata["summary"]["refused"] == 0
     )
 
 
@@ -75,7 +75,7 @@ def test_it_may_die_again_and_again(tmp_path):
             play(tmp_path / "parts", dies_in=dies_in)
     parts, _ = play(tmp_path / "parts")
     assert same(parts, whole)
-    starts = parts.facts["starts"]
+    starts = parts.metadata["starts"]
     assert [start.get("after_round") for start in starts] == [None, 1, 1, 2, 4]
     assert "Resumed after round 1, 1, 2, 4" in (parts.path / "report.md").read_text(
         encoding="utf-8"
@@ -98,7 +98,7 @@ def test_a_run_at_its_end_needs_nobody_to_state_its_outcome_again(tmp_path):
     (before.path / "guarantee.json").unlink()
     again, strategy = play(tmp_path, rounds=2, memory=False)
     assert (rows(again), again.guarantees()) == facts
-    assert strategy.run.exchange.nodes == {}
+    assert strategy.run.clients.nodes == {}
 
 
 def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_not_used_again(
@@ -125,7 +125,7 @@ def test_a_failed_run_leaves_a_guarantee_for_what_was_asked_and_says_so(tmp_path
     with pytest.raises(Died):
         play(tmp_path, dies_in=3, **secure)
     run = RunDirectory.open(tmp_path / "run")
-    assert run.facts["status"] == "failed"
+    assert run.status == "failed"
     failed = {(g.basis, g.view): g.epsilon for g in run.guarantees()}
     complete, _ = play(tmp_path / "three", rounds=3, **secure)
     assert failed.keys() == {(g.basis, g.view) for g in complete.guarantees()} != set()
@@ -244,13 +244,13 @@ def test_where_nobody_can_go_on_the_guarantee_counts_what_was_asked_for(tmp_path
     run = RunDirectory.open(tmp_path / "run")
     of_four = [g.epsilon for g in run.guarantees()]
     run.save_guarantees([])  # as if the process had been killed before it wrote them
-    facts = {**run.facts, "status": "running"}
+    facts = {**run.metadata, "status": "running"}
     (run.path / "run.json").write_text(json.dumps({**facts, "accounted": False}))
     shutil.rmtree(tmp_path / "state")
     with pytest.raises(FederationNotReady, match="no longer have the memory"):
         play(tmp_path, **options)
     assert [g.epsilon for g in run.guarantees()] == of_four
-    assert run.facts["accounted"]
+    assert run.metadata["accounted"]
 
 
 @pytest.mark.parametrize("kept", [0, 3])
@@ -307,12 +307,12 @@ def test_a_budget_ends_a_run_before_the_round_that_would_exceed_it_also_when_res
     stops_after = sum(epsilon <= limit for epsilon in spent)
     ending = {**options, "evaluate_every": 1}
     run, stopped = _with_budget(tmp_path / "paid", limit, rounds=5, **ending)
-    assert run.facts["status"] == "budget-exhausted"
-    assert "above the budget" in run.facts["reason"]
+    assert run.status == "budget-exhausted"
+    assert "above the budget" in run.metadata["reason"]
     assert len(run.metrics()) == stops_after
     assert max(row["epsilon_provable"] for row in run.metrics()) <= limit
     again, stopped = _with_budget(tmp_path / "paid", limit, rounds=5, **ending)
-    assert again.facts["status"] == "budget-exhausted"
+    assert again.status == "budget-exhausted"
     assert len(again.metrics()) == stops_after
     assert stopped.stopped is not None
 
@@ -354,7 +354,7 @@ def test_a_ledger_ends_a_resumed_seeded_run_where_it_ends_the_whole_one(tmp_path
         play(tmp_path / "parts", dies_in=2, **options)
     parts, _ = play(tmp_path / "parts", **options)
     assert same(parts, whole)
-    assert parts.facts["status"] == "budget-exhausted"
+    assert parts.status == "budget-exhausted"
 
 
 def test_a_budget_at_another_delta_or_without_privacy_is_refused():
@@ -393,4 +393,4 @@ def test_where_nothing_can_be_written_any_more_the_run_ends_and_nobody_is_asked(
     lines = (run.path / "checkpoints/asked.jsonl").read_text().splitlines()
     asked = sum('"asked"' in line for line in lines)
     assert asked <= reserved < 40
-    assert RunDirectory.open(tmp_path / "run").facts["status"] in ("failed", "running")
+    assert RunDirectory.open(tmp_path / "run").status in ("failed", "running")

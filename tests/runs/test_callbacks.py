@@ -19,7 +19,7 @@ class Notes(Callback):
         self.said.append(("round", server_round, row, run.metrics()[-1]))
 
     def end(self, run):
-        self.said.append(("end", run.facts["status"], len(run.guarantees())))
+        self.said.append(("end", run.status, len(run.guarantees())))
 
 
 class Broken(Callback):

@@ -19,9 +19,9 @@ def run(tmp_path):
 
 def test_a_new_run_knows_its_configuration_and_versions_and_is_running(run):
     assert run.config == {"method": "m", "rounds": 2}
-    assert run.facts["status"] == "running"
-    assert {"python", "flwr", "torch", "flower-ext"} <= set(run.facts["versions"])
-    assert RunDirectory.open(run.path).facts == run.facts
+    assert run.status == "running"
+    assert {"python", "flwr", "torch", "flower-ext"} <= set(run.metadata["versions"])
+    assert RunDirectory.open(run.path).metadata == run.metadata
 
 
 def test_nothing_is_overwritten(run, tmp_path):

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms import noise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.noise import NoiseSource
-from flower_ext.privacy.mechanisms.quantization import CellSum, in_cells
+from flower_ext.privacy.mechanisms.quantization import in_cells
 from flower_ext.privacy.mechanisms.updates import total
 from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
@@ -60,7 +60,7 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
         name: _cells_not_clipped({name: value}, clipping_norm, cell)[name]
         for name, value in _rows_not_clipped(rows, clipping_norm, weights).value.items()
     }
-    return CellSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
+    return BoundedSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
 
 
 def _scores_not_clipped(self, client):
@@ -96,7 +96,7 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
     def together(rows, clipping_norm, cell, weights):
         summed = _rows_not_clipped(rows, clipping_norm, weights).value
         whole = in_cells(summed, clipping_norm, cell)
-        return CellSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
+        return BoundedSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
 
     patch.setattr(silo_training, "sum_rows_in_cells", together)
     return experiment

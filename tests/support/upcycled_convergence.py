@@ -14,7 +14,7 @@ K                     ``cohort_size``
 Two steps of the printed proofs do not hold. Lemma B.1 bounds ⟨∇f, Φ⟩ by ‖∇f‖ ‖Φ‖ / μ, but the
 Cauchy-Schwarz inequality gives no 1/μ. Lemma B.2 loses the factor L of E‖w̄ − w̃‖² when it collects
 terms. If μ <= 1 and L <= 1, the printed constants are merely cautious; otherwise they can promise a
-descent that does not happen. `docs/errata-upcycled-fl.md` applies the printed and the corrected
+descent that does not happen. `docs/proved/upcycled.md` applies the printed and the corrected
 constants.
 """
 

@@ -20,8 +20,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.local import batches, perturbation
 from flower_ext.training.model_calls import fewest_rows
-from flower_ext.training.objective import Linear
-from flower_ext.training.problem import LocalProblem
+from flower_ext.training.problem import Linear, LocalProblem
 from tests.support.jobs import train_many, train_one
 
 

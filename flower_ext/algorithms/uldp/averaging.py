@@ -36,9 +36,9 @@ from flower_ext.algorithms.uldp import silo_part
 from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
+    ONE_BY_ONE,
     USERS,
-    answer_counts,
-    ask_one_by_one,
+    answer_server,
     ask_silos,
     check_weighting,
     check_weights,
@@ -81,9 +81,8 @@ log = getLogger("flwr")
 
 CLIPPING_NORM, CELL = "clipping-norm", "cell"
 """Settings of silos besides `USERS`."""
-SILOS, ONE_BY_ONE, WEIGHTS = "silos", "one-by-one", "weights"
-"""A group of the state: whether a silo's users train one by one, and w_{s,u} if the server knows
-them."""
+SILOS, WEIGHTS = "silos", "weights"
+"""A group of the state: `ONE_BY_ONE` by silo, and w_{s,u} if the server knows them."""
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
@@ -110,9 +109,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def answer(question: Question) -> Mapping[str, object]:
-    """Answer a question before a round: take a step of a weighted sum, or count the records."""
+    """Answer a question before a round: take a step of a weighted sum, or describe this silo."""
     if STEP not in question.asked:
-        return answer_counts(question)
+        return answer_server(question)
     return silo_part.answer(
         str(question.asked[STEP]),
         question.arrays,
@@ -192,16 +191,18 @@ class UldpAvg(Method):
 
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""
-        sums, clients = _of_users(connected.summation.mechanism), connected.clients
-        silos = {ONE_BY_ONE: ask_one_by_one(clients, self.training, self.num_silos)}
-        if connected.summation.brings_weights:
-            return State(server={SILOS: silos})
-        is_asked = self.weighting == "by-records"
-        histogram = ask_silos(clients, sums.sampling.population, histogram=is_asked)
+        sums = _of_users(connected.summation.mechanism)
+        brings_weights = connected.summation.brings_weights
+        one_by_one, histogram = ask_silos(
+            connected.clients,
+            sums.sampling.population,
+            trainings=self.training,
+            histogram=self.weighting == "by-records" and not brings_weights,
+        )
         if sums.secure_sum is not None:
             _warn_of_rounding(sums, connected.model, self.num_silos)
-        weights = user_weights(self.weighting, histogram, self.num_silos)
-        return State(server={SILOS: {**silos, WEIGHTS: weights}})
+        weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
+        return State(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Weigh the users of the round, which line 5 of Algorithm 4 draws.

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS, answer_counts, ask_silos, owned
+from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos, owned
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
@@ -45,7 +45,6 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.privacy import (
-    DpSgd,
     FullParticipation,
     GroupPlan,
     PrivacyPlan,
@@ -69,10 +68,6 @@ def local_update(work: ClientWork) -> LocalResult:
     }
     with knowing_no_data():
         training = DpSgdTraining(**settings)
-        if training.noise_multiplier == 0:
-            raise InvalidValue(
-                "noise_multiplier=0.0 in the server's message: expected a number > 0"
-            )
     drawn = secure_generator()
     if not work.noise.is_secure:  # a simulation, whose batches must be reproducible too
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
@@ -116,7 +111,7 @@ class UldpGroup(Method):
         name="uldp_group",
         local_update=local_update,
         local_model=shared_model,
-        answer=answer_counts,
+        answer=answer_server,
         memory=Memory.NONE,
     )
 
@@ -134,7 +129,7 @@ class UldpGroup(Method):
         """Return the plan of a run, with the δ at which it reports ε."""
         return GroupPlan(
             sampling=FullParticipation(self.num_silos),
-            one_round=self._one_round,
+            one_round=self.local,
             delta=delta,
             users=self.num_users,
         )
@@ -146,14 +141,6 @@ class UldpGroup(Method):
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
                 "returns, because its ε is that of the method's own DP-SGD"
             )
-
-    @property
-    def _one_round(self) -> DpSgd:
-        return DpSgd(
-            noise_multiplier=self.local.noise_multiplier,
-            sampling_rate=self.local.sampling_rate,
-            steps=self.local.steps,
-        )
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -172,8 +159,9 @@ class UldpGroup(Method):
         """Ask the silos for their histograms; fix k and the limits for the whole run."""
         if LIMITS in state.server:
             return state  # the limits that were drawn first hold for the whole run
-        counts = ask_silos(connected.clients, self.num_users, histogram=True)
-        assert counts is not None
+        _, counts = ask_silos(
+            connected.clients, self.num_users, trainings=self.training, histogram=True
+        )
         k = size_of(counts, self.group_size)
         limits = limit_contributions(counts, k, connected.generator("limits"))
         return State(server={LIMITS: {LIMITS: limits.astype(np.int32), "k": np.asarray(k)}})

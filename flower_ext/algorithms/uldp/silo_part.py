@@ -7,7 +7,7 @@ stored state, and stores its outcome before anything leaves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from logging import getLogger
@@ -21,8 +21,8 @@ from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, cores
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
+from flower_ext.secure.weighting.agreement import BEGIN
 from flower_ext.secure.weighting.protocol import protocol_of
-from flower_ext.secure.weighting.weighting_steps import BEGIN
 from flower_ext.training import Params
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
@@ -149,9 +149,9 @@ def open_part(
 class SiloPart:
     """A silo's part of a round: one clipped update of each user whom the set-up counted.
 
-    A user without an update here counts as zero: silos that lost their data, or whose users came
-    or left since the set-up, still send a sum. So do those that cannot encrypt their updates. A
-    missing sum would tell everybody that a record here is odd.
+    Silos that lost their data, or whose users came or left since the set-up, still send a sum, in
+    which users without an update count as zero. Silos that cannot encrypt their updates send a sum
+    of zeros. A missing sum would tell everybody that a record here is odd.
 
     Parameters
     ----------
@@ -172,7 +172,6 @@ class SiloPart:
     ) -> None:
         self._silo, self._number, self._begin, self._norm = silo, number, begin, clipping_norm
         self._sum = begin()
-        self._missing = set(silo.counted)
         self._error: Exception | None = None
         self._started, self._seconds = time.monotonic(), 0.0
 
@@ -189,11 +188,10 @@ class SiloPart:
         """
         started = time.monotonic()
         clipped = zip(users, flat_rows_of(clip_each_row(rows, self._norm)), strict=True)
-        updates = {user: update for user, update in clipped if user in self._missing}
-        self._missing -= updates.keys()
+        counted = self._silo.counted
         try:
             if self._error is None:
-                self._sum.add(updates)
+                self._sum.add({user: update for user, update in clipped if user in counted})
         except Exception as error:
             self._error = error
         self._seconds += time.monotonic() - started
@@ -226,7 +224,7 @@ class SiloPart:
         try:
             if self._error is not None:
                 raise self._error
-            return _with_zeros(self._sum, self._missing, noise)
+            return self._sum.finish(noise)
         except ProtocolError:
             raise
         except Exception as error:
@@ -236,16 +234,10 @@ class SiloPart:
                 type(error).__name__,
                 exc_info=error,
             )
-            return _with_zeros(self._begin(), self._silo.counted, noise)
+            return self._begin().finish(noise)
 
 
 def flat_rows_of(rows: Params) -> np.ndarray:
     """Return rows as (rows, coordinates), with the parameters in the order of their names."""
     parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
     return np.concatenate(parts, axis=1)
-
-
-def _with_zeros(silo_sum: SiloSum, missing: Collection[int], noise: np.ndarray) -> bytes:
-    """Return a masked sum after adding zeros for the missing users."""
-    silo_sum.add(dict.fromkeys(missing, np.zeros_like(noise)))
-    return silo_sum.finish(noise)

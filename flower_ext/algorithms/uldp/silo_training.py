@@ -19,7 +19,7 @@ import torch
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
-from flower_ext.privacy.mechanisms.quantization import CellSum, sum_rows_in_cells
+from flower_ext.privacy.mechanisms.quantization import sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
 from flower_ext.training.params import flat_rows
@@ -80,11 +80,9 @@ class WeightedTotal:
         self._count += len(users)
 
     @property
-    def value(self) -> BoundedSum | CellSum:
+    def value(self) -> BoundedSum:
         """The sum."""
-        if self._cell is None:
-            return BoundedSum(value=self._sums, bound=self._norm, count=self._count)
-        return CellSum(value=self._sums, bound=self._norm, cell=self._cell, count=self._count)
+        return BoundedSum(value=self._sums, bound=self._norm, count=self._count, cell=self._cell)
 
 
 @dataclass(kw_only=True)

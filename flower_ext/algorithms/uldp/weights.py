@@ -27,7 +27,7 @@ from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.privacy.theorems.uldp import Weighting
-from flower_ext.training import LocalTraining, Params
+from flower_ext.training import LocalTraining, Params, trains_apart
 
 log = getLogger("flwr")
 
@@ -35,7 +35,7 @@ USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
-HISTOGRAM = "histogram"
+HISTOGRAM, ONE_BY_ONE = "histogram", "one-by-one"
 MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
 MOST_USERS = 2**24
@@ -52,15 +52,14 @@ _ROUNDING = 1e-13
 """Accepted excess of a sum of weights, far below the tolerance of clipping."""
 
 
-def user_weights(weighting: Weighting, histogram: np.ndarray | None, num_silos: int) -> np.ndarray:
+def user_weights(weighting: Weighting, histogram: np.ndarray) -> np.ndarray:
     """Return w_{s,u}: 1/|S| of shape (silos, 1), or n_{s,u}/N_u of shape (silos, users).
 
     ``histogram`` is n_{s,u}, of shape (silos, users), if weights are by records. A user without
     records has weight 0.
     """
     if weighting == "equal":
-        return np.full((num_silos, 1), 1 / num_silos)
-    assert histogram is not None
+        return np.full((len(histogram), 1), 1 / len(histogram))
     return np.asarray(histogram / np.maximum(histogram.sum(axis=0), 1))
 
 
@@ -164,13 +163,20 @@ def owned(data: ClientData, num_users: int) -> SiloData:
     return data
 
 
-def answer_counts(question: Question) -> Params:
-    """Answer with each user's number of records if the server asks, else with a confirmation."""
-    num_users = int(question.asked[USERS])
+def answer_server(question: Question) -> Params:
+    """Say if the described trainings run one by one on this machine, and count users' records.
+
+    Users' numbers of records leave the silo only if the server asks for them.
+    """
+    num_users, examples = int(question.asked[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
-    if not question.asked[HISTOGRAM]:
-        return {}
-    return {HISTOGRAM: torch.bincount(owners.cpu().long(), minlength=num_users)}
+    apart = len(examples) > 0 and any(
+        trains_apart(question.task, examples, training) for training in question.training.values()
+    )
+    answer = {ONE_BY_ONE: torch.tensor(int(apart))}
+    if question.asked[HISTOGRAM]:
+        answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
+    return answer
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
@@ -196,8 +202,28 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
     return [int(count) for count in counts.clamp(max=most)]
 
 
-def ask_silos(clients: Clients, num_users: int, *, histogram: bool) -> np.ndarray | None:
-    """Check that every silo can take part; if asked, return n_{s,u} as int64 (silos, users).
+def ask_silos(
+    clients: Clients,
+    num_users: int,
+    *,
+    trainings: Mapping[str, LocalTraining],
+    histogram: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ask the silos if their users train one by one, and for the users' numbers of records.
+
+    Parameters
+    ----------
+    trainings : Mapping[str, LocalTraining]
+        The phases of a user's training. How they run depends on a silo's machine.
+    histogram : bool
+        True if the silos shall tell how many records each user has.
+
+    Returns
+    -------
+    one_by_one : ndarray
+        One truth value per silo.
+    histogram : ndarray
+        n_{s,u} as int64 (silos, users); (silos, 0) if the silos were not asked for it.
 
     Raises
     ------
@@ -205,50 +231,23 @@ def ask_silos(clients: Clients, num_users: int, *, histogram: bool) -> np.ndarra
         A silo cannot take part, because its data have no owners or an owner is out of range; the
         message names the silo.
     """
-    question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram})
-    if not histogram:
-        clients.ask(question, records.read_answer)
-        return None
-    counts = clients.ask(question, lambda reply: _read_counts(reply, num_users))
-    return np.stack([counts[silo] for silo in sorted(counts)])
+    answers = clients.ask(
+        ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
+        lambda reply: _read_answer(reply, num_users if histogram else 0),
+        dict.fromkeys(clients.nodes, records.training_records(trainings)),
+    )
+    one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
+    return np.array(one_by_one), np.stack(counts)
 
 
-def ask_one_by_one(
-    clients: Clients, trainings: Mapping[str, LocalTraining], num_silos: int
-) -> np.ndarray:
-    """Ask each silo if its users train one by one; the answer depends on its machine only.
-
-    Returns
-    -------
-    ndarray
-        One truth value per silo.
-
-    Raises
-    ------
-    FederationNotReady
-        A silo does not answer.
-    """
-    content = {records.ONE_BY_ONE: ConfigRecord(), **records.training_records(trainings)}
-    answers = clients.query(dict.fromkeys(range(num_silos), content), _read_one_by_one)
-    return np.array([answers[silo] for silo in range(num_silos)])
-
-
-def _read_one_by_one(reply: Message) -> bool:
+def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
     arrays = records.read_answer(reply)
-    if set(arrays) != {records.ONE_BY_ONE} or arrays[records.ONE_BY_ONE].shape != ():
-        raise RefusedReply(
-            f"arrays {sorted(arrays)}: expected only {records.ONE_BY_ONE!r}, one number"
-        )
-    return bool(arrays[records.ONE_BY_ONE])
-
-
-def _read_counts(reply: Message, num_users: int) -> np.ndarray:
-    arrays = records.read_answer(reply)
-    if set(arrays) != {HISTOGRAM}:
-        raise RefusedReply(f"arrays {sorted(arrays)}: expected only {HISTOGRAM!r}")
-    counts = arrays[HISTOGRAM]
+    expected = {ONE_BY_ONE, HISTOGRAM} if num_users else {ONE_BY_ONE}
+    if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
+        raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
+    counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
-    if not 0 <= counts.min() <= counts.max() <= MOST_RECORDS:
+    if not 0 <= counts.min(initial=0) <= counts.max(initial=0) <= MOST_RECORDS:
         raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records, 0 … 2^40")
-    return counts.astype(np.int64)
+    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64)

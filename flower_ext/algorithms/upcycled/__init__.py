@@ -11,13 +11,12 @@ from flower_ext.algorithms.upcycled.coefficients import (
     half_lambda,
     proximal_ratio,
 )
-from flower_ext.algorithms.upcycled.wrapper import Traffic, Upcycled
+from flower_ext.algorithms.upcycled.wrapper import Upcycled
 
 __all__ = [
     "Coefficient",
     "Constant",
     "Decaying",
-    "Traffic",
     "Upcycled",
     "half_lambda",
     "proximal_ratio",

@@ -7,9 +7,9 @@ post-processing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
@@ -22,25 +22,11 @@ from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
-from flower_ext.federation.uploads import payload_bytes
 
 log = getLogger("flwr")
 
 _MODEL, _STATE = "model", "state."
 """Groups in a checkpoint: the model and the state before the last training round."""
-
-
-@dataclass
-class Traffic:
-    """Count of a round's training messages, both ways, and of the bytes of their arrays."""
-
-    messages: int = 0
-    bytes: int = 0
-
-    def count(self, messages: Sequence[Message]) -> None:
-        """Add messages to the count."""
-        self.messages += len(messages)
-        self.bytes += payload_bytes(messages)
 
 
 class Upcycled(Strategy):
@@ -92,7 +78,6 @@ class Upcycled(Strategy):
         self.coefficient: Coefficient = (
             coefficient if callable(coefficient) else Constant(coefficient)
         )
-        self.traffic: dict[int, Traffic] = {}
         self._before: Arrays = {}
         self._after: Arrays = {}
         # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.
@@ -108,19 +93,16 @@ class Upcycled(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the base's messages in odd rounds, and no messages in even rounds."""
-        messages: list[Message] = []
         if server_round % 2 == 0:
             # A process that resumes in an even round finds the earlier model in the checkpoint.
             self._before = self._before or self._kept_model()
             self._after = to_arrays(arrays)
-        else:
-            self._before = to_arrays(arrays)
-            _follow(self.base, arrays)
-            number = self._base_round(server_round)
-            messages = list(self._base_configure(number, arrays, config, grid))
-            self._keep()
-        self.traffic[server_round] = Traffic()
-        self.traffic[server_round].count(messages)
+            return []
+        self._before = to_arrays(arrays)
+        _follow(self.base, arrays)
+        number = self._base_round(server_round)
+        messages = self._base_configure(number, arrays, config, grid)
+        self._keep()
         return messages
 
     def aggregate_train(
@@ -133,10 +115,10 @@ class Upcycled(Strategy):
         InvalidValue
             The coefficient of this round is negative or not finite, or it makes the model so.
         """
-        replies = list(replies)
-        self.traffic[server_round].count(replies)
         if server_round % 2 == 1:
-            return self._base_aggregate(self._base_round(server_round), replies)
+            # Some of Flower's strategies read the replies twice.
+            kept = replies if isinstance(self.base, FederatedStrategy) else list(replies)
+            return self._base_aggregate(self._base_round(server_round), kept)
         coefficient = self.coefficient(server_round // 2)
         if not 0 <= coefficient < float("inf"):
             raise InvalidValue(
@@ -212,24 +194,12 @@ class Upcycled(Strategy):
             The result of the base's ``start``.
         """
         if isinstance(self.base, FederatedStrategy):
-            result = self.base.start(*arguments, **options, player=self)
-        else:
-            log.info("Upcycled · coefficient %s", self.coefficient)
-            with _routed(
-                self.base,
-                configure_train=self.configure_train,
-                aggregate_train=self.aggregate_train,
-            ):
-                result = self.base.start(*arguments, **options)
-        sent = [traffic for traffic in self.traffic.values() if traffic.messages]
-        log.info(
-            "Upcycled: %d rounds, %d of them without training; %d training messages, %.2f MB",
-            len(self.traffic),
-            len(self.traffic) - len(sent),
-            sum(traffic.messages for traffic in sent),
-            sum(traffic.bytes for traffic in sent) / 1e6,
-        )
-        return result
+            return self.base.start(*arguments, **options, player=self)
+        log.info("Upcycled · coefficient %s", self.coefficient)
+        with _routed(
+            self.base, configure_train=self.configure_train, aggregate_train=self.aggregate_train
+        ):
+            return self.base.start(*arguments, **options)
 
     def _base_round(self, server_round: int) -> int:
         """Return the number under which the base sees an odd round."""

@@ -19,7 +19,7 @@ from flower_ext.federation.sums import masked
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.training import Task, trains_apart
+from flower_ext.training import Task
 
 
 class MethodsApp(CohortApp):
@@ -109,11 +109,14 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
     if side.method.answer is None:
         raise tellable(InvalidValue(f"{side.method.name} answers no questions: ask it none"))
     partition, content = partition_of(context.node_config), message.content
+    task = side.task_of(context)
     question = Question(
-        data=data_of(side.task_of(context), partition, hidden=True),
+        task=task,
+        data=data_of(task, partition, hidden=True),
         partition=partition,
         asked=dict(content.config_records[records.QUESTION]),
         arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
+        training=records.read_trainings(content),
         vault=ClientVault(context, side.method.name),
         may_simulate=side.policy(context).may_simulate,
     )
@@ -136,18 +139,6 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
 
 
-def _one_by_one(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Answer 1 if the described trainings would run one by one on this machine, else 0.
-
-    The answer depends on the shape of the data only.
-    """
-    task = side.task_of(context)
-    data = data_of(task, partition_of(context.node_config), hidden=True).train
-    trainings = records.read_trainings(message.content).values()
-    apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
-    return records.to_record({records.ONE_BY_ONE: np.array(apart, dtype=np.int64)})
-
-
 def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Confirm that this node's model has the frozen part that the server names."""
     expected = message.content.config_records[records.FROZEN]["fingerprint"]
@@ -164,6 +155,5 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
 # By the record that asks; a message with none of them asks for the state.
 _ANSWERS = {
     records.QUESTION: _of_method,
-    records.ONE_BY_ONE: _one_by_one,
     records.FROZEN: _frozen,
 }

@@ -113,7 +113,7 @@ class LocalResult:
     ----------
     model : Params, optional
         The trained model; the client sends its difference to the received one.
-    update : Params, BoundedSum, CellSum or HiddenSum, optional
+    update : Params, BoundedSum or HiddenSum, optional
         An upload in place of a model. If the plan's units are not the clients, it is a sum over
         units with a bound on each unit's part; a `HiddenSum` is encrypted together with its noise.
     memory : Params or Callable, optional
@@ -169,14 +169,17 @@ class LocalResult:
 class Question:
     """A question of the server beside the rounds, and the data to answer it with.
 
-    ``asked`` has the plain values of the question, ``arrays`` the server's array records by name.
-    ``may_simulate`` is True if this client accepts what protects nobody (see `NodePolicy`).
+    ``asked`` has the plain values of the question, ``arrays`` the server's array records by name,
+    ``training`` the phases of training that it describes. ``may_simulate`` is True if this client
+    accepts what protects nobody (see `NodePolicy`).
     """
 
+    task: Task
     data: ClientData
     partition: int
     asked: Mapping[str, Any]
     arrays: Mapping[str, records.Arrays]
+    training: Mapping[str, LocalTraining]
     vault: ClientVault
     may_simulate: bool
 

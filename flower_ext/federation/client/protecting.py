@@ -29,7 +29,6 @@ from flower_ext.privacy.mechanisms.protections import (
     ObjectivePerturbation,
     Protection,
 )
-from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.training import Linear, Params, StepNoise
 
 OF_UPLOADS = "client-noise"
@@ -121,7 +120,7 @@ class HiddenSum:
     encrypt: Callable[[Params], Mapping[str, np.ndarray]]
 
 
-Contribution = Params | BoundedSum | CellSum | HiddenSum
+Contribution = Params | BoundedSum | HiddenSum
 """A client's update, or its whole model, before bound and noise."""
 Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 """A client's update as it leaves the client."""
@@ -209,7 +208,7 @@ def protected(
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.
-    if isinstance(update, BoundedSum | CellSum | HiddenSum) or bounds_units:
+    if isinstance(update, BoundedSum | HiddenSum) or bounds_units:
         return _noised_sum(update, received, protection, noise)
     released = protection.released(update, noise)
     if not protection.bounds_models:
@@ -225,19 +224,19 @@ def _noised_sum(
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
     is_bounded = (
-        isinstance(update, BoundedSum | CellSum | HiddenSum)
+        isinstance(update, BoundedSum | HiddenSum)
         and isinstance(protection, ClipUnits | ClipUnitsToCells)
         and update.bound <= protection.clipping_norm
     )
-    if is_bounded and isinstance(protection, ClipUnitsToCells) and isinstance(update, CellSum):
-        if update.cell == protection.cell:
+    if is_bounded and isinstance(update, BoundedSum):
+        if isinstance(protection, ClipUnitsToCells) and update.cell == protection.cell:
             return protection.noised(update.value, noise)
+        if isinstance(protection, ClipUnits) and update.cell is None:
+            noised = protection.noised(update.value, noise)
+            return {name: value.to(received[name].dtype) for name, value in noised.items()}
     elif is_bounded and isinstance(protection, ClipUnits) and isinstance(update, HiddenSum):
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
-    elif is_bounded and isinstance(protection, ClipUnits) and isinstance(update, BoundedSum):
-        noised = protection.noised(update.value, noise)
-        return {name: value.to(received[name].dtype) for name, value in noised.items()}
     raise tellable(
         InvalidValue(
             f"each unit's part of the update has {_bound_of(update)}: the plan expects "
@@ -248,7 +247,7 @@ def _noised_sum(
 
 def _bound_of(value: object) -> str:
     """Return the bound on each unit's part, by a sum or by a protection, for an error."""
-    if isinstance(value, BoundedSum | CellSum | HiddenSum):
+    if isinstance(value, BoundedSum | HiddenSum):
         bound = f"a bound of {value.bound:g}"
     elif isinstance(value, ClipUnits | ClipUnitsToCells):
         bound = f"one of {value.clipping_norm:g}"

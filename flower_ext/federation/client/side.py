@@ -58,7 +58,6 @@ from flower_ext.federation.sums import masked
 from flower_ext.federation.uploads import Update, content_of
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
-from flower_ext.privacy.mechanisms.quantization import CellSum
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
@@ -351,8 +350,6 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
             raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
-            moved = contribution.value
-        elif isinstance(contribution, CellSum):
             moved = contribution.in_numbers()
         elif protection.bounds_models:
             moved = difference(contribution, turn.work.received)

@@ -20,11 +20,8 @@ from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.errors import FlowerExtError
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
-
-REFUSED = 2
-"""Exit status for a refused value, that of all commands."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for a disk, a quota or a file without room."""
@@ -52,7 +49,7 @@ def run_app(folder: Path, config: UserConfig, *, clients: int, workers: int = 1)
 def main() -> None:
     """Run the app that the command line names; report errors that the user can fix in one line.
 
-    SIGTERM ends the run in order, with the exit status 143; a refused value ends it with 2.
+    SIGTERM ends the run in order, with the exit status 143.
     """
     former = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -62,9 +59,6 @@ def main() -> None:
         if end.args:
             sys.exit(128 + signal.SIGTERM)
         sys.exit("Error: interrupted")
-    except InvalidValue as error:
-        print(f"Error: {error}", file=sys.stderr, flush=True)
-        sys.exit(REFUSED)
     except FlowerExtError as error:
         sys.exit(f"Error: {error}")
     except OSError as error:

@@ -35,7 +35,6 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import replies
 from flower_ext.federation.failures import printable
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import (
@@ -106,7 +105,7 @@ class OpenMaskedSum(OpenSum):
 
     def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
-        self._exchange, self._grid = opening.clients.exchange, opening.clients.grid
+        self._clients = opening.clients
         self._partitions = list(opening.cohort.asked)
         self.parameters = parameters = mechanism.sum_parameters
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
@@ -196,11 +195,11 @@ class OpenMaskedSum(OpenSum):
             for member, request in requests.items()
         }
         number = self._opening.server_round
-        messages = self._exchange.ask("query", contents, number)
-        answers = self._exchange.accepted(
+        messages = self._clients.messages("query", contents, number)
+        answers = self._clients.accepted(
             "query",
             number,
-            replies(self._grid, messages, timeout=self._exchange.timeout),
+            self._clients.replies(messages),
             sorted(contents),
             lambda reply: self._read(reply, kind, records.ANSWER),
         )
@@ -220,7 +219,7 @@ class OpenMaskedSum(OpenSum):
                 f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
             )
         message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
-        partition = self._exchange.partition_of(reply)
+        partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
             raise records.RefusedReply(
                 f"member={message.member}: expected {self._members[partition]}, the number of the "
@@ -254,7 +253,7 @@ class OpenMaskedSum(OpenSum):
         number = self._opening.server_round
         refusal = printable(f"round {number}: {reason}"[: records.LONGEST_REASON])
         log.warning("%s", refusal)
-        self._exchange.refusals.append(refusal)
+        self._clients.refusals.append(refusal)
 
 
 # The client's end ------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
-from flower_ext.secure.weighting.weighting_steps import Dialogue, Step
 
 if TYPE_CHECKING:  # it needs the extra ``weighting``
     from flower_ext.secure.weighting.server_party import ServerParty
@@ -259,7 +259,7 @@ class OpenWeightedSum(OpenSum):
         server = self._summation.server
         data = records.read_bytes(arrays, SUM, server.sum_type.size(server.settings))
         try:
-            silo = self._opening.clients.exchange.partition_of(reply)
+            silo = self._opening.clients.partition_of(reply)
             message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
@@ -342,7 +342,7 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
 def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
     """Ask silos for one step of the protocol, and return the bytes in their answers."""
     answering = step.questions if step.answering is None else step.answering
-    speakers = {clients.exchange.nodes[silo] for silo in answering}
+    speakers = {clients.nodes[silo] for silo in answering}
 
     def read(reply: Message) -> bytes:
         arrays = records.read_answer(reply)

@@ -33,7 +33,7 @@ _NO_PRIVACY = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd:
-    """Facts of one silo's DP-SGD over the whole run, for accounting.
+    """Facts of one silo's DP-SGD that accounting needs, of one training or of several together.
 
     Parameters
     ----------
@@ -42,7 +42,6 @@ class DpSgd:
     sampling_rate : float
         Probability with which a step samples each record, independently (Poisson).
     steps : int
-        Number of steps in all rounds together.
     """
 
     noise_multiplier: float

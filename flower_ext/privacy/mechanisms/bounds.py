@@ -54,16 +54,27 @@ class BoundedSum:
 
     Guarantees
     ----------
-    Adding, removing or zeroing one unit moves ``value`` by at most ``bound``. Replacing one
-    moves it by at most ``2 * bound``.
+    Adding, removing or zeroing one unit moves the sum by at most ``bound``. Replacing one
+    moves it by at most ``2 * bound``. Both hold exactly for a sum in cells.
+
+    Parameters
+    ----------
+    cell : float, optional
+        Width of a cell, if ``value`` is in whole numbers of cells (see `quantization`).
     """
 
     value: Update
     bound: float
     count: int
+    cell: float | None = None
+
+    def in_numbers(self) -> Update:
+        """Return the sum in numbers instead of cells."""
+        cell = self.cell
+        return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
-        """Return the largest L2 distance by which one unit can move ``value``."""
+        """Return the largest L2 distance by which one unit can move the sum."""
         return self.bound * relation.sensitivity_factor
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import array_api_compat as api
@@ -24,7 +23,7 @@ import numpy as np
 
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.mechanisms.bounds import checked_weights
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, checked_weights
 from flower_ext.privacy.mechanisms.updates import (
     NonFiniteUpdate,
     Update,
@@ -48,36 +47,6 @@ _TOGETHER = 2**18
 
 Cells = Mapping[str, np.ndarray]
 """Whole numbers by name, as int64: an update or a sum in cells."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellSum:
-    """Sum of the updates of ``count`` units in whole numbers of cells, each bounded and rounded.
-
-    Guarantees
-    ----------
-    Adding, removing or zeroing a unit of weight w moves ``value`` by an L2 norm of at most
-    ``w * bound / cell``, exactly. The parts of other units do not change.
-
-    Parameters
-    ----------
-    value : Mapping[str, ndarray]
-        Arrays of int64.
-    bound : float
-        The clipping norm.
-    cell : float
-        Width of a cell, a power of two.
-    count : int
-    """
-
-    value: Cells
-    bound: float
-    cell: float
-    count: int
-
-    def in_numbers(self) -> dict[str, np.ndarray]:
-        """Return the sum in float64 instead of cells."""
-        return {name: array * self.cell for name, array in self.value.items()}
 
 
 def cell_of(stddev: float) -> float:
@@ -131,7 +100,7 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
 
 def sum_rows_in_cells(
     rows: Update, clipping_norm: float, cell: float, weights: Sequence[float]
-) -> CellSum:
+) -> BoundedSum:
     """Clip every row, weigh it, round it to whole numbers of cells, and return the rows' sum.
 
     Guarantees
@@ -180,7 +149,7 @@ def sum_rows_in_cells(
         name: part.reshape(array.shape[1:])
         for (name, array), part in zip(rows.items(), parts, strict=True)
     }
-    return CellSum(value=value, bound=clipping_norm, cell=cell, count=count)
+    return BoundedSum(value=value, bound=clipping_norm, cell=cell, count=count)
 
 
 def out_of_cells(cells: Cells, cell: float, like: Update) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ T                     ``rounds``
 NAIVE (Theorem 3) assumes that one user moves a silo's clipped update by at most C. Clipping
 projects onto a ball, and without the user training may end on its opposite side, 2C away. AVG and
 SGD clip each user's own update, which vanishes without the user, so for them C is right.
-See `silos` for secure sums.
+See `silo_claims` for secure sums.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Source: Bonawitz et al. 2017, on the graph of Bell et al. 2020, against a semi-h
 4. It reveals one share of each neighbour (`Member.unmask`): a share of the seed if that neighbour
    answered, or of the key if it was lost. `SumServer.total` then removes the masks.
 
-The server learns the sum and which members took part. ``docs/secure-sums.md`` describes the
+The server learns the sum and which members took part. ``docs/proved/secure-sums.md`` describes the
 adversaries. This package needs NumPy and ``cryptography``, but no extra.
 """
 

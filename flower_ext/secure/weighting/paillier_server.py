@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import check_later
+from flower_ext.secure.weighting.agreement import Dialogue
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
@@ -25,7 +26,6 @@ from flower_ext.secure.weighting.paillier_messages import (
 )
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.weighting_steps import Dialogue
 
 
 class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):

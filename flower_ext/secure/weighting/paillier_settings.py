@@ -8,9 +8,9 @@ from functools import cached_property
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.agreement import PartySettings
 from flower_ext.secure.weighting.encoding import FixedPoint, Packing
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
-from flower_ext.secure.weighting.party_settings import PartySettings
 
 _MOST_RECORDS = 2**24
 """Up to this number, a silo searches the modulus for small factors within a second."""

@@ -194,7 +194,8 @@ class PaillierOpenSum:
 
     def __init__(self, silo: PaillierSilo, weights: PaillierWeights) -> None:
         self._silo, self._settings, self._weights = silo, silo.settings, weights
-        self._updates: dict[int, NDArray[np.int64]] = {}
+        self._rows = {user: row for row, user in enumerate(silo.counted)}
+        self._updates = np.zeros((len(self._rows), self._settings.coordinates), dtype=np.int64)
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
         """Encode and keep updates (coordinates,) of users with records here.
@@ -202,30 +203,28 @@ class PaillierOpenSum:
         Raises
         ------
         ValueError
-            A shape is wrong, or a value is not finite or above ``settings.update_bound``.
+            A user has no records here, a shape is wrong, or a value is not finite or above
+            ``settings.update_bound``.
         """
+        if unknown := sorted(updates.keys() - self._rows.keys()):
+            raise InvalidValue(
+                f"updates of users {unknown}: expected users with records in this silo"
+            )
         for user, update in updates.items():
-            self._updates[user] = self._encoded("updates", self._settings.encoding, update)
+            encoded = self._encoded("updates", self._settings.encoding, update)
+            self._updates[self._rows[user]] = encoded
 
     def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum; the round then counts as used.
+        """Return the masked sum; the round then counts as used, and users without update as zero.
 
         Raises
         ------
         ProtocolError, ValueError
-            As `PaillierSilo.weigh`; or updates belong to other users than those with records here,
-            or the noise is out of bounds. Nothing has left the silo then, and the round is unused.
+            As `PaillierSilo.weigh`, or the noise is out of bounds. Nothing has left the silo then,
+            and the round is unused.
         """
-        users = self._silo.counted
-        if wrong := sorted(set(self._updates) ^ set(users)):
-            raise InvalidValue(
-                f"updates of users {wrong[:10]} are missing or surplus: expected one update for "
-                "every user with records in this silo, and for no other"
-            )
         encoded_noise = self._encoded("noise", self._settings.noise_encoding, noise)
-        updates = np.array([self._updates[user] for user in users], dtype=np.int64)
-        matrix = updates.reshape(len(users), self._settings.coordinates)
-        return self._silo.weigh(self._weights, matrix, encoded_noise).to_bytes()
+        return self._silo.weigh(self._weights, self._updates, encoded_noise).to_bytes()
 
     def _encoded(self, name: str, encoding: FixedPoint, values: NDArray[Any]) -> NDArray[np.int64]:
         encoded = encoding.encode(values, name=name)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.secure.weighting.party_settings import PartySettings
+from flower_ext.secure.weighting.agreement import PartySettings
 
 if TYPE_CHECKING:  # they need the extra
     from flower_ext.secure.weighting.server_party import ServerParty

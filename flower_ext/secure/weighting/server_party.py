@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
 from flower_ext.secure.messages import Message, check_length, unpack_numbers
-from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
-from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.weighting_steps import (
+from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
     DRAW,
@@ -22,8 +20,10 @@ from flower_ext.secure.weighting.weighting_steps import (
     NUMBER_BYTES,
     SEALED_SEED_BYTES,
     Dialogue,
+    PartySettings,
     Step,
 )
+from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
 SumT = TypeVar("SumT", bound=Message)

@@ -19,9 +19,7 @@ from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import Message, check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
-from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.party_settings import PartySettings
-from flower_ext.secure.weighting.weighting_steps import (
+from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
     DRAW,
@@ -30,7 +28,9 @@ from flower_ext.secure.weighting.weighting_steps import (
     NUMBER_BYTES,
     OFFER_BYTES,
     SEED_BYTES,
+    PartySettings,
 )
+from flower_ext.secure.weighting.oblivious import Receiver
 
 log = getLogger("flwr")
 
@@ -57,7 +57,11 @@ class SiloSum(Protocol):
         ...
 
     def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum with this silo's share of the noise; the round is then used."""
+        """Return the masked sum with this silo's share of the noise; the round is then used.
+
+        A user with records here and without an update counts as zero. A missing sum would tell
+        everybody that a record here is odd.
+        """
         ...
 
 

@@ -20,8 +20,8 @@ from flower_ext.training.batched.form import MEMORY_LIMIT, Form
 from flower_ext.training.local import SGD, Job, LocalTraining, train
 from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.model_factory import in_training
-from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params
+from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import leaves_attributes_unchanged
 from flower_ext.training.trials.trial_examples import TrainingKind, kind_of

@@ -20,8 +20,8 @@ from flower_ext.training.batched.mapped import Loss, MappedModel, Target, stacke
 from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows
 from flower_ext.training.model_factory import in_training
-from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, flat_rows, sizes
+from flower_ext.training.problem import affine
 from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 

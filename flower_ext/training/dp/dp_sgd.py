@@ -1,66 +1,55 @@
 """DP-SGD: clip every example's gradient and noise their sum (see `clipped_gradient`).
 
 Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor
-(`train_dp_sgd`), or in passes over all examples (`train_clipped_steps`).
+(`train_dp_sgd`), or in passes over all examples (`train_clipped_steps`). Both take the steps of
+`_descend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.checks import (
-    require_count,
-    require_not_negative,
-    require_positive,
-    require_rate,
-)
+from flower_ext.checks import require_not_negative, require_positive
 from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import NoiseSource
+from flower_ext.privacy import DpSgd, NoiseSource
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import SGD, Job, batches, gradient
+from flower_ext.training.local import Job, batches, gradient
 from flower_ext.training.params import Params
-from flower_ext.training.problem import local_problem
+from flower_ext.training.problem import LocalProblem, Term, local_problem
 from flower_ext.training.seeding import draws_seed, seeded
 from flower_ext.training.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpSgdTraining:
+class DpSgdTraining(DpSgd):
     """Settings of DP-SGD on the records of one silo or client.
 
     Parameters
     ----------
-    steps : int
-    sampling_rate : float
-        Probability with which a step samples each record, independently (Poisson).
+    noise_multiplier, sampling_rate, steps
+        As in `DpSgd`, for one local training.
     batch_size : float
         Divisor of the noised sum: a public number, usually the expected batch size.
     learning_rate : float
     clipping_norm : float
         L2 bound C on one record's gradient over all trained parameters.
-    noise_multiplier : float
-        σ: every step's sum carries N(0, (σC)² I).
     """
 
-    steps: int
-    sampling_rate: float
     batch_size: float
     learning_rate: float
     clipping_norm: float
-    noise_multiplier: float
 
     def __post_init__(self) -> None:
-        require_count("steps", self.steps)
-        require_rate("sampling_rate", self.sampling_rate)
+        super().__post_init__()
         for name in ("batch_size", "learning_rate", "clipping_norm"):
             require_positive(name, getattr(self, name))
-        require_not_negative("noise_multiplier", self.noise_multiplier)
 
 
 def train_dp_sgd(
@@ -69,11 +58,10 @@ def train_dp_sgd(
     examples: Examples,
     training: DpSgdTraining,
     *,
-    trained: Callable[[str], bool] = lambda name: True,
     sampling: np.random.Generator,
     noise: NoiseSource,
 ) -> Params:
-    """Train the parameters that ``trained`` selects; all others are frozen.
+    """Train a model on records that every step samples anew.
 
     Guarantees
     ----------
@@ -90,30 +78,36 @@ def train_dp_sgd(
     Raises
     ------
     ValueError
-        ``trained`` selects nothing, or examples of this task or model have no gradient of their
-        own (see `ClippedGradient`).
+        Examples of this task or model have no gradient of their own (see `ClippedGradient`).
     """
-    problem = local_problem(task, params, trained=trained)
+    problem = local_problem(task, params)
     data = examples.to(problem.device)
-    weights = {name: w.clone() for name, w in problem.start.items()}
     clipped_gradient = ClippedGradient(
         task,
-        list(weights),
+        list(problem.start),
         clipping_norm=training.clipping_norm,
         batch_size=training.batch_size,
     )
-    stddev = training.noise_multiplier * training.clipping_norm
     # A record that joins moves others to places with other dropout masks: these must be as secret
     # as the sample, while torch's own generator usually begins at a known seed.
     draws = int(sampling.integers(2**62))
-    with seeded(draws, devices=problem.device.type != "cpu"):
+
+    def samples() -> Iterator[tuple[Tree, Tree]]:
         for _ in range(training.steps):
             sample = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
             rows = torch.from_numpy(sample).to(problem.device)
-            point = {**problem.rest, **weights}
-            slope = clipped_gradient(point, *trees.rows((data.features, data.targets), rows))
-            for name, noised in noise.add_gaussian(slope, stddev).items():
-                weights[name].sub_(noised, alpha=training.learning_rate / training.batch_size)
+            yield trees.rows((data.features, data.targets), rows)
+
+    weights = _descend(
+        problem,
+        samples(),
+        clipped_gradient,
+        stddev=training.noise_multiplier * training.clipping_norm,
+        noise=noise,
+        learning_rate=training.learning_rate,
+        batch_size=training.batch_size,
+        draws=draws,
+    )
     return problem.whole(weights, like=params)
 
 
@@ -160,41 +154,68 @@ def train_clipped_steps(
     Raises
     ------
     ValueError
-        As `train_dp_sgd`; also if the training asks for more than plain steps.
+        ``trained`` selects nothing, there are no examples, or they have no gradient of their own
+        (see `ClippedGradient`). Also if the training asks for more than plain steps.
     """
     training, noise = job.training, job.noise
-    for name in ("momentum", "sam_radius", "tolerance"):
-        if getattr(training, name):
-            raise InvalidValue(f"{name}={getattr(training, name)!r}: expected 0 with clipped steps")
-    if training.optimizer != SGD:
-        raise InvalidValue(f"optimizer={training.optimizer!r}: expected {SGD!r} with clipped steps")
+    if extras := set(training.beyond_sgd) - {"proximal_weight"}:
+        name = min(extras)
+        raise InvalidValue(
+            f"{name}={getattr(training, name)!r}: expected plain steps of SGD where each is "
+            "clipped and noised"
+        )
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave it out")
-    terms = job.objective
     problem = local_problem(task, job.params, trained=trained)
-    weights = {name: w.clone() for name, w in problem.start.items()}
     clipped_gradient = ClippedGradient(
         task,
-        list(weights),
+        list(problem.start),
         clipping_norm=noise.clipping_norm,
         batch_size=training.batch_size,
     )
     size = min(training.batch_size, len(job.examples))
+    draws = draws_seed(job.generator)
+    weights = _descend(
+        problem,
+        batches(job.examples.to(problem.device), training, job.generator),
+        clipped_gradient,
+        stddev=noise.stddev * size / training.learning_rate,
+        noise=noise.source,
+        learning_rate=training.learning_rate,
+        batch_size=size,
+        draws=draws,
+        terms=job.objective,
+    )
+    return problem.whole(weights, like=job.params)
+
+
+def _descend(
+    problem: LocalProblem,
+    mini_batches: Iterable[tuple[Tree, Tree]],
+    clipped_gradient: ClippedGradient,
+    *,
+    stddev: float,
+    noise: NoiseSource,
+    learning_rate: float,
+    batch_size: float,
+    draws: int,
+    terms: Sequence[Term] = (),
+) -> Params:
+    """Return the trained part after steps w ← w − η ((Σ clipped gradients + noise)/B + ∇terms).
+
+    ``draws`` seeds the model's own random draws, such as dropout.
+    """
+    weights = {name: w.clone() for name, w in problem.start.items()}
 
     def added(point: Params) -> Tensor:
         return torch.stack([term(point) for term in terms]).sum()
 
-    data = job.examples.to(problem.device)
-    draws = draws_seed(job.generator)
-    for number, (x, y) in enumerate(batches(data, training, job.generator)):
+    for number, (x, y) in enumerate(mini_batches):
         with seeded(draws + number, devices=problem.device.type != "cpu"):
-            step = clipped_gradient({**problem.rest, **weights}, x, y)
-        pull = gradient(added, weights) if terms else {}
-        moved = {}
-        for name, w in weights.items():  # in float64 until noise covers the effect of rounding
-            moved[name] = w.double().sub_(step[name], alpha=training.learning_rate / size)
+            summed = clipped_gradient({**problem.rest, **weights}, x, y)
+        pulls = gradient(added, weights) if terms else {}
+        for name, noised in noise.add_gaussian(summed, stddev).items():
+            weights[name].sub_(noised, alpha=learning_rate / batch_size)
             if terms:
-                moved[name].sub_(pull[name], alpha=training.learning_rate)
-        noised = noise.source.add_gaussian(moved, noise.stddev)
-        weights = {name: noised[name].to(w.dtype) for name, w in weights.items()}
-    return problem.whole(weights, like=job.params)
+                weights[name].sub_(pulls[name], alpha=learning_rate)
+    return weights

@@ -28,8 +28,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job
 from flower_ext.training.model_calls import refusing_layer
-from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
+from flower_ext.training.problem import affine
 from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 from flower_ext_kernels.chain import Layer, Part, chain

@@ -23,7 +23,7 @@ V_su, r, e2, D_s, z_s      `encrypted_sum`; z_s is ``noise``
 second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices`` / P the rate
 =========================  ================================================================
 
-The set-up has the steps of `flower_ext.secure.weighting.weighting_steps`. Silo 0 adds the silos'
+The set-up has the steps of `flower_ext.secure.weighting.agreement`. Silo 0 adds the silos'
 choices ρ_u of the oblivious transfer to its sealed seeds. Then come these calls (messages are in
 `messages`):
 

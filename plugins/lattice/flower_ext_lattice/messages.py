@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.messages import Message, check_later
+from flower_ext.secure.weighting.agreement import SEED_BYTES
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
-from flower_ext.secure.weighting.weighting_steps import SEED_BYTES
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import RESIDUE_BYTES
 from flower_ext_lattice.settings import (

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import ProtocolError
+from flower_ext.secure.weighting.agreement import SEED_BYTES, Dialogue
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
 from flower_ext.secure.weighting.server_party import ServerParty
-from flower_ext.secure.weighting.weighting_steps import SEED_BYTES, Dialogue
 from flower_ext_lattice import columns, weights
 from flower_ext_lattice.columns import Columns
 from flower_ext_lattice.encrypted_sum import decrypted

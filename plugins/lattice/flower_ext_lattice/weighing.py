@@ -91,7 +91,7 @@ class Weighing:
     def finish(self, noise: ArrayLike) -> bytes:
         """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
 
-        The round then counts as used.
+        A user without an update counts as zero. The round then counts as used.
 
         Parameters
         ----------
@@ -103,15 +103,12 @@ class Weighing:
         ProtocolError
             The round is finished, updates were refused, or another round was finished meanwhile.
         ValueError
-            Updates are missing, or the noise is not plausible. The round can continue.
+            The noise is not plausible. The round can continue.
         """
-        total = self._open()
-        if self._missing:
-            raise InvalidValue(
-                f"updates of users {sorted(self._missing)} are missing: expected one update for "
-                "every user with records in this silo"
-            )
+        self._open()
         noise_array = self._checked_noise(noise)
+        self.add(dict.fromkeys(self._missing, np.zeros(self._settings.coordinates, np.float32)))
+        total = self._open()
         masks = self._masks(self._opening)
         self._total = None
         first, second = total.words(noise_array, masks)

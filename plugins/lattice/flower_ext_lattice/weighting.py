@@ -26,7 +26,7 @@ from flower_ext_lattice.silo import LatticeSilo
 
 _EXPERIMENTAL = (
     "private weighting over ring-LWE is experimental and not externally reviewed: its proof is in "
-    "docs/lattice-weighting.md, and nobody outside this project has checked it"
+    "docs/proved/lattice.md, and nobody outside this project has checked it"
 )
 _RING = (
     "ring-LWE is hard in Z_q[X]/(X^4096 + 1) for q of 96 bits, ternary secrets and errors of "

@@ -341,7 +341,7 @@ def asked(grid, number):
         for m in grid.sent
         if m.metadata.dst_node_id == 1_000 + number
         and m.metadata.message_type in (f"query.{METHOD}", f"train.{METHOD}")
-        and "one-by-one" not in m.content
+        and "histogram" not in m.content.config_records.get("question", {})
     ]
 
 

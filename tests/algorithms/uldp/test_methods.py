@@ -318,7 +318,7 @@ def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(coun
     held = np.random.default_rng(seed).integers(0, 10 ** np.random.default_rng(seed).integers(1, 9))
     held = np.random.default_rng(seed).integers(0, held + 1, (count, 20))
     held[:, 3] = 0
-    weights = user_weights("by-records", held, count)
+    weights = user_weights("by-records", held)
     check_weights(weights, count, range(20))
     np.testing.assert_allclose(weights.sum(axis=0), held.sum(axis=0) > 0)
 
@@ -858,7 +858,8 @@ class Liar(InProcessGrid):
             asked = reply.metadata.message_type.startswith("query.uldp")
             told = reply.content.array_records.get("answer", {})
             if asked and "histogram" in told and reply.metadata.src_node_id == 1_001:
-                reply.content["answer"] = records.to_record({"histogram": self.told})
+                answer = {**records.to_arrays(told), "histogram": self.told}
+                reply.content["answer"] = records.to_record(answer)
         return replies
 
 

@@ -555,9 +555,8 @@ def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_i
         assert above
         assert f"{above} users have more records in this silo than the {limit}" in logged.text
 
-    def limited(weighting, histogram, num_silos):
-        below = np.minimum(histogram, np.array(limits)[:, None])
-        return user_weights(weighting, below, num_silos)
+    def limited(weighting, histogram):
+        return user_weights(weighting, np.minimum(histogram, np.array(limits)[:, None]))
 
     monkeypatch.setattr(averaging, "user_weights", limited)
     expected = make_openly(UldpAvg, evaluate_every=0)

@@ -246,7 +246,7 @@ def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
     }
     assert excess["published"] > 0.01
     assert excess["provable"] <= 0
-    page = (ROOT / "docs" / "errata-upcycled-fl.md").read_text()
+    page = (ROOT / "docs" / "proved" / "upcycled.md").read_text()
     start = problem.value(case["after"])
     assert f"F = {problem.value(problem.proximal_steps(case['after'])[0]):.5f}." in page
     for basis in ("published", "provable"):
@@ -254,7 +254,7 @@ def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
         assert f"{start:g} − {c1:.5f} = {start - c1:.5f}" in page
 
 
-def test_the_table_of_the_errata_is_what_the_constants_give():
+def test_the_table_of_the_page_is_what_the_constants_give():
     def row(name, value):
         return f"| {name} | {value('published'):.3f} | {value('provable'):.3f} |"
 
@@ -274,7 +274,7 @@ def test_the_table_of_the_errata_is_what_the_constants_give():
         for name, c in {"1/2": Constant(0.5), "1/(2√m)": Decaying(0.5)}.items()
         for M in (10, 100, 1000)
     ]
-    assert "\n".join(rows) in (ROOT / "docs" / "errata-upcycled-fl.md").read_text()
+    assert "\n".join(rows) in (ROOT / "docs" / "proved" / "upcycled.md").read_text()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from logging import getLogger
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ from flower_ext.algorithms import (
     Upcycled,
 )
 from flower_ext.algorithms.upcycled import Constant, Decaying, half_lambda
-from flower_ext.algorithms.upcycled.wrapper import Traffic, extrapolated
+from flower_ext.algorithms.upcycled.wrapper import extrapolated
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
 from flower_ext.federation.method import State
 from flower_ext.federation.roster import FOR_MODS
@@ -292,7 +291,7 @@ def test_a_fedavgm_inside_flowers_own_wrappers_goes_on_from_the_extrapolated_mod
     same(models, by_hand(momentum(0.9, 0.5), rounds=4, coefficient=Constant(0.8)))
 
 
-# Traffic
+# Messages
 
 
 class Recorder(InProcessGrid):
@@ -416,19 +415,16 @@ def differ(one, other):
 
 
 @pytest.mark.parametrize("base", [FedAvg, FedMedian, FedYogi])
-def test_even_rounds_of_flowers_strategies_send_nothing_and_the_count_says_so(base):
+def test_even_rounds_of_flowers_strategies_send_nothing_to_train(base):
     grid, strategy = flower_recorder(), Upcycled(base(), 0.5)
     strategy.start(grid, packed(START), num_rounds=6)
     for t in range(1, 7):
-        expected = 2 * CLIENTS if t % 2 else 0
-        assert strategy.traffic[t] == Traffic(messages=expected, bytes=expected * BYTES)
         assert len(grid.of("evaluate", t, "down")) == CLIENTS
     for number in (1, 2, 3):
         asked, answered = grid.of("train", number, "down"), grid.of("train", number, "up")
         assert len(asked) == len(answered) == CLIENTS
         assert sum(seen["bytes"] for seen in asked + answered) == 2 * CLIENTS * BYTES
     assert len([seen for seen in grid.seen if seen["kind"] == "train"]) == 3 * 2 * CLIENTS
-    assert sorted(strategy.traffic) == [1, 2, 3, 4, 5, 6]
     assert not [seen for seen in grid.seen if seen["round"] is None]
 
 
@@ -448,30 +444,16 @@ def test_even_rounds_send_nothing_in_the_rows_of_a_run_too_and_are_evaluated(bas
     strategy = Upcycled(base(run), 0.5)
     strategy.start(grid, initial(), num_rounds=6)
     rows = {row["round"]: row for row in run.metrics()}
-    assert sorted(rows) == sorted(strategy.traffic) == [1, 2, 3, 4, 5, 6]
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6]
     for t, row in rows.items():
         down, up = grid.of("train", t, "down"), grid.of("train", t, "up")
         assert len(down) == len(up) == row["cohort"] == (4 if t % 2 else 0)
-        assert strategy.traffic[t].messages == row["messages"] == len(down) + len(up)
+        assert row["messages"] == len(down) + len(up)
         assert row["bytes_down"] == sum(seen["bytes"] for seen in down)
         assert row["bytes_up"] == sum(seen["bytes"] for seen in up)
-        assert strategy.traffic[t].bytes == row["bytes_down"] + row["bytes_up"]
-        assert (strategy.traffic[t].bytes > 0) == (t % 2 == 1)
+        assert (row["bytes_down"] > 0) == (row["bytes_up"] > 0) == (t % 2 == 1)
         assert len(grid.of("evaluate", t, "down")) == row["evaluation_messages"] / 2 == NODES
         assert "accuracy_mean" in row
-
-
-def test_the_log_speaks_of_training_alone_as_silent_rounds_are_evaluated(caplog, monkeypatch):
-    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
-    Upcycled(FedAvg(), 0.5).start(flower_recorder(), packed(START), num_rounds=2)
-    assert "Upcycled: 2 rounds, 1 of them without training;" in caplog.text
-
-
-def test_lost_answers_are_not_counted_as_traffic():
-    grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["node"] == 1_002)
-    strategy = Upcycled(FedAvg(), 0.5)
-    strategy.start(grid, packed(START), num_rounds=2)
-    assert strategy.traffic[1] == Traffic(messages=2 * CLIENTS - 1, bytes=BYTES * (2 * CLIENTS - 1))
 
 
 # Evaluation
@@ -586,14 +568,16 @@ def test_the_result_of_a_run_that_its_budget_stops_is_the_last_extrapolated_mode
     alike(seen[2], moved_on([records.to_arrays(initial()), seen[1]], 0.5))
 
 
-def test_a_round_that_the_budget_forbids_is_not_counted_among_the_rounds(tmp_path):
+def test_a_budget_ends_the_run_after_its_last_extrapolation(tmp_path):
     plan = release_plan()
     once = privacy_loss_of({DPFedAvg().mechanism(plan).release: 1}, delta=0.1).epsilon
     ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=1.001 * once, delta=0.1))
     strategy = Upcycled(private(DPFedAvg, plan=plan, ledger=ledger), 0.5)
-    strategy.start(recorder(), initial(), num_rounds=9)
+    grid = recorder()
+    result = strategy.start(grid, initial(), num_rounds=9)
     assert strategy.stopped is not None
-    assert sorted(strategy.traffic) == [1, 2]
+    assert {seen["round"] for seen in grid.seen if seen["kind"] == "train"} == {1}
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
 
 
 # Lost rounds

@@ -127,7 +127,6 @@ def test_limits_of_silos_keep_n_max_before_anything_is_sent():
         (lambda updates, noise: noise.__setitem__(0, np.inf), "noise hold NaN"),
         (lambda updates, noise: noise.__setitem__(0, -10.1), "noise reach a magnitude"),
         (lambda updates, noise: updates.__setitem__(0, np.zeros(4)), r"updates of shape \(4,\)"),
-        (lambda updates, noise: updates.pop(0), r"updates of users \[0\]"),
         (lambda updates, noise: updates.__setitem__(9, np.zeros(5)), r"updates of users \[9\]"),
     ],
 )
@@ -143,6 +142,17 @@ def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
     assert world.server.close_round(world.weigh(message, updates, noise)) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
     )
+
+
+def test_a_user_without_an_update_counts_as_zero(rng):
+    world = World(weighting_settings(), np.ones((3, 4), dtype=int))
+    message = world.begin(1)
+    updates, noise = world.draw(rng)
+    others = {user: update for user, update in world.own(0, updates).items() if user != 2}
+    sums = [weigh(world.silos[0], message, others, noise[0])]
+    sums += [weigh(world.silos[at], message, world.own(at, updates), noise[at]) for at in (1, 2)]
+    updates[0, 2] = 0
+    assert world.server.close_round(sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
 
 def test_noise_of_another_shape_is_refused(rng):

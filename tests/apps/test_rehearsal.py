@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from flower_ext.cli import deployment
-from flower_ext.cli.deployment import Deployment, make_certificates, make_key
-from flower_ext.cli.ending import LaunchFailed
+from flower_ext.cli.processes import LaunchFailed
+from tests.support import deployment
+from tests.support.deployment import Deployment, make_certificates, make_key
 
 
 def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):

@@ -1,15 +1,38 @@
-"""Settings that all parties of a run agree on, under every scheme."""
+"""The settings that all parties of a run agree on, and the steps of their dialogue.
+
+They are the same under every scheme. The steps come before and between the sums:
+
+=========  ==================================  =====================================================
+step       message of the server               answer of a silo
+=========  ==================================  =====================================================
+``begin``  the settings                        its public key
+``keys``   the server's key and all silos'     of silo 0: sealed seeds, and what its scheme adds
+``count``  the seed sealed for the silo        masked counts
+``draw``   a number and an offer, to silo 0    the silos' choices; before a round or epoch
+=========  ==================================  =====================================================
+"""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias, TypeVar
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.json_record import JsonRecord
+
+T = TypeVar("T")
+
+BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
+"""Names of the steps."""
+KEY_BYTES = SEED_BYTES = 32
+SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
+NUMBER_BYTES = 8
+OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +109,28 @@ class PartySettings(JsonRecord, ABC):
     @abstractmethod
     def record_limit(self, silo: int) -> int:
         """Return the most records that one user may have in ``silo``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of the protocol: what the server sends to silos, and what they answer.
+
+    Parameters
+    ----------
+    name : str
+    questions : Mapping[int, bytes]
+        The message to each silo that takes the step.
+    length : int
+        Length of an answer in bytes.
+    answering : Collection[int], optional
+        Silos whose answers hold bytes; the others only confirm. By default all.
+    """
+
+    name: str
+    questions: Mapping[int, bytes]
+    length: int
+    answering: Collection[int] | None = None
+
+
+Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
+"""Steps that the server takes one by one: it yields each, and receives the silos' answers."""

@@ -87,12 +87,11 @@ PLACES = {"run-directory": "out", "data-folder": "~/data", "state-folder": "memo
 GIVEN = [f"{name}={path}" for name, path in PLACES.items()]
 
 
-@pytest.mark.parametrize("where", [{}, {"superlink": "near", "nodes": 4}])
 def test_paths_mean_the_same_place_wherever_the_processes_of_this_machine_were_started(
-    where, monkeypatch, tmp_path
+    monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    config = overrides(settings=GIVEN, **where)
+    config = overrides(settings=GIVEN)
     expected = [tmp_path / "out", Path.home() / "data", tmp_path / "memory"]
     assert [json.loads(config[name]) for name in PLACES] == [str(path) for path in expected]
 
@@ -102,7 +101,7 @@ def test_a_folder_of_data_that_the_environment_names_is_found_from_everywhere(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOWER_EXT_DATA", "data")
-    config = overrides(superlink="near", nodes=4)
+    config = overrides()
     assert json.loads(config["data-folder"]) == str(tmp_path / "data")
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flower_ext.cli.live import Followed, RunView, Tracebacks
+from flower_ext.cli.run_log import Followed, RunLog, Tracebacks
 
 PRINT_GROUP = [sys.executable, "-c", "import os; print(os.getpgrp())"]
 FRAMES = [
@@ -61,7 +61,7 @@ def test_an_interruption_while_a_program_starts_is_not_lost():
     """An error that a signal raises in a callback of a fork is ignored, so there is no callback."""
     called, watching = [], True
     os.register_at_fork(before=lambda: called.append(1) if watching else None)
-    program = Followed(PRINT_GROUP, RunView(None, {}))
+    program = Followed(PRINT_GROUP, RunLog())
     program.tell()
     assert program.wait() == 0
     watching = False
@@ -69,7 +69,7 @@ def test_an_interruption_while_a_program_starts_is_not_lost():
 
 
 def test_a_program_is_in_a_process_group_that_no_terminal_signals(capfd):
-    program = Followed(PRINT_GROUP, RunView(None, {}))
+    program = Followed(PRINT_GROUP, RunLog())
     program.tell()
     assert program.wait() == 0
     assert capfd.readouterr().out.strip() == str(program.process.pid)

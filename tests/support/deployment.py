@@ -1,6 +1,11 @@
 """A deployment on this machine: a SuperLink, SuperNodes, TLS and keys, all real processes.
 
-It has the parts of a federation of several machines, on loopback and in one folder:
+    python -m tests.support.deployment apps/dp2-fedsam --nodes 4 --set rounds=3
+
+runs an app on it, as `make deploy` does. Options that are not of this program are those of
+``flower-ext run``.
+
+A deployment has the parts of a federation of several machines, on loopback and in one folder:
 ``certificates/`` (a certificate authority and the SuperLink's certificate), ``keys/`` (one pair
 for each node, and the secret of the SuperExec), ``superlink.db``, ``logs/`` and Flower's home.
 Nodes can be killed, frozen and started again, and so can the SuperLink. The ServerApp survives a
@@ -9,14 +14,18 @@ restart of the SuperLink because it runs under a separate SuperExec (``--isolati
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from secrets import token_bytes
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import trustme
@@ -28,15 +37,20 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from flower_ext.cli.ending import LaunchFailed
+from flower_ext.cli import main as command_line
 from flower_ext.cli.processes import (
     HOST,
+    LaunchFailed,
     end_groups,
     environment,
     executable,
     free_port,
+    signals_as_interrupts,
     wait_for_port,
 )
+from flower_ext.cli.reaper import reaped
+from flower_ext.data import FOLDER_VARIABLE
+from flower_ext.runs.directory import RUNS_VARIABLE, new_run_path
 from flower_ext.runs.files import write_whole
 
 CONNECTION = "loopback"
@@ -73,6 +87,8 @@ class Deployment:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
         }
+        if data := os.environ.get(FOLDER_VARIABLE):
+            self.env[FOLDER_VARIABLE] = str(Path(data).expanduser().absolute())
         self.superlink: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -264,3 +280,39 @@ def make_certificates(folder: Path) -> None:
     write_whole(folder / "server.key", server.private_key_pem.bytes())
     (certificate,) = server.cert_chain_pems
     (folder / "server.crt").write_bytes(certificate.bytes())
+
+
+def main() -> None:
+    """Run an app on a deployment that begins and ends with this program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.deployment",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("app", type=Path, help="folder of a Flower app")
+    parser.add_argument("--nodes", type=int, default=4, help="number of SuperNodes")
+    parser.add_argument("--folder", type=Path, help="keeps certificates, keys, database and logs")
+    parser.add_argument("--runs", type=Path, default=os.environ.get(RUNS_VARIABLE, "runs"))
+    parser.add_argument("--run", type=Path, help="run directory, new or to continue")
+    arguments, options = parser.parse_known_args()
+    new = new_run_path(Path(arguments.runs), arguments.app.resolve().name, datetime.now(UTC))
+    path = (arguments.run or new).absolute()
+    is_begun = (path / "run.json").is_file()
+    place = ["--resume", str(path)] if is_begun else ["--set", f"run-directory={path}"]
+    state = {"state-folder": str(path / "state")}  # so that a rehearsal can be resumed
+    with (
+        signals_as_interrupts(),
+        TemporaryDirectory() as temporary,
+        reaped(),
+        Deployment(arguments.folder or Path(temporary), arguments.nodes, state) as deployment,
+    ):
+        print(f"SuperLink on port {deployment.port}, {arguments.nodes} SuperNodes online")
+        os.environ.update(deployment.env)
+        clients = ["--clients", str(arguments.nodes)]
+        sys.argv[1:] = ["run", str(arguments.app), CONNECTION, *clients, *place, *options]
+        command_line.main()
+
+
+if __name__ == "__main__":
+    main()
