@@ -29,8 +29,8 @@ from flower_ext.training.batched.descent import IGNORED, MiniBatches, Stack
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import longest_first, together
 from flower_ext.training.local import Job, LocalTraining
-from flower_ext.training.objective import Proximal
 from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.problem import Proximal
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.task import Task
 from flower_ext.training.trials.trial_examples import ODD, TrainingKind, kind_of, with_odd_rows
