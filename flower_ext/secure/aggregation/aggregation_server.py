@@ -30,12 +30,11 @@ from flower_ext.secure.aggregation.mask_streams import (
     apply_mask,
     commitment,
     pair_mask_key,
-    public_of,
     self_mask_key,
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import combine
-from flower_ext.secure.labels import check_public
+from flower_ext.secure.labels import check_public, public_of
 
 _STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
