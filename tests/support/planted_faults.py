@@ -213,7 +213,7 @@ def empty_round_discarded(patch, experiment: Experiment) -> Experiment:
     close = Round.close
 
     def discarding(self, replies, **options):
-        if not self.cohort.asked:
+        if not self.cohort.partitions:
             self._sum, self.discard_reason = None, "nobody was drawn"
         return close(self, replies, **options)
 

@@ -169,7 +169,7 @@ class LocalResult:
 class Question:
     """A question of the server beside the rounds, and the data to answer it with.
 
-    ``asked`` has the plain values of the question, ``arrays`` the server's array records by name,
+    ``values`` has the plain values of the question, ``arrays`` the server's array records by name,
     ``training`` the phases of training that it describes. ``may_simulate`` is True if this client
     accepts what protects nobody (see `NodePolicy`).
     """
@@ -177,7 +177,7 @@ class Question:
     task: Task
     data: ClientData
     partition: int
-    asked: Mapping[str, Any]
+    values: Mapping[str, Any]
     arrays: Mapping[str, records.Arrays]
     training: Mapping[str, LocalTraining]
     vault: ClientVault

@@ -104,7 +104,8 @@ DISCRETE = (
 """The statement about noise in secure sums, where no float is rounded after noise is added."""
 SECURE_SUM = (
     "the server follows the protocol of secure aggregation, the keys in its messages reach the "
-    "clients unaltered, and X25519, HKDF-SHA256, ChaCha20 and ChaCha20-Poly1305 are secure"
+    "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
+    "a random oracle"
 )
 ONE_ANSWER = (
     "resist_equivocation is off: the server calls no client answered to some neighbours and lost "

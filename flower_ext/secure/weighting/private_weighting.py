@@ -98,17 +98,6 @@ class PrivateWeighting(WeightingProtocol):
         """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""
         return tuple(filter(None, (HONEST_COUNTS, self.assumed_totals)))
 
-    def describe(self) -> str:
-        """Return one line for the log."""
-        totals = self.allowed_totals
-        return (
-            f"private weighting: keys of {self.key_bits} bits"
-            + (" (INSECURE: simulation only)" if self.allow_insecure_key_size else "")
-            + f", precision {self.precision:g}, at most {self.max_records_per_user} records a user"
-            + (f", one of {totals}" if totals else "")
-            + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
-        )
-
     def settings_of(
         self, mechanism: NoisedSum, *, silos: int, coordinates: int
     ) -> PaillierSettings:

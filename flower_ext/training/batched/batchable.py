@@ -59,7 +59,7 @@ def _kind(task: Task, job: Job) -> TrainingKind:
     return kind_of(task, job.examples.features, job.examples.targets, job.params)
 
 
-def _random_job(kind: TrainingKind, count: int) -> Job:
+def random_job(kind: TrainingKind, count: int) -> Job:
     """Return a short training on ``count`` random examples."""
     random = torch.Generator().manual_seed(count)
     # Images of bytes need all grey values: models divide them by 255.
@@ -119,7 +119,7 @@ def _why_other(kind: TrainingKind, minimise: Callable[[Sequence[Job]], Params]) 
 
     # Unlike sizes, so that one of the two is padded.
     def jobs() -> list[Job]:
-        return [_random_job(kind, count) for count in (3, 2)]
+        return [random_job(kind, count) for count in (3, 2)]
 
     with torch.random.fork_rng(devices=[]):
         try:
