@@ -195,7 +195,7 @@ class Clients:
         """
         refused_before = len(self.refusals)
         requests = self.request("query", contents, 0)
-        answers = dict(requests.accepted(self.replies(requests.messages), read))
+        answers = dict(sorted(requests.accepted(self.replies(requests.messages), read)))
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
