@@ -313,7 +313,7 @@ def _for_any_app(kind: str, content: Content) -> Content:
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
-        round_facts: dict[str, Any] = dict(content.get(records.ROUND, {}))
-        settings |= {f"{FOR_MODS}{name}": value for name, value in round_facts.items()}
+        round_entries: dict[str, Any] = dict(content.get(records.ROUND, {}))
+        settings |= {f"{FOR_MODS}{name}": value for name, value in round_entries.items()}
     model = {name: content[name] for name in (records.MODEL,) if name in content}
     return {**model, records.CONFIG: ConfigRecord(settings)}

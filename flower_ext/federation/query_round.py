@@ -18,7 +18,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.protection import to_facts
+from flower_ext.federation.protection import to_entries
 from flower_ext.federation.replies import RefusedReply, read_scores
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
@@ -123,7 +123,7 @@ class QueryRound:
 
     def _query_records(self) -> Content:
         run = self._run
-        protection = to_facts(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
+        protection = to_entries(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
         last = max(1, run.participations.rounds)
         fields = json.dumps(asdict(self._query))
         return {

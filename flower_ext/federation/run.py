@@ -141,7 +141,7 @@ class Run:
         return SecureNoise()
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record by which clients know the run and the round, with more of its facts."""
+        """Return the record by which clients know the run and the round, with ``more`` entries."""
         return ConfigRecord(
             {
                 "run": self.checkpoints.run_id,

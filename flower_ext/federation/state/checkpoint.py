@@ -186,6 +186,6 @@ class Checkpoints:
     def _rounds(self) -> list[int]:
         return sorted(int(file.stem) for file in self._folder().glob("[0-9]*.checkpoint"))
 
-    def _note(self, **facts: Any) -> None:
+    def _note(self, **entries: Any) -> None:
         if self.run is not None and not self.repeats:
-            append_line(self._folder() / ASKED, json.dumps(facts).encode())
+            append_line(self._folder() / ASKED, json.dumps(entries).encode())
