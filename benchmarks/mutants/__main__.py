@@ -1,4 +1,6 @@
-"""``python -m benchmarks.mutants --seed 0 --number 300``: list planted faults that tests miss.
+"""Faults planted in what guarantees rest on: list those that the tests miss.
+
+    python -m benchmarks mutants --seed 0 --number 300
 
 Each fault is planted alone in a copy of the project, where the tests of its module run until the
 first one fails. A fault that makes them run several times as long counts as found.
@@ -91,7 +93,7 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/trials/between_trainings.py": ("training/trials/test_between_trainings.py",),
+    "training/between_trainings.py": ("training/test_between_trainings.py",),
     "training/dp/clipped_gradient.py": (
         "training/trials/test_between_examples.py",
         "training/trials/test_single_examples.py",
@@ -110,12 +112,12 @@ TESTS = {
     "training/trials/trial_examples.py": (
         "training/trials/test_batch_invariance.py",
         "training/trials/test_between_examples.py",
-        "training/trials/test_between_trainings.py",
+        "training/test_between_trainings.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
     "training/trials/snapshots.py": (
         "training/trials/test_snapshots.py",
-        "training/trials/test_between_trainings.py",
+        "training/test_between_trainings.py",
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
@@ -185,7 +187,7 @@ class Mutant:
 
 def main() -> None:
     """Plant faults, run tests, and print the share that was found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--number", type=int, default=300, help="faults, over all modules")
     parser.add_argument("--module", choices=TESTS, action="append", help="only this; repeatable")

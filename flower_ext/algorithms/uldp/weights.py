@@ -16,7 +16,6 @@ weights that it sends to the silos in every round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from logging import getLogger
 from typing import get_args
 
 import numpy as np
@@ -29,8 +28,6 @@ from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, r
 from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_apart
-
-log = getLogger("flwr")
 
 USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
@@ -178,29 +175,6 @@ def answer_server(question: Question) -> Params:
     if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
     return answer
-
-
-def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return the number of records of each user in this silo, ``most`` for a user with more.
-
-    Refusing such a user would tell everybody that this silo has one. The weights of a user still
-    sum to one.
-
-    Raises
-    ------
-    ValueError
-        The data have no owners, or an owner is out of range.
-    """
-    counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
-    if above := int((counts > most).sum()):
-        log.warning(
-            "%d users have more records in this silo than the %d that the settings allow, and "
-            "weigh as if they had %d: agree with the other silos on larger limits",
-            above,
-            most,
-            most,
-        )
-    return [int(count) for count in counts.clamp(max=most)]
 
 
 def ask_silos(

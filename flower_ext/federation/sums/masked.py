@@ -35,7 +35,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.arrays import Arrays, flattened, shaped
 from flower_ext.federation.failures import printable
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
@@ -46,7 +46,6 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
-    shaped,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
@@ -172,7 +171,7 @@ class OpenMaskedSum(OpenSum):
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         finally:
-            self._report_bad_shares()
+            self._report_faults()
         signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
         return self._mechanism.aggregate_sum(
             shaped(signed.astype(np.int64), self._opening.like),
@@ -225,27 +224,15 @@ class OpenMaskedSum(OpenSum):
             )
         return message
 
-    def _report_bad_shares(self) -> None:
+    def _report_faults(self) -> None:
         """Name the clients whose shares could not be opened, or did not fit the others."""
-        for owner, holders in sorted(self._server.unopened.items()):
-            self._refuse(
-                f"client {self._partitions[owner]}: its sealed shares could not be opened by "
-                f"{self._named(holders)}"
-            )
-        for sender, owners in sorted(self._server.wrong.items()):
-            self._refuse(
-                f"client {self._partitions[sender]}: it revealed wrong shares of the secrets of "
-                f"{self._named(owners)}, unless these dealt them wrongly"
-            )
-
-        for owner in self._server.unfit:
-            self._refuse(
-                f"client {self._partitions[owner]}: no secret fits both its shares and what it "
-                "published, so the round is discarded"
-            )
-
-    def _named(self, members: Iterable[int]) -> str:
-        return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
+        for (member, fault), neighbours in sorted(
+            self._server.faults.items(), key=lambda entry: entry[0][0]
+        ):
+            partitions = sorted(self._partitions[neighbour] for neighbour in neighbours)
+            named = "clients " + ", ".join(map(str, partitions))
+            reason = fault.value.format(neighbours=named)
+            self._refuse(f"client {self._partitions[member]}: {reason}")
 
     def _refuse(self, reason: str) -> None:
         number = self._opening.server_round
@@ -306,7 +293,7 @@ def seal(
     with knowing_no_data():
         vault = _vault(context, method)
         member = _stored(vault)
-        vector = np.concatenate([cells[name].reshape(-1) for name in sorted(cells)])
+        vector = flattened(cells)
         stage, data = _stage_of(request)
         if stage != DELIVERY:
             raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")

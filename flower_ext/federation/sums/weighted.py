@@ -34,7 +34,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Update
@@ -47,7 +47,6 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
-    shaped,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -152,8 +151,8 @@ class WeightedSum(Summation):
         self.protocol.settings_of(self.mechanism, silos=self._num_silos, coordinates=1)
 
     def describe(self) -> str:
-        """Return the protocol's line for the log."""
-        return self.protocol.describe()
+        """Return the protocol's settings for the log."""
+        return f"private weighting: {self.protocol}"
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the protocol's assumptions."""
