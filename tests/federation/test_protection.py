@@ -21,6 +21,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.client.protecting import NodePolicy, Unprotected, protected
+from flower_ext.federation.client.side import contribution_of
 from flower_ext.federation.protection import check_entries, from_entries, to_entries
 from flower_ext.privacy import (
     ClippedSteps,
@@ -740,19 +741,19 @@ def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatc
 def test_without_a_model_there_is_nothing_that_output_noise_could_protect():
     update = {"weight": torch.zeros(1, DIMENSION)}
     with pytest.raises(ValueError, match=r"return LocalResult\(model=...\)"):
-        LocalResult(update=update).bounded(update, whole=True)
+        contribution_of(LocalResult(update=update), update, whole=True)
 
 
 def test_a_result_is_a_model_or_an_update():
     received = {"weight": torch.ones(1)}
     moved = {"weight": torch.full((1,), 3.0)}
-    changed = LocalResult(model=moved).bounded(received, whole=False)
+    changed = contribution_of(LocalResult(model=moved), received, whole=False)
     assert changed == {"weight": torch.full((1,), 2.0)}
-    assert LocalResult(model=moved).bounded(received, whole=True) is moved
-    assert LocalResult(update=moved).bounded(received, whole=False) is moved
+    assert contribution_of(LocalResult(model=moved), received, whole=True) is moved
+    assert contribution_of(LocalResult(update=moved), received, whole=False) is moved
     for result in (LocalResult(), LocalResult(model=moved, update=moved)):
         with pytest.raises(ValueError, match="either a model or an update"):
-            result.bounded(received, whole=False)
+            contribution_of(result, received, whole=False)
 
 
 # What the strategy makes of it ------------------------------------------------------------------

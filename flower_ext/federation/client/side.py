@@ -191,7 +191,7 @@ class ClientSide:
         protection = request.protection
 
         def protect(result: LocalResult) -> tuple[Contribution, Protected]:
-            contribution = result.bounded(received, whole=protection.bounds_models)
+            contribution = contribution_of(result, received, whole=protection.bounds_models)
             noise = self.policy(turn.context).noise(request.entries, OF_UPLOADS)
             return contribution, protected(contribution, received, protection, noise)
 
@@ -309,6 +309,28 @@ def _data(task: Task, request: Request, partition: int) -> ClientData:
         log_unmoved(error)
         return NO_DATA
     return data
+
+
+def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
+    """Return the part of a result that the plan bounds: the update, or the ``whole`` model.
+
+    Raises
+    ------
+    InvalidValue
+        The result has neither or both of them, or no model where the plan needs one.
+    """
+    if (result.model is None) == (result.update is None):
+        raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
+    if result.model is not None:
+        return result.model if whole else difference(result.model, received)
+    if whole or result.update is None:
+        raise tellable(
+            InvalidValue(
+                "the plan clips and noises whole models, but the method returns an update: "
+                "return LocalResult(model=...)"
+            )
+        )
+    return result.update
 
 
 def _hides_missing_data(request: Request) -> bool:
