@@ -54,15 +54,7 @@ def use_records(run: Run) -> dict[str, ConfigRecord]:
 
 
 class QueryRound:
-    """One round of a query, over all clients.
-
-    Parameters
-    ----------
-    run : Run
-        Its plan has the query among its ``queries``.
-    server_round : int
-    query : VectorQuery
-    """
+    """One round of a query of the plan, over all clients."""
 
     def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
         assert isinstance(run.mechanism, ReleaseMechanism)

@@ -43,11 +43,6 @@ class TrainingRound:
 
     Cohorts, stragglers, batches and learning rates are numbered by training rounds. A strategy that
     trains in some rounds only, as in `Upcycled`, thus trains as it would without the other rounds.
-
-    Parameters
-    ----------
-    run : Run
-    server_round : int
     """
 
     def __init__(self, run: Run, server_round: int) -> None:
