@@ -109,8 +109,8 @@ class Progress:
         """Write one line to the log and one row to the run directory."""
         phrases = [f"round {server_round}/{num_rounds}", *describe_round(self.row)]
         self._seconds.append(monotonic() - self._began)
-        if rounds_left := num_rounds - server_round:
-            seconds = round(float(np.mean(self._seconds)) * rounds_left)
+        seconds = round(float(np.mean(self._seconds)) * (num_rounds - server_round))
+        if seconds > 0:
             phrases.append(f"{timedelta(seconds=seconds)} left")
         log.info(" · ".join(phrases))
         self.add(server_round)
