@@ -100,7 +100,7 @@ SEED ?= 0
 NUMBER ?= 300
 
 mutants: install
-	$(BIN)/python -m benchmarks.mutants --seed $(SEED) --number $(NUMBER)
+	$(BIN)/python -m benchmarks mutants --seed $(SEED) --number $(NUMBER)
 
 lint: install
 	$(BIN)/ruff format --check .

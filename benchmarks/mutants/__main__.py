@@ -1,4 +1,6 @@
-"""``python -m benchmarks.mutants --seed 0 --number 300``: list planted faults that tests miss.
+"""Faults planted in what guarantees rest on: list those that the tests miss.
+
+    python -m benchmarks mutants --seed 0 --number 300
 
 Each fault is planted alone in a copy of the project, where the tests of its module run until the
 first one fails. A fault that makes them run several times as long counts as found.
@@ -185,7 +187,7 @@ class Mutant:
 
 def main() -> None:
     """Plant faults, run tests, and print the share that was found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--number", type=int, default=300, help="faults, over all modules")
     parser.add_argument("--module", choices=TESTS, action="append", help="only this; repeatable")

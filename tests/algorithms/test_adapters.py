@@ -1,5 +1,7 @@
 """Every family of methods trains LoRA adapters of a Hugging Face model, with FFA-LoRA too."""
 
+from functools import cache
+
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -66,6 +68,7 @@ def silo(number: int) -> SiloData:
     )
 
 
+@cache  # trials of a model count for all methods that train it
 def task(trainable=None) -> Task:
     return Task(
         model=build,

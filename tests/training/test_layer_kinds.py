@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layers import ALIKE, KINDS, WAYS
 from tests.support.grids import grid
+from tests.support.layer_kinds import ALIKE, KINDS, WAYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layers.md").read_text(encoding="utf-8")
 DAILY = {
@@ -45,4 +45,5 @@ def documented(kind, way):
 def test_a_layer_is_as_in_pytorch_or_refused_in_words_and_the_page_says_which(kind, way):
     cell = WAYS[way](KINDS[kind])
     assert cell.off <= ALIKE
-    assert documented(kind, way) == cell.how, "run python -m benchmarks.layers docs/layers.md"
+    how = "run python -m tests.support.layer_kinds docs/layers.md"
+    assert documented(kind, way) == cell.how, how

@@ -1,6 +1,6 @@
 """Kinds of layers, and how a model with each of them trains: alone, in a batch, and by DP-SGD.
 
-    python -m benchmarks.layers docs/layers.md
+    python -m tests.support.layer_kinds docs/layers.md
 
 Every cell is measured. A model with the layer is compared with a plain loop of PyTorch, trained
 among other clients, and compared example by example with PyTorch's own gradients.
@@ -437,10 +437,10 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
 INTRODUCTION = """# Layers of your own model
 
-Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* means equal
-up to rounding to a plain loop of PyTorch; for DP-SGD, to the sum of each example's own clipped
-gradient. *One by one* (clients or examples) takes longer. Numbers in brackets refer to the refusals
-below."""
+Written by `python -m tests.support.layer_kinds docs/layers.md`, which runs every cell. *Equal*
+means equal up to rounding to a plain loop of PyTorch; for DP-SGD, to the sum of each example's own
+clipped gradient. *One by one* (clients or examples) takes longer. Numbers in brackets refer to the
+refusals below."""
 
 
 def main() -> None:
