@@ -20,7 +20,7 @@ from flower_ext.federation.client.protecting import Contribution
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, difference
-from flower_ext.training.side_by_side import Steps, Training, check_yielded, local_training
+from flower_ext.training.side_by_side import Steps, Training, check_yielded
 
 
 @dataclass(kw_only=True)  # a frozen class would take six times as long to make
@@ -100,9 +100,9 @@ class ClientWork:
             training=self.training[phase],
             generator=self.generator,
             terms=[*self.terms, *terms],
+            noise=self.step_noise.get(phase),
         )
-        noise = self.step_noise.get(phase)
-        return local_training(self.task, job, trained, noise=noise, steady=self.steady)
+        return Training(task=self.task, job=job, trained=trained, steady=self.steady)
 
 
 @dataclass(kw_only=True)
