@@ -41,7 +41,7 @@ M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class ShareFault(Enum):
-    """A fault of a member's shares; the value is a sentence about the member."""
+    """Fault in a member's shares; the value is a sentence about the member."""
 
     UNOPENED = "its sealed shares could not be opened by {neighbours}"
     WRONG = (
