@@ -26,11 +26,12 @@ DAILY = {
 
 def documented(kind, way):
     """Return the cell of the page; for a refusal, its words."""
-    header, row = (
+    header, *rows = (
         [cell.strip() for cell in line.strip("|\n").split(" | ")]
         for line in PAGE.splitlines()
-        if line.startswith(("| layer ", f"| {kind} | "))
+        if line.startswith("| ")
     )
+    (row,) = (row for row in rows if kind in row[0].split("; "))
     told = row[header.index(way)]
     if numbered := re.fullmatch(r"refused \((\d+)\)", told):
         return re.search(rf"^{numbered[1]}\. (.*)$", PAGE, re.MULTILINE)[1]

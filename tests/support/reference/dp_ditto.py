@@ -1,4 +1,4 @@
-"""DP-Ditto and its four rivals as the plainest loops, with or without noise on uploads.
+"""DP-Ditto and its four baselines as the plainest loops, with or without noise on uploads.
 
 Models are flat vectors, and the gradients of all added terms are written out by hand. The loops
 take from the package only what a comparison needs in common: batch orders, the initial model and
@@ -38,8 +38,10 @@ def ditto(w, data, generator, kept, noise, t, *, local, personal, weight, steps=
         for one, label in zip(x.split(1), y.split(1), strict=True):
             g = slope(u, one, label)
             total += g * min(1.0, steps["clip"] / float(g.norm()))
-        u = u - local["rate"] / local["batch"] * total
-        u = noise.add_gaussian({"u": u}, steps["stddev"])["u"]
+        # Noise of the step's stddev on the model, expressed on the sum of gradients.
+        stddev = steps["stddev"] * local["batch"] / local["rate"]
+        noised = noise.add_gaussian({"u": total.double()}, stddev)["u"]
+        u = u - local["rate"] / local["batch"] * noised.float()
     v = kept.get("v", w)
     for x, y in batches(data, generator, epochs=personal["epochs"], batch=personal["batch"]):
         v = v - personal["rate"] * ((1 - weight / 2) * slope(v, x, y) + weight * (v - w))
