@@ -47,6 +47,8 @@ class ModelFacts(NamedTuple):
     """Shapes and types of all trained parameters, and of the buffers beside them."""
     known: bool
     """True if all layers are PyTorch's or this package's own, which show all that they do."""
+    known_holders: bool
+    """True if all layers with parameters or buffers of their own are known."""
     template: nn.Module | None
     """A model whose frozen parts all models share; None if there are none."""
 
@@ -145,10 +147,13 @@ class ModelFactory:
                     f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
                     f"float32 or float64; {remedy}. Frozen tensors may have any type"
                 )
-        known = all(map(_is_plain, model.modules()))
+        known, known_holders = (
+            all(map(_is_plain, modules)) for modules in (model.modules(), _holders(model))
+        )
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
-        return ModelFacts(frozen, tied, travelling, known, model if constant else None)
+        template = model if constant else None
+        return ModelFacts(frozen, tied, travelling, known, known_holders, template)
 
     def _built(self) -> nn.Module:
         model = self.function()
@@ -266,6 +271,11 @@ def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
     with_parameters = ((n, m) for n, m in model.named_modules() if [*m.parameters(recurse=False)])
     name, first = next(with_parameters, ("", None))
     return isinstance(first, nn.Conv2d) and f"{name}.weight".removeprefix(".") in trained
+
+
+def _holders(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that have parameters or buffers of their own."""
+    return [module for module in model.modules() if module._parameters or module._buffers]
 
 
 def _is_plain(module: nn.Module) -> bool:

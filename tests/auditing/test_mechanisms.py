@@ -21,8 +21,10 @@ output perturbation    ✓          ✓      ✓         ✓          –
 objective              (none)     ✓      ✓         (1 number) –
 =====================  =========  =====  ========  =========  =============
 
-Of secure sums there are two faults more: two of three clients add no noise; or all leave out the
-masks that they share with each other, so that the sum is right and the server reads each upload.
+Of clients, servers and ULDP-AVG, each array may also be clipped by itself: two arrays then let a
+unit move a sum by √2 C. Of secure sums there are two faults more: two of three clients add no
+noise; or all leave out the masks that they share with each other, so that the sum is right and the
+server reads each upload.
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
 cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
@@ -55,8 +57,11 @@ SILENT = faults.silent_noise(2)
 MANY = 2_500
 """Trials of each world that estimate ε within a fifth, five standard errors or more."""
 MORE_NOISE = 2.0
-"""A smaller ε is reported, and takes fewer trials to exceed."""
-SMALL = (faults.weights_of_two, faults.pair_masks_left_out, SILENT)
+"""With planted faults: a smaller ε is reported, and takes fewer trials to exceed."""
+SMALL = (
+    *(faults.weights_of_two, faults.pair_masks_left_out, faults.arrays_clipped_apart),
+    SILENT,
+)
 """Faults that double an effect or less: they show sooner where ε is larger."""
 
 
@@ -84,6 +89,8 @@ def planted():
         if name == "secure-sum":
             yield name, "two clients silent", SILENT, 1, 900
             yield name, "pair masks left out", faults.pair_masks_left_out, 1, 900
+        if name in ("client-noise", "server-noise", "uldp-avg"):
+            yield name, "arrays clipped apart", faults.arrays_clipped_apart, 1, 2000
         if name in ULDP:
             yield name, "weights of 2", faults.weights_of_two, 1, 400
 

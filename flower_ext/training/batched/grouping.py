@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.local import Job
+from flower_ext.training.job import Job
 from flower_ext.training.task import Task
 
 _CACHE = 12 * 2**20

@@ -1,8 +1,9 @@
 """Many local trainings, together where that is faster.
 
 The results are those of `train` for each job, up to the order of floating-point sums. Jobs train
-in the form of a plug-in if one takes them (`form`), else in a batch (`descent`). Models that a
-batch would change train one by one (`batchable`). `_ways` makes this choice.
+in the form of a plug-in if one takes them (`form`), else in a batch (`descent`; `invariant` where
+no bit may depend on other jobs). Models that a batch would change train one by one (`batchable`).
+`_ways` makes this choice.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from flower_ext.training.batched.batchable import trains_alike, why_unusual
 from flower_ext.training.batched.descent import Stack, unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
 from flower_ext.training.batched.grouping import alike, groups, longest_first
+from flower_ext.training.batched.invariant import invariant_batches
 from flower_ext.training.isolation import isolated
-from flower_ext.training.local import Job, LocalTraining, train
+from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.local import train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -83,8 +86,8 @@ def train_groups(
     ----------
     steady : bool
         Keep every model from depending on other jobs, even by its rounding, which unstable training
-        amplifies. A guarantee that bounds jobs one by one needs this. Models that no plug-in
-        trains in this way train one by one.
+        amplifies. A guarantee that bounds jobs one by one needs this. Models that no form trains
+        in this way train one by one.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
@@ -97,8 +100,9 @@ def _ways(
 ) -> Iterator[tuple[list[int], Minimise]]:
     """Yield groups of jobs, each with the fastest way to train it that leaves its results alone.
 
-    First choice is the form of a plug-in, and the second a batch of stacked models. The numbers of
-    the latter depend on how many they are, so ``steady`` jobs train one by one instead.
+    First choice is a form, of a plug-in or for steady jobs, and the second a batch of stacked
+    models. The numbers of the latter depend on how many they are, so ``steady`` jobs that no form
+    takes train one by one instead.
     """
     for members in alike(jobs):
         left = members
@@ -171,10 +175,13 @@ def train_surely(
 
 
 def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]:
-    """Yield the forms of plug-ins for jobs that are alike."""
+    """Yield the forms for jobs that are alike: those of plug-ins first."""
     if why_unusual(jobs) is not None:
         return
-    for form_for in plugins.offered(GROUP):
+    offered = [*plugins.offered(GROUP)]
+    if steady:
+        offered.append(invariant_batches)
+    for form_for in offered:
         form = form_for(task, jobs[0])
         if form is None or (steady and not form.batch_invariant):
             continue

@@ -19,7 +19,7 @@ from flower_ext.training import (
     evaluate_each,
 )
 from flower_ext.training.batched.grouping import together
-from flower_ext.training.batched.many import train_groups, trains_apart
+from flower_ext.training.batched.many import train_groups
 from flower_ext.training.batched.mapped import MappedModel
 from tests.support.grids import grid
 from tests.support.jobs import (
@@ -334,11 +334,6 @@ def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
     for clients in ([0], [3], [0, 4], [1, 2, 3]):
         for client, own in trained(clients).items():
             assert all(torch.equal(p, every[client][name]) for name, p in own.items())
-
-
-def test_without_a_plug_in_models_train_apart_where_asked_for():
-    shape = Examples(torch.zeros(3, 1, 8, 8), torch.zeros(3, dtype=torch.long))
-    assert trains_apart(problem(pooled), shape, LocalTraining(batch_size=16))
 
 
 class OfAnyLength(nn.Module):

@@ -14,14 +14,14 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import (
     ClippedGradient,
-    ClippedJob,
     DpSgdTraining,
+    Job,
     LocalTraining,
     Proximal,
     StepNoise,
     Task,
     cox_loss,
-    train_clipped_steps,
+    train,
     train_dp_sgd,
 )
 from flower_ext.training.dp import dp_sgd, per_example
@@ -755,13 +755,13 @@ def clipped_job(**changes):
         "generator": torch.Generator().manual_seed(3),
         "noise": StepNoise(clipping_norm=0.4, stddev=0.01, source=SeededNoise(5)),
     }
-    return ClippedJob(**{**facts, **changes})
+    return Job(**{**facts, **changes})
 
 
 def test_clipped_steps_with_terms_equal_the_plain_loop():
     anchor = worlds.task().initial_params(9)
     job = clipped_job(terms=[Proximal(weight=0.7, anchor=anchor)])
-    ours = train_clipped_steps(worlds.task(), job)
+    ours = train(worlds.task(), job)
     model, noise = worlds.Net(), SeededNoise(5)
     data, order = worlds.client_data(1).train, torch.Generator().manual_seed(3)
     weights = worlds.task().initial_params(0)
@@ -789,7 +789,7 @@ def test_clipped_steps_with_terms_equal_the_plain_loop():
 def test_clipped_steps_are_plain_steps(setting):
     training = LocalTraining(epochs=1, **setting)
     with pytest.raises(ValueError, match="expected plain steps of SGD"):
-        train_clipped_steps(worlds.task(), clipped_job(training=training))
+        train(worlds.task(), clipped_job(training=training))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,227 @@
+"""In a batch of users no bit of one depends on the others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from flower_ext.data import Examples
+from flower_ext.training import Job, LocalTraining, cox_loss
+from flower_ext.training.batched import invariant
+from flower_ext.training.batched.form import MEMORY_LIMIT
+from flower_ext.training.batched.invariant import invariant_batches
+from flower_ext.training.batched.many import train_groups, trains_apart
+from flower_ext.training.rounding import products_are_reproducible
+from tests.support.grids import grid
+from tests.support.jobs import (
+    SGD,
+    UNEVEN,
+    WAYS,
+    Convolutional,
+    Words,
+    jobs_of,
+    one_by_one,
+    perceptron,
+    problem,
+    same,
+)
+
+SIZES = [33, 9, 20, 3, 1, 12, 40, 8, 9, 16]
+UNSTABLE = LocalTraining(epochs=4, batch_size=10, learning_rate=1.0, momentum=0.9)
+
+needs_mkl = pytest.mark.skipif(
+    not products_are_reproducible(), reason="without MKL all train one by one"
+)
+
+
+def layered():
+    return perceptron(nn.LayerNorm(5), nn.Tanh())
+
+
+def of(activation):
+    return lambda: perceptron(activation(), nn.Dropout(0.3))
+
+
+def trained(task, jobs, members=None):
+    """Return the models of some jobs, by their numbers, and the sizes of their groups."""
+    members = range(len(jobs)) if members is None else members
+    models, sizes = {}, []
+    for group, rows in train_groups(task, [jobs[i] for i in members], steady=True):
+        sizes.append(len(group))
+        for row, index in enumerate(group):
+            models[members[index]] = {name: p[row].clone() for name, p in rows.items()}
+    return models, sizes
+
+
+def differing(model, jobs, others=()):
+    """Return the jobs whose models differ in some bit beside fewer or other jobs."""
+    everyone, _ = trained(problem(model), jobs())
+    count = len(everyone)
+    companies = [[0], [3], [count - 1], range(3, count), range(0, count, 2)]
+    different = set()
+    for members in companies:
+        different |= changed(everyone, trained(problem(model), jobs(), members)[0])
+    for other in others:
+        beside = jobs()
+        beside[0] = other(beside[0])
+        different |= changed(everyone, trained(problem(model), beside)[0]) - {0}
+    return different
+
+
+def changed(usual, models):
+    return {
+        number
+        for number, model in models.items()
+        if not all(torch.equal(p, usual[number][name]) for name, p in model.items())
+    }
+
+
+def scaled(factor):
+    """Return the same job with other features."""
+
+    def odd(job):
+        return replace(job, examples=Examples(factor * job.examples.features, job.examples.targets))
+
+    return odd
+
+
+def ignoring(job):
+    targets = job.examples.targets.clone()
+    targets[0] = -100
+    return replace(job, examples=Examples(job.examples.features, targets))
+
+
+def of_one_example(job):
+    features, targets = job.examples.features[:1], job.examples.targets[:1]
+    return replace(job, examples=Examples(features, targets))
+
+
+ODD = [scaled(float("nan")), scaled(float("inf")), scaled(1e30), ignoring, of_one_example]
+MODELS = [
+    *(layered, Convolutional),
+    *map(of, (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.GELU, nn.Softplus)),
+]
+
+
+@needs_mkl
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("way", grid(["momentum", "sam", "proximal"], "sam".__eq__))
+def test_no_bit_of_a_model_depends_on_the_number_the_place_or_the_data_of_others(model, way):
+    training = replace(WAYS[way][0], epochs=4, batch_size=10, learning_rate=1.0)
+
+    def jobs():
+        return jobs_of(model, [training], SIZES)
+
+    _, sizes = trained(problem(model), jobs())
+    assert sorted(sizes) == [3, 7]
+    assert differing(model, jobs, ODD) == set()
+
+
+@needs_mkl
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [layered, Words])
+def test_a_batch_of_users_equals_them_one_by_one(model, way):
+    models, sizes = trained(problem(model), jobs_of(model, WAYS[way], UNEVEN * 6))
+    assert max(sizes) > 4
+    alone = one_by_one(problem(model), jobs_of(model, WAYS[way], UNEVEN * 6))
+    same([{**alone[i], **models[i]} for i in range(len(alone))], alone)
+
+
+@needs_mkl
+def test_a_loss_that_compares_examples_never_sees_padding():
+    task = problem(lambda: nn.Linear(4, 1, bias=False), cox_loss)
+
+    def jobs():
+        for client, size in enumerate(SIZES):
+            draw = torch.Generator().manual_seed(client)
+            targets = torch.stack([torch.rand(size, generator=draw), torch.ones(size)], dim=1)
+            data = Examples(torch.randn(size, 4, generator=draw), targets)
+            start = task.initial_params(0)
+            yield Job(params=start, examples=data, training=SGD, generator=draw)
+
+    models, sizes = trained(task, [*jobs()])
+    assert max(sizes) > 4
+    same([models[i] for i in range(len(SIZES))], one_by_one(task, [*jobs()]))
+
+
+def by_size(stack, models):
+    return len(stack.jobs) > 8
+
+
+def by_place(stack, models):
+    return torch.arange(len(stack.jobs)) == 3
+
+
+def by_data(stack, models):
+    return any(bool(job.examples.features.isnan().any()) for job in stack.jobs)
+
+
+@needs_mkl
+@pytest.mark.parametrize("fault", [by_size, by_place, by_data])
+@pytest.mark.parametrize("tried", [True, False])
+def test_a_library_that_rounds_by_the_others_is_found_and_not_used(fault, tried, monkeypatch):
+    minimise = invariant.InvariantStack.minimise
+
+    def faulty(self):
+        models = minimise(self)
+        upwards = {n: torch.nextafter(w, torch.tensor(torch.inf)) for n, w in models.items()}
+        moved = torch.as_tensor(fault(self, models)).expand(len(self.jobs))
+        return {n: torch.where(moved.view(-1, *[1] * (w.dim() - 1)), upwards[n], w)
+                for n, w in models.items()}  # fmt: skip
+
+    monkeypatch.setattr(invariant.InvariantStack, "minimise", faulty)
+    trial = invariant._rounds_alike.__wrapped__ if tried else lambda *_: True
+    monkeypatch.setattr(invariant, "_rounds_alike", trial)
+
+    def jobs():
+        return jobs_of(layered, [UNSTABLE], [33, 30, 28, 35, 39, 31, 40, 36, 38, 37])
+
+    assert bool(differing(layered, jobs, [scaled(float("nan"))])) == (not tried)
+    _, sizes = trained(problem(layered), jobs())
+    assert sizes == ([1] * 10 if tried else [10])
+
+
+class Gated(nn.Module):
+    """A model that turns a weight of its own into another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.gate = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.head(x) * torch.sigmoid(self.gate)
+
+
+def large():
+    return nn.Sequential(nn.Linear(4, 20_000), nn.ReLU(), nn.Linear(20_000, 3))
+
+
+def normed():
+    return perceptron(nn.BatchNorm1d(5))
+
+
+def squared(outputs, targets):
+    return (outputs.mean(dim=1) - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(model, nn.functional.cross_entropy) for model in (Gated, large, normed)]
+    + [(layered, squared)],
+)
+def test_models_whose_bits_may_depend_on_others_or_that_gain_nothing_train_one_by_one(model, loss):
+    task, jobs = problem(model, loss), jobs_of(model, [SGD], UNEVEN)
+    form = invariant_batches(task, jobs[0])
+    assert form is None or [*form.groups(jobs, MEMORY_LIMIT)] == []
+    assert trains_apart(task, jobs[0].examples, SGD)
+
+
+def test_the_number_of_threads_is_as_before(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trained(problem(layered), jobs_of(layered, [SGD], UNEVEN))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
