@@ -79,7 +79,14 @@ def planted():
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
             bare = faults.count_unnoised if name == "secure-scores" else faults.part_unnoised
-            yield name, "a number unnoised", bare, 1, trials
+            # The count of clients is exact, so that it separates all scores.
+            yield (
+                name,
+                "a number unnoised",
+                bare,
+                1,
+                FEW if bare is faults.count_unnoised else trials,
+            )
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, max(trials, MORE)
         if name not in ("client-noise-poisson", "secure-scores"):
@@ -104,7 +111,7 @@ DAILY = {
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-clipping off",
-    "secure-scores-clipping off",
+    "secure-scores-a number unnoised",
     "uldp-secure-sum-noise reused",
     "uldp-naive-a number unnoised",
     "uldp-group-clipping off",
@@ -118,7 +125,7 @@ DAILY = {
 
 LIKE_ANOTHER = {
     "client-noise": "client-noise-mod",
-    "server-noise": "output-perturbation",
+    "server-noise": "server-noise-poisson",
     "client-noise-poisson": "server-noise-poisson",
     "uldp-sgd": "uldp-avg",
     "uldp-secure-sum": "secure-sum",
