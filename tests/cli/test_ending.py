@@ -76,7 +76,7 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
 @pytest.mark.parametrize(
     "words",
     [
-        ["run", "--in-process"],
+        pytest.param(["run", "--in-process"], marks=pytest.mark.full),
         pytest.param(["run", "--in-process", "--workers", "2"], marks=pytest.mark.full),
         pytest.param(["run"], marks=pytest.mark.full),
         pytest.param(["deploy", "--nodes", "2"], marks=pytest.mark.slow),
