@@ -1,4 +1,4 @@
-# make demo    install and run the main job: an app, a report, figures
+# make demo    install and compare three runs: training alone, together with privacy, together without
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make quick   lint, types, and the tests and audits of what you changed: a minute
 # make test    install and run the tests
@@ -19,6 +19,10 @@ endif
 BIN := $(VENV)/bin
 RUNS ?= $(CURDIR)/runs
 
+# A folder for each demo, because its comparison is of all runs inside.
+DEMO := $(RUNS)/demo-$(shell date +%Y%m%d-%H%M%S)
+# For example --set dataset=mnist --set data-folder=/path
+DEMO_SETTINGS ?=
 DEPLOY_SETTINGS ?= --set rounds=3 --set sampling=everyone --set partition=iid
 
 # Flower's files of this checkout.
@@ -32,8 +36,13 @@ install: $(VENV)/.installed
 
 PLUGINS := $(sort $(dir $(wildcard plugins/*/pyproject.toml)))
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(PLUGINS:%=%pyproject.toml)
+# The package alone, which is all that the demo needs.
+$(VENV)/.package: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.package $(PLUGINS:%=%pyproject.toml)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' $(PLUGINS:%=--editable ./%)
 	touch $@
 
@@ -42,8 +51,11 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	$(BIN)/python -m flower_ext_kernels
 	touch $@
 
-demo: $(VENV)/.installed
-	$(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)"
+demo: $(VENV)/.package
+	for method in alone dp-fedavg fedavg; do \
+		$(BIN)/flower-ext run apps/demo --in-process --runs "$(DEMO)" --set method=$$method $(DEMO_SETTINGS) || exit; \
+	done
+	$(BIN)/flower-ext report "$(DEMO)"/* --output "$(DEMO)"
 
 deploy: $(VENV)/.installed
 	$(BIN)/python -m tests.support.deployment apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
@@ -88,7 +100,7 @@ SEED ?= 0
 NUMBER ?= 300
 
 mutants: install
-	$(BIN)/python -m benchmarks.mutants --seed $(SEED) --number $(NUMBER)
+	$(BIN)/python -m benchmarks mutants --seed $(SEED) --number $(NUMBER)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
-"""Inject faults into whole runs and report what breaks: one command, one report.
+"""Faults injected into whole runs: report what breaks.
 
-    python -m benchmarks.faults [--quick] [--output RESULTS] [--seed 0]
+    python -m benchmarks faults [--quick] [--output RESULTS] [--seed 0]
 
 Methods run in this process while replies are dropped, late, malformed, repeated and forged, and
 clients raise. Each round's aggregate and each run's ε are recomputed from the replies that should

@@ -1,4 +1,4 @@
-"""Many runs of one app on a few processor cores; finished runs are kept."""
+"""Runs of one app on a few processor cores, shared by the experiments; finished runs are kept."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import argparse
 import logging
 import math
 import shutil
+import statistics
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
+from flower_ext.runs.figures import Line, draw_lines
 from flower_ext.runs.settings import num_nodes
 
 Config = dict[str, bool | float | int | str]
+APPS = Path(__file__).parents[1] / "apps"
+SEARCH_SEED = 1001
+"""First seed of a search: trials see other clients, models and noise than the reported runs."""
 
 
-def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark's command, with the options that all of them have."""
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of an experiment, with the options that all of them have."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {command}",
+        prog=f"python -m benchmarks {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,39 +42,28 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def last(run: RunDirectory, metric: str) -> float:
-    """Return the metric of the last evaluation; NaN if training diverged."""
-    values = run.series(metric)[1]
-    return values[-1] if values else math.nan
-
-
-def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
-    """Return the last value of ``metric`` of each run."""
-    return [last(run, metric) for run in runs]
-
-
 def settings(app: Path) -> Config:
     """Return the run-config defaults of an app."""
     project = tomllib.loads((app / "pyproject.toml").read_text())
     return dict(project["tool"]["flwr"]["app"]["config"])
 
 
-def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
-    """Return ``config`` with ``name=value`` texts, each read as the type of its default.
+def overrides_of(parser: argparse.ArgumentParser, app: str, texts: Iterable[str]) -> Config:
+    """Return ``name=value`` texts as settings, each read as the type of the app's default.
 
-    Raises
-    ------
-    ValueError
-        A name is unknown, or a value has another type.
+    A name that the app does not have, or a value of another type, is an error of the parser.
     """
-    changed = dict(config)
-    for override in overrides:
-        name, _, value = override.partition("=")
-        if name not in config:
-            raise ValueError(f"unknown run-config name {name!r}; expected one of {sorted(config)}")
-        kind = type(config[name])
-        changed[name] = value == "true" if kind is bool else kind(value)
-    return changed
+    defaults, changes = settings(APPS / app), Config()
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in defaults:
+            parser.error(f"{name!r}: expected one of {', '.join(sorted(defaults))}")
+        kind = type(defaults[name])
+        try:
+            changes[name] = value == "true" if kind is bool else kind(value)
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
+    return changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +75,15 @@ class Experiment:
     base: Config
     workers: int
 
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, app: str, changes: Config) -> Experiment:
+        """Return the experiment of a command line, with changes to the app's defaults."""
+        data = arguments.data_folder and str(Path(arguments.data_folder).absolute())
+        folder = arguments.output.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        base = settings(APPS / app) | changes | {"data-folder": data}
+        return cls(app=APPS / app, folder=folder, base=base, workers=arguments.workers)
+
     def config(self, name: str, *changes: Config) -> Config:
         """Return the base with changes; the run is recorded as ``name``."""
         merged = dict(self.base)
@@ -89,8 +93,86 @@ class Experiment:
         return {**merged, "run-directory": str(self.folder / "runs" / name)}
 
     def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Run the configurations whose runs are missing."""
-        return run_all(self.app, configs, workers=self.workers, title=title)
+        """Run the configurations whose runs are missing; return all runs in their order."""
+        with ProcessPoolExecutor(self.workers) as pool:
+            waiting = [pool.submit(run, self.app, config) for config in configs]
+            for done in track(as_completed(waiting), total=len(waiting), description=title):
+                done.result()  # an error ends the whole experiment, with its message
+            return [future.result() for future in waiting]
+
+    def grouped(
+        self, cases: Mapping[str, Config], seeds: Iterable[int], title: str
+    ) -> dict[str, list[RunDirectory]]:
+        """Run each case under every seed; return its runs by the name of the case."""
+        keys = [(name, seed) for seed in seeds for name in cases]
+        configs = [
+            self.config(f"{name}-{seed}", cases[name], {"seed": seed}) for name, seed in keys
+        ]
+        groups: dict[str, list[RunDirectory]] = {name: [] for name in cases}
+        for (name, _), done in zip(keys, self.run(configs, title), strict=True):
+            groups[name].append(done)
+        return groups
+
+    def scores(
+        self,
+        trials: Mapping[str, Sequence[Config]],
+        score: Callable[[RunDirectory], float],
+        title: str,
+        *,
+        fixed: Mapping[str, Config],
+        seeds: int = 1,
+    ) -> dict[str, list[tuple[float, Config]]]:
+        """Return each trial with its mean score over the search's own seeds.
+
+        Parameters
+        ----------
+        trials : Mapping[str, Sequence[Config]]
+            Settings to try, by the name of what they are for.
+        score : Callable[[RunDirectory], float]
+            Score of a run: higher is better, and NaN, of a diverged run, is worst.
+        fixed : Mapping[str, Config]
+            Settings that all trials of a name share.
+        """
+        cases = {
+            f"search/{name}-{'-'.join(map(str, trial.values()))}": {**fixed[name], **trial}
+            for name, tried in trials.items()
+            for trial in tried
+        }
+        search_seeds = range(SEARCH_SEED, SEARCH_SEED + seeds)
+        groups = iter(self.grouped(cases, search_seeds, f"searching, {title}").values())
+        return {
+            name: [(_mean_or_worst(map(score, next(groups))), trial) for trial in tried]
+            for name, tried in trials.items()
+        }
+
+    def best(
+        self,
+        trials: Mapping[str, Sequence[Config]],
+        score: Callable[[RunDirectory], float],
+        title: str,
+        **options: Any,
+    ) -> dict[str, Config]:
+        """Return the trial with the highest score of each name; see `scores`."""
+        found = self.scores(trials, score, title, **options)
+        return {name: max(tried, key=lambda pair: pair[0])[1] for name, tried in found.items()}
+
+    def draw(
+        self,
+        name: str,
+        title: str,
+        ylabel: str,
+        lines: Mapping[str, Sequence[Line]],
+        **options: Any,
+    ) -> str:
+        """Draw a figure of lines, and return the Markdown that shows it."""
+        path = draw_lines(self.folder / "figures", name, title, ylabel, lines, **options)
+        return f"![{title}](figures/{path.name})"
+
+    def write(self, name: str, *parts: str) -> None:
+        """Print a page, and write it to ``name.md``."""
+        text = "\n\n".join(parts)
+        (self.folder / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
+        print(f"{text}\n")
 
 
 def run(app: Path, config: Config) -> RunDirectory:
@@ -120,15 +202,40 @@ def run(app: Path, config: Config) -> RunDirectory:
     return RunDirectory.open(path)
 
 
-def run_all(
-    app: Path, configs: Sequence[Config], *, workers: int, title: str
-) -> list[RunDirectory]:
-    """Run all configurations, ``workers`` at a time, with progress; return runs in their order."""
-    with ProcessPoolExecutor(workers) as pool:
-        waiting = [pool.submit(run, app, config) for config in configs]
-        for done in track(as_completed(waiting), total=len(waiting), description=title):
-            done.result()  # an error ends the whole experiment, with its message
-        return [future.result() for future in waiting]
+def last(run: RunDirectory, metric: str) -> float:
+    """Return the metric of the last evaluation; NaN if training diverged."""
+    values = run.series(metric)[1]
+    return values[-1] if values else math.nan
+
+
+def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
+    """Return the last value of ``metric`` of each run."""
+    return [last(run, metric) for run in runs]
+
+
+def differences(
+    runs: Sequence[RunDirectory], others: Sequence[RunDirectory], metric: str
+) -> list[float]:
+    """Return by how much ``metric`` of each run exceeds that of the other run with its seed."""
+    pairs = zip(over_seeds(runs, metric), over_seeds(others, metric), strict=True)
+    return [value - other for value, other in pairs]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN for a single value."""
+    if len(values) < 2:
+        return math.nan
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def mean_and_error(values: Sequence[float], digits: int = 4, sign: str = "+") -> str:
+    """Return mean and standard error as text."""
+    return f"{statistics.mean(values):{sign}.{digits}f} ± {standard_error(values):.{digits}f}"
+
+
+def _mean_or_worst(scores: Iterable[float]) -> float:
+    mean = statistics.fmean(scores)
+    return -math.inf if math.isnan(mean) else mean
 
 
 def _check_same(run: RunDirectory, config: Config) -> None:

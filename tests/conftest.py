@@ -1,7 +1,6 @@
 """Settings for all tests."""
 
 import gc
-from importlib.util import find_spec
 from logging import getLogger
 
 import pytest
@@ -11,9 +10,6 @@ from flower_ext import runs
 
 # Tests run side by side with tiny models, so more threads would only wait for one another.
 torch.set_num_threads(1)
-
-# The source distribution has no benchmarks.
-collect_ignore = [] if find_spec("benchmarks") else ["benchmarks", "training/test_layer_kinds.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,22 +1,17 @@
-"""Shared parts of DP-Ditto's figures: worlds, scales, and runs named by what varies."""
+"""Shared parts of DP-Ditto's figures: worlds, scales and the paper's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
-from benchmarks.runs import Config, over_seeds, run_all, settings
+from benchmarks.runs import APPS, Config, Experiment
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_schedule
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.runs import RunDirectory
-from flower_ext.runs.figures import Line
 
-APP = Path(__file__).parents[2] / "apps" / "dp-ditto"
 METHODS = {
     "dp-ditto": "DP-Ditto",
     "dp-pfedme": "DP-pFedMe",
@@ -33,12 +28,21 @@ WORLDS: dict[str, Config] = {
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn-32-64"},
 }
 """The paper's worlds; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller additions."""
-SEARCH_SEED = 1001
-"""Seed of the search: tried learning rates see other clients, models and noise than reports."""
-LONGEST_NAME = 255
-"""Longest file name in bytes, on the usual file systems; longer run names end in a digest."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
 """λ* that the paper found, for each ε of Figures 3 and 4."""
+SETTINGS: Config = {
+    "clients": 20,
+    "partition": "pathological",
+    "classes-per-client": 2,
+    "delta": 0.01,
+    "clipping-norm": 20.0,
+    "calibration": "published",
+    "noise": "upload",
+    "batch-size": 32,
+    "learning-rate": 0.005,
+    "personal-learning-rate": 0.005,
+}
+"""Settings of the paper that differ from the app's defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,7 @@ class Scale:
     rounds: tuple[int, ...]
     planned_rounds: tuple[int, ...]
     learning_rates: tuple[float, ...] = ()
-    seeds: tuple[int, ...] = (1, 2, 3)
+    seeds: Sequence[int] = (1, 2, 3)
 
 
 DEFAULT = Scale(
@@ -85,98 +89,37 @@ FULL = Scale(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """Runs of the app in one folder, each named by what it varies."""
+def planned_rounds(
+    experiment: Experiment, changes: Config, basis: Basis, most: int, seeds: Sequence[int]
+) -> list[int]:
+    """Return T* of the bound for each seed, under the app's noise; only a pilot run trains.
 
-    folder: Path
-    data_folder: str
-    scale: Scale
-    workers: int
-    overrides: Config = field(default_factory=dict)
-
-    def run(self, changes: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Run each change under each seed, in this order; finished runs are kept."""
-        configs = [self._config({**change, "seed": seed}) for change, seed in self._each(changes)]
-        return run_all(APP, configs, workers=self.workers, title=title)
-
-    def best_learning_rates(self, changes: Mapping[str, Config], title: str) -> dict[str, float]:
-        """Return for each name the rate with the best mean accuracy under `SEARCH_SEED`."""
-        tried = [(name, rate) for name in changes for rate in self.scale.learning_rates]
-        configs = [
-            self._config({**changes[name], **learning_rate(rate), "seed": SEARCH_SEED})
-            for name, rate in tried
-        ]
-        runs = run_all(APP, configs, workers=self.workers, title=f"searching, {title}")
-        best: dict[str, tuple[float, float]] = {}
-        for (name, rate), run in zip(tried, runs, strict=True):
-            # A run that diverged has no accuracy.
-            accuracy = run.metrics()[-1].get("accuracy_mean", 0.0)
-            best[name] = max(best.get(name, (-1.0, rate)), (accuracy, rate))
-        return {name: rate for name, (_, rate) in best.items()}
-
-    def grouped(self, changes: Mapping[str, Config], title: str) -> dict[str, list[RunDirectory]]:
-        """Run each change under all seeds; return the runs by name."""
-        runs = iter(self.run(list(changes.values()), title))
-        return {name: [next(runs) for _ in self.scale.seeds] for name in changes}
-
-    def planned_rounds(self, change: Config, basis: Basis, most: int) -> list[int]:
-        """Return T* of the bound for each seed, under the app's noise; only a pilot run trains.
-
-        0 means that no number of rounds improves on the start.
-        """
-        load_app(APP)
-        server = import_module("dp_ditto_app.server_app")
-        planner = import_module("dp_ditto_app.planner")
-        found = []
-        for seed in self.scale.seeds:
-            config = self._config({**change, "planner": "pilot", "seed": seed})
-            settings = server.Settings.of(config)
-            task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
-            plan = best_schedule(
-                planner.problem_of(settings, task, planner.pilot_of(settings, task)),
-                float(config["global-weight"]),
-                variance_per_round=server.plan_of(settings, 1).upload_stddev ** 2,
-                max_rounds=most,
-                basis=basis,
-            )
-            found.append(plan.rounds)
-        return found
-
-    def _each(self, changes: Iterable[Config]) -> Iterable[tuple[Config, int]]:
-        return ((change, seed) for change in changes for seed in self.scale.seeds)
-
-    def _config(self, change: Config) -> Config:
-        base: Config = {
-            "clients": 20,
-            "partition": "pathological",
-            "classes-per-client": 2,
-            "examples-per-client": self.scale.examples,
-            "delta": 0.01,
-            "clipping-norm": 20.0,
-            "calibration": "published",
-            "noise": "upload",
-            "batch-size": 32,
-            "learning-rate": 0.005,
-            "personal-learning-rate": 0.005,
-            "data-folder": self.data_folder,
-            **self.overrides,
-        }
-        merged = {**settings(APP), **base, **change}
-        assert set(merged) == set(settings(APP)), set(merged) - set(settings(APP))
-        words = [f"{name}={value}" for name, value in sorted(change.items())]
-        name = "-".join(word.replace("/", "_") for word in words)
-        if len(name) > LONGEST_NAME:
-            name = f"{name[: LONGEST_NAME - 17]}-{sha256(name.encode()).hexdigest()[:16]}"
-        return {**merged, "run-directory": str(self.folder / "runs" / name)}
+    0 means that no number of rounds improves on the start.
+    """
+    load_app(APPS / "dp-ditto")
+    server = import_module("dp_ditto_app.server_app")
+    planner = import_module("dp_ditto_app.planner")
+    rounds = []
+    for seed in seeds:
+        config = experiment.config("pilot", changes, {"planner": "pilot", "seed": seed})
+        settings = server.Settings.of(config)
+        task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
+        schedule = best_schedule(
+            planner.problem_of(settings, task, planner.pilot_of(settings, task)),
+            float(config["global-weight"]),
+            variance_per_round=server.plan_of(settings, 1).upload_stddev ** 2,
+            max_rounds=most,
+            basis=basis,
+        )
+        rounds.append(schedule.rounds)
+    return rounds
 
 
-def learning_rate(rate: float) -> Config:
-    """Return the setting of one rate for the shared and the personal model."""
+def of_length(rounds: int) -> Config:
+    """Return the settings of a run with so many rounds and one evaluation at its end."""
+    return {"rounds": rounds, "evaluate-every": rounds}
+
+
+def at_rate(rate: float) -> Config:
+    """Return the settings of one learning rate for the shared and the personal model."""
     return {"learning-rate": rate, "personal-learning-rate": rate}
-
-
-def at_the_end(runs: Mapping[int, Sequence[RunDirectory]], metric: str) -> list[Line]:
-    """Return the last value of ``metric`` against T, one line per seed; ``runs`` is by T."""
-    values = [over_seeds(of_seeds, metric) for of_seeds in runs.values()]
-    return [(list(runs), list(of_seed)) for of_seed in zip(*values, strict=True)]

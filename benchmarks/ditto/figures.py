@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
@@ -13,24 +12,26 @@ from benchmarks.ditto.experiment import (
     BEST_WEIGHT,
     METHODS,
     WORLDS,
-    Experiment,
-    at_the_end,
-    learning_rate,
+    Scale,
+    at_rate,
+    of_length,
+    planned_rounds,
 )
-from benchmarks.runs import Config, over_seeds
+from benchmarks.runs import Config, Experiment, last, over_seeds
 from flower_ext.planning import DittoProblem, Outcome, alternating_search, convergence_bound
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_noise_stddev
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import Line, draw_lines
+from flower_ext.runs.figures import Line
 from flower_ext.runs.page import table
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
 WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"
-Runs = list[RunDirectory]
+Sweep = Mapping[str, Mapping[int, Sequence[RunDirectory]]]
+"""Runs over seeds, by label and T."""
 
 
-def figure_2(experiment: Experiment) -> str:
+def figure_2(experiment: Experiment, scale: Scale) -> str:
     """Draw h(T, λ) and the line below it, softmax regression, ε = 10; nothing is trained."""
     problem = DittoProblem(
         strong_convexity=1.0,
@@ -60,44 +61,43 @@ def figure_2(experiment: Experiment) -> str:
         below = (intercept + slope * candidates).tolist()
         lines[f"line below, λ = {weight:g}"] = [(candidates.tolist(), below)]
         rows.append((f"{weight:g}", best, f"{float(bound.after(best)):.4f}", f"{slope:.3g}"))
-    draw_lines(_folder(experiment), "figure2", "h(T, λ)", "h", lines, xlabel="T")
+    experiment.draw("figure-2", "h(T, λ)", "h", lines, xlabel="T")
     return "# Figure 2\n\n" + table(("λ", "T*", "h(T*, λ)", "slope of the line"), rows)
 
 
-def figure_3(experiment: Experiment) -> str:
+def figure_3(experiment: Experiment, scale: Scale) -> str:
     """Compare all methods at ε = 10."""
-    return _methods(experiment, "figure3", 10.0)
+    return _methods(experiment, scale, "figure-3", 10.0)
 
 
-def figure_4(experiment: Experiment) -> str:
+def figure_4(experiment: Experiment, scale: Scale) -> str:
     """Compare all methods at ε = 100."""
-    return _methods(experiment, "figure4", 100.0)
+    return _methods(experiment, scale, "figure-4", 100.0)
 
 
-def figure_5(experiment: Experiment) -> str:
+def figure_5(experiment: Experiment, scale: Scale) -> str:
     """Draw the training loss of personal models against T for each ε, λ = 0.1."""
+    budgets: dict[str, Config] = {f"ε = {e:g}": {"epsilon": e} for e in (1.0, 10.0, 20.0, 100.0)}
+    budgets["Ditto"] = {"method": "ditto"}
     parts = ["# Figure 5"]
-    for world in experiment.scale.training_worlds:
-        budgets: dict[str, Config] = {
-            f"ε = {e:g}": {"epsilon": e} for e in (1.0, 10.0, 20.0, 100.0)
-        }
-        budgets["Ditto"] = {"method": "ditto"}
-        changes = {
-            (label, T): {**WORLDS[world], **budget, "global-weight": 0.1, **_length(T)}
+    for world in scale.training_worlds:
+        cases = {
+            label: {**WORLDS[world], **budget, "global-weight": 0.1}
             for label, budget in budgets.items()
-            for T in experiment.scale.rounds
         }
-        runs = _runs(experiment, changes, f"Figure 5, {world}")
-        parts.append(_against_rounds(experiment, f"figure5-{world}", runs, (LOSS, SPREAD)))
+        name = f"figure-5-{world}"
+        sweep = _sweep(experiment, scale, name, cases, scale.rounds)
+        parts.append(_against_rounds(experiment, name, sweep, (LOSS, SPREAD)))
     return "\n\n".join(parts)
 
 
-def figure_6(experiment: Experiment) -> str:
+def figure_6(experiment: Experiment, scale: Scale) -> str:
     """Draw accuracy and fairness after each round for each λ, T = 30, ε = 10."""
     parts = ["# Figure 6"]
-    for world in experiment.scale.worlds:
-        changes: dict[str, Config] = {
-            f"λ = {weight:g}": {
+    for world in scale.worlds:
+        name = f"figure-6-{world}"
+        cases: dict[str, Config] = {
+            f"{name}/λ = {weight:g}": {
                 **WORLDS[world],
                 "epsilon": 10.0,
                 "global-weight": weight,
@@ -106,132 +106,120 @@ def figure_6(experiment: Experiment) -> str:
             }
             for weight in (0.0, 0.1, 0.5, 1.0, 2.0)
         }
-        groups = experiment.grouped(changes, f"Figure 6, {world}")
+        groups = {
+            case.partition("/")[2]: runs
+            for case, runs in experiment.grouped(cases, scale.seeds, name).items()
+        }
         for metric in (ACCURACY, SPREAD):
-            lines = {
-                label: [run.series(metric) for run in found] for label, found in groups.items()
-            }
-            draw_lines(
-                _folder(experiment),
-                f"figure6-{world}-{metric}",
-                f"{metric}, {world}",
-                metric,
-                lines,
-            )
-        rows = [_row(label, found) for label, found in groups.items()]
+            lines = {label: [run.series(metric) for run in runs] for label, runs in groups.items()}
+            experiment.draw(f"{name}-{metric}", f"{metric}, {world}", metric, lines)
+        rows = [_row(label, runs) for label, runs in groups.items()]
         parts += [f"{world}, T = 30, ε = 10", table(_HEADER, rows)]
     return "\n\n".join(parts)
 
 
-def figure_7(experiment: Experiment) -> str:
+def figure_7(experiment: Experiment, scale: Scale) -> str:
     """Draw fairness against λ and training loss against T, ε = 100, C = 10; search both."""
-    weights, every = (0.0, 0.1, 0.5, 1.0, 2.0), experiment.scale.planned_rounds
-    changes = {
-        (f"λ = {weight:g}", T): {
-            **WORLDS["mnist-dnn"],
-            "epsilon": 100.0,
-            "clipping-norm": 10.0,
-            "global-weight": weight,
-            **_length(T),
-        }
-        for weight in weights
-        for T in every
-    }
-    runs = _runs(experiment, changes, "Figure 7")
-    text = _against_rounds(experiment, "figure7", runs, (LOSS, SPREAD))
+    weights, every = (0.0, 0.1, 0.5, 1.0, 2.0), scale.planned_rounds
+    fixed: Config = {**WORLDS["mnist-dnn"], "epsilon": 100.0, "clipping-norm": 10.0}
+    cases: dict[str, Config] = {f"λ = {w:g}": {**fixed, "global-weight": w} for w in weights}
+    sweep = _sweep(experiment, scale, "figure-7", cases, every)
+    text = _against_rounds(experiment, "figure-7", sweep, (LOSS, SPREAD))
     by_weight: dict[str, list[Line]] = {}
     for T in every:
-        found = [over_seeds(runs[f"λ = {weight:g}"][T], SPREAD) for weight in weights]
-        by_weight[f"T = {T}"] = [(weights, values) for values in zip(*found, strict=True)]
+        spreads = [over_seeds(sweep[label][T], SPREAD) for label in cases]
+        by_weight[f"T = {T}"] = [(weights, values) for values in zip(*spreads, strict=True)]
     title = "Standard deviation of training losses"
-    draw_lines(_folder(experiment), "figure7-weights", title, "fairness", by_weight, xlabel="λ")
+    experiment.draw("figure-7-weights", title, "fairness", by_weight, xlabel="λ")
 
     def outcome(T: int, weight: float) -> Outcome:
-        found = experiment.run([changes[f"λ = {weight:g}", T]], f"T = {T}, λ = {weight:g}")
-        loss, spread = (float(np.mean(over_seeds(found, name))) for name in (LOSS, SPREAD))
+        runs = sweep[f"λ = {weight:g}"][T]
+        loss, spread = (float(np.mean(over_seeds(runs, metric))) for metric in (LOSS, SPREAD))
         return Outcome(loss=loss, unfairness=spread)
 
-    plan = alternating_search(outcome, rounds=every, global_weights=weights, start=1.0)
+    schedule = alternating_search(outcome, rounds=every, global_weights=weights, start=1.0)
     best = (
-        f"(T*, λ*) = ({plan.rounds}, {plan.global_weight:g}) by turns, from {len(plan.outcomes)} "
-        f"of {len(changes)} pairs, settled: {plan.settled}; the paper has (80, 0.1)."
+        f"(T*, λ*) = ({schedule.rounds}, {schedule.global_weight:g}) by turns, from "
+        f"{len(schedule.outcomes)} of {len(weights) * len(every)} pairs, settled: "
+        f"{schedule.settled}; the paper has (80, 0.1)."
     )
-    return "\n\n".join(["# Figure 7", text, _best_weights(runs, weights, every), best])
+    return "\n\n".join(["# Figure 7", text, _best_weights(sweep, weights, every), best])
 
 
-def _best_weights(
-    runs: Mapping[str, Mapping[int, Runs]], weights: Sequence[float], every: Sequence[int]
-) -> str:
+def _best_weights(sweep: Sweep, weights: Sequence[float], every: Sequence[int]) -> str:
     """Return λ*(T) by three measures: for the mean over seeds, then for each seed."""
     measures = (("std of training loss", SPREAD, min), ("training loss", LOSS, min))
     rows = []
     for name, metric, pick in (*measures, ("accuracy", ACCURACY, max)):
         cells = []
         for T in every:
-            found = [over_seeds(runs[f"λ = {weight:g}"][T], metric) for weight in weights]
-            by_seed = np.array([np.mean(found, axis=1), *np.transpose(found)])
+            values = [over_seeds(sweep[f"λ = {weight:g}"][T], metric) for weight in weights]
+            by_seed = np.array([np.mean(values, axis=1), *np.transpose(values)])
             best, *each = by_seed.argmin(axis=1) if pick is min else by_seed.argmax(axis=1)
             cells.append(f"{weights[best]:g} ({', '.join(f'{weights[w]:g}' for w in each)})")
         rows.append((name, *cells))
     return table(("λ*(T) by", *(f"T = {T}" for T in every)), rows)
 
 
-def _methods(experiment: Experiment, name: str, epsilon: float) -> str:
+def _methods(experiment: Experiment, scale: Scale, name: str, epsilon: float) -> str:
     parts = [f"# {name.capitalize()}: ε = {epsilon:g}, λ = {BEST_WEIGHT[epsilon]:g}"]
-    every = experiment.scale.rounds
-    for world in experiment.scale.worlds:
-        methods: dict[str, Config] = {
-            label: {
-                **WORLDS[world],
-                "method": method,
-                "epsilon": epsilon,
-                "global-weight": BEST_WEIGHT[epsilon],
-            }
-            for method, label in METHODS.items()
+    for world in scale.worlds:
+        fixed: Config = {
+            **WORLDS[world],
+            "epsilon": epsilon,
+            "global-weight": BEST_WEIGHT[epsilon],
         }
-        rates: dict[str, float] = {}
-        if experiment.scale.learning_rates:
-            short = {label: {**change, **_length(every[0])} for label, change in methods.items()}
-            rates = experiment.best_learning_rates(short, f"{name}, {world}")
-            methods = {
-                label: {**change, **learning_rate(rates[label])}
-                for label, change in methods.items()
-            }
-        changes = {
-            (label, T): {**change, **_length(T)} for label, change in methods.items() for T in every
+        cases: dict[str, Config] = {
+            label: {**fixed, "method": method} for method, label in METHODS.items()
         }
-        runs = _runs(experiment, changes, f"{name}, {world}")
-        parts.append(_against_rounds(experiment, f"{name}-{world}", runs, (ACCURACY, SPREAD)))
+        place = f"{name}-{world}"
+        rates: dict[str, Config] = {}
+        if scale.learning_rates:
+            short = {label: {**case, **of_length(scale.rounds[0])} for label, case in cases.items()}
+            trials = [at_rate(rate) for rate in scale.learning_rates]
+            rates = experiment.best(
+                {f"{place}/{label}": trials for label in cases},
+                lambda run: last(run, ACCURACY),
+                place,
+                fixed={f"{place}/{label}": case for label, case in short.items()},
+            )
+        cases = {
+            label: {**case, **rates.get(f"{place}/{label}", {})} for label, case in cases.items()
+        }
+        sweep = _sweep(experiment, scale, place, cases, scale.rounds)
+        parts.append(_against_rounds(experiment, place, sweep, (ACCURACY, SPREAD)))
         if rates:
-            found = ", ".join(f"{label} {rate:g}" for label, rate in rates.items())
+            chosen = ", ".join(
+                f"{label} {case['learning-rate']:g}" for label, case in cases.items()
+            )
             parts.append(
-                f"Learning rates: of {len(experiment.scale.learning_rates)} for each method, the "
-                f"one with the best accuracy after {every[0]} rounds under another seed: {found}."
+                f"Learning rates: of {len(scale.learning_rates)} for each method, the one with the "
+                f"best accuracy after {scale.rounds[0]} rounds under another seed: {chosen}."
             )
     return "\n\n".join(parts)
 
 
-def planner(experiment: Experiment) -> str:
+def planner(experiment: Experiment, scale: Scale) -> str:
     """Compare T* of Theorem 1, after a pilot run, with a sweep: softmax regression, full steps."""
     rows = []
-    every = (1, 5, 20, 80)
-    for epsilon, weight in ((10.0, 0.1), (100.0, 0.1)):
-        base: Config = {
+    every, weight = (1, 5, 20, 80), 0.1
+    for epsilon in (10.0, 100.0):
+        case: Config = {
             **WORLDS["mnist-mlr"],
             "examples-per-client": 300,
             "epsilon": epsilon,
             "global-weight": weight,
             "batch-size": 0,
-            **learning_rate(0.1),
+            **at_rate(0.1),
         }
         stars = [
-            ", ".join(map(str, experiment.planned_rounds(base, basis, every[-1])))
+            ", ".join(map(str, planned_rounds(experiment, case, basis, every[-1], scale.seeds)))
             for basis in ("published", "provable")
         ]
-        sweep = {(f"ε = {epsilon:g}", T): {**base, **_length(T)} for T in every}
-        (found,) = _runs(experiment, sweep, f"planner, ε = {epsilon:g}").values()
+        label = f"ε = {epsilon:g}"
+        runs = _sweep(experiment, scale, "planner", {label: case}, every)[label]
         for name, metric, pick in (("training loss", LOSS, min), ("accuracy", ACCURACY, max)):
-            means = {T: float(np.mean(over_seeds(found[T], metric))) for T in every}
+            means = {T: float(np.mean(over_seeds(runs[T], metric))) for T in every}
             best = pick(every, key=lambda T: means[T])
             cells = (f"{means[T]:.4f}" for T in every)
             rows.append((f"{epsilon:g}", f"{weight:g}", *stars, name, best, *cells))
@@ -240,75 +228,91 @@ def planner(experiment: Experiment) -> str:
     return f"# Planner against a sweep\n\n{table(header, rows)}"
 
 
-def provable(experiment: Experiment) -> str:
+def provable(experiment: Experiment, scale: Scale) -> str:
     """Compare DP-Ditto with noise in its steps, at a provable ε of 10, with Ditto without privacy.
 
     At λ = 0 every client trains alone, so its model does not depend on anything shared.
     """
-    on_mnist: Config = {"examples-per-client": 1000, "batch-size": 32, "delta": 1e-5, **_length(10)}
+    on_mnist: Config = {
+        "examples-per-client": 1000,
+        "batch-size": 32,
+        "delta": 1e-5,
+        **of_length(10),
+    }
     worlds: dict[str, Config] = {
-        "digits": {"examples-per-client": 75, "batch-size": 16, "delta": 1e-4, **_length(30)},
+        "digits": {
+            "dataset": "digits",
+            "examples-per-client": 75,
+            "batch-size": 16,
+            "delta": 1e-4,
+            **of_length(30),
+        },
         "MNIST": WORLDS["mnist-dnn"] | on_mnist,
         "Fashion-MNIST": WORLDS["fashion-mnist-dnn"] | on_mnist,
     }
     methods: dict[str, Config] = {
-        "ditto": {},
-        "dp-ditto": {"epsilon": 10.0, "noise": "steps", "calibration": "provable"},
+        "ditto": {"method": "ditto"},
+        "dp-ditto": {
+            "method": "dp-ditto",
+            "epsilon": 10.0,
+            "noise": "steps",
+            "calibration": "provable",
+        },
     }
-    cases = [*product(worlds, ("pathological", "iid"), (0.0, 0.1, 0.5))]
-    changes: list[Config] = [
-        {
+    classes = {"two": "pathological", "all": "iid"}
+    keys = [*product(worlds, classes, (0.0, 0.1, 0.5))]
+    cases: dict[str, Config] = {
+        f"provable/{world}-{count}-{weight:g}-{method}": {
             **worlds[world],
-            **private,
-            **learning_rate(0.1),
-            "partition": partition,
+            **of_method,
+            **at_rate(0.1),
+            "partition": classes[count],
             "global-weight": weight,
-            "method": method,
         }
-        for world, partition, weight in cases
-        for method, private in methods.items()
-    ]
-    runs = iter(experiment.run(changes, "DP-Ditto, provable"))
+        for world, count, weight in keys
+        for method, of_method in methods.items()
+    }
+    groups = iter(experiment.grouped(cases, scale.seeds, "DP-Ditto, provable").values())
     rows = []
-    for world, partition, weight in cases:
-        row = [world, "two" if partition == "pathological" else "all", f"{weight:g}"]
+    for world, count, weight in keys:
+        row = [world, count, f"{weight:g}"]
         for _ in methods:
-            last = [next(runs).metrics()[-1] for _ in experiment.scale.seeds]
-            row += [mean_and_std([line[metric] for line in last]) for metric in (ACCURACY, WORST)]
+            runs = next(groups)
+            row += [mean_and_std(over_seeds(runs, metric)) for metric in (ACCURACY, WORST)]
         rows.append(row)
     header = ("data", "classes a client", "λ", "no privacy", "worst tenth", "ε = 10", "worst tenth")
     return "# DP-Ditto at a provable ε\n\n" + table(header, rows)
 
 
-def _runs(
-    experiment: Experiment, changes: Mapping[tuple[str, int], Config], title: str
-) -> dict[str, dict[int, Runs]]:
-    """Return the runs over seeds, by label and T."""
-    names = {f"{label}, T = {T}": (label, T) for label, T in changes}
-    groups = experiment.grouped(dict(zip(names, changes.values(), strict=True)), title)
-    found: dict[str, dict[int, Runs]] = {}
-    for name, members in groups.items():
-        label, T = names[name]
-        found.setdefault(label, {})[T] = members
-    return found
-
-
-def _against_rounds(
+def _sweep(
     experiment: Experiment,
+    scale: Scale,
     name: str,
-    runs: Mapping[str, Mapping[int, Runs]],
-    metrics: Sequence[str],
-) -> str:
+    cases: Mapping[str, Config],
+    every: Sequence[int],
+) -> dict[str, dict[int, list[RunDirectory]]]:
+    """Run each case with every T, under every seed."""
+    keys = [(label, T) for label in cases for T in every]
+    changes = {f"{name}/{label}, T = {T}": {**cases[label], **of_length(T)} for label, T in keys}
+    groups = experiment.grouped(changes, scale.seeds, name).values()
+    sweep: dict[str, dict[int, list[RunDirectory]]] = {label: {} for label in cases}
+    for (label, T), runs in zip(keys, groups, strict=True):
+        sweep[label][T] = runs
+    return sweep
+
+
+def _against_rounds(experiment: Experiment, name: str, sweep: Sweep, metrics: Sequence[str]) -> str:
     """Draw a figure of each metric against T, and return one table."""
     for metric in metrics:
-        lines = {label: at_the_end(by_rounds, metric) for label, by_rounds in runs.items()}
-        draw_lines(
-            _folder(experiment), f"{name}-{metric}", f"{metric}, {name}", metric, lines, xlabel="T"
-        )
+        lines: dict[str, list[Line]] = {}
+        for label, by_rounds in sweep.items():
+            values = [over_seeds(runs, metric) for runs in by_rounds.values()]
+            lines[label] = [(list(by_rounds), list(line)) for line in zip(*values, strict=True)]
+        experiment.draw(f"{name}-{metric}", f"{metric}, {name}", metric, lines, xlabel="T")
     rows = [
-        _row(f"{label}, T = {T}", found)
-        for label, by_rounds in runs.items()
-        for T, found in by_rounds.items()
+        _row(f"{label}, T = {T}", runs)
+        for label, by_rounds in sweep.items()
+        for T, runs in by_rounds.items()
     ]
     return f"{name}\n\n{table(_HEADER, rows)}"
 
@@ -322,15 +326,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> tuple[str, ...]:
     return (label, *numbers, *losses)
 
 
-def _length(rounds: int) -> Config:
-    return {"rounds": rounds, "evaluate-every": rounds}
-
-
-def _folder(experiment: Experiment) -> Path:
-    return experiment.folder / "figures"
-
-
-FIGURES: dict[str, Callable[[Experiment], str]] = {
+FIGURES: dict[str, Callable[[Experiment, Scale], str]] = {
     "2": figure_2,
     "3": figure_3,
     "4": figure_4,

@@ -1,4 +1,6 @@
-"""``python -m benchmarks.mutants --seed 0 --number 300``: list planted faults that tests miss.
+"""Faults planted in what guarantees rest on: list those that the tests miss.
+
+    python -m benchmarks mutants --seed 0 --number 300
 
 Each fault is planted alone in a copy of the project, where the tests of its module run until the
 first one fails. A fault that makes them run several times as long counts as found.
@@ -91,7 +93,7 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/trials/between_trainings.py": ("training/trials/test_between_trainings.py",),
+    "training/between_trainings.py": ("training/test_between_trainings.py",),
     "training/dp/clipped_gradient.py": (
         "training/trials/test_between_examples.py",
         "training/trials/test_single_examples.py",
@@ -110,12 +112,12 @@ TESTS = {
     "training/trials/trial_examples.py": (
         "training/trials/test_batch_invariance.py",
         "training/trials/test_between_examples.py",
-        "training/trials/test_between_trainings.py",
+        "training/test_between_trainings.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
     "training/trials/snapshots.py": (
         "training/trials/test_snapshots.py",
-        "training/trials/test_between_trainings.py",
+        "training/test_between_trainings.py",
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
@@ -127,18 +129,19 @@ TESTS = {
     ),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
-    "federation/round.py": (
-        "federation/test_round.py",
-        "federation/test_hostile.py",
-        *_OF_ROUNDS,
-    ),
+    "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
+    "federation/round.py": ("federation/test_round.py", *_OF_ROUNDS),
     "federation/run.py": _OF_RUNS,
     "federation/score_round.py": _OF_MASKS,
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
     "federation/sums/plain.py": ("federation/test_uploads.py", *_OF_ROUNDS),
-    "federation/training_round.py": _OF_RUNS,
+    "federation/training_round.py": (
+        "federation/test_training_round.py",
+        "federation/test_hostile.py",
+        *_OF_RUNS,
+    ),
     "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
     "secure/pair_keys.py": ("secure/test_pair_keys.py",),
     "secure/aggregation/context.py": ("secure/aggregation",),
@@ -184,7 +187,7 @@ class Mutant:
 
 def main() -> None:
     """Plant faults, run tests, and print the share that was found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--number", type=int, default=300, help="faults, over all modules")
     parser.add_argument("--module", choices=TESTS, action="append", help="only this; repeatable")

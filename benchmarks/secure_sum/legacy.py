@@ -2,8 +2,6 @@
 """Flower's legacy SecAgg+, by its own functions.
 
 The clients take the four steps of `secaggplus_mod`, and the server those of `SecAggPlusWorkflow`.
-`round_cost` first estimates the server's time from one secret and one mask, times their numbers.
-If the estimate is longer than `PATIENCE`, it is reported in place of a measurement.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
-from flwr.common.secure_aggregation.crypto.shamir import combine_shares
-from flwr.common.secure_aggregation.ndarrays_arithmetic import parameters_subtraction
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
-from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
@@ -33,8 +28,6 @@ from flwr.server.workflow.secure_aggregation.secaggplus_workflow import (
 from benchmarks.secure_sum.ours import MEASURED
 from flower_ext.federation._flower_private import become_server_of
 
-PATIENCE, MOST_BYTES = 120.0, 4e9
-"""Most seconds of a server, and most bytes of all uploads, which it keeps until it adds them."""
 RING, TARGET, CLIPPING, EXAMPLES = 2**32, 2**22, 8.0, 1000
 # The package exports a function of the same name, so import the module by its path.
 mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
@@ -42,15 +35,10 @@ mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """CPU seconds of one client and of the server; bytes of a masked vector's message.
-
-    ``run`` is True if the server's steps ran, and False if their time was computed from one secret
-    and one mask.
-    """
+    """Processor seconds of one client and of the server; bytes of a masked vector's message."""
 
     client: float
     server: float
-    run: bool
     vector_bytes: int
 
 
@@ -76,7 +64,9 @@ class Clients:
     @property
     def public_keys(self) -> dict[int, list[bytes]]:
         """Return both public keys of each client."""
-        return {n: [own[Key.PUBLIC_KEY_1], own[Key.PUBLIC_KEY_2]] for n, own in self._keys.items()}
+        return {
+            n: [keys[Key.PUBLIC_KEY_1], keys[Key.PUBLIC_KEY_2]] for n, keys in self._keys.items()
+        }
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -88,49 +78,49 @@ class Clients:
         return replies
 
     def _reply(self, message: Message) -> Message:
-        asked = message.content.config_records[RECORD_KEY_CONFIGS]
-        stage, node = asked.pop(Key.STAGE), message.metadata.dst_node_id
+        request = message.content.config_records[RECORD_KEY_CONFIGS]
+        stage, node = request.pop(Key.STAGE), message.metadata.dst_node_id
         content = RecordDict()
         if stage == "share_keys":
-            found = self._timed(node, mod._share_keys, asked)
+            answer = self._timed(node, mod._share_keys, request)
         elif stage == "unmask":
-            found = self._timed(node, mod._unmask, asked)
+            answer = self._timed(node, mod._unmask, request)
         elif node % 10 == 0:
             return Message(Error(code=0), reply_to=message)
         else:
             if node == 1 or self._whole or not self._masked:
-                self._masked = self._collected(node, asked)
+                self._masked = self._collected(node, request)
                 self.vector_bytes = sum(map(len, self._masked[Key.MASKED_PARAMETERS]))
             else:
-                self._open(node, asked)
-            found = self._masked
+                self._open(node, request)
+            answer = self._masked
             empty = Parameters(tensors=[], tensor_type="")
             content = fitres_to_recorddict(
                 FitRes(Status(Code.OK, ""), empty, EXAMPLES, {}), keep_input=False
             )
-        content.config_records[RECORD_KEY_CONFIGS] = ConfigRecord(found, False)
+        content.config_records[RECORD_KEY_CONFIGS] = ConfigRecord(answer, False)
         return Message(content, reply_to=message)
 
     def _timed(self, node: int, step: Any, *arguments: Any) -> dict[str, Any]:
         start = time.process_time()
-        found: dict[str, Any] = step(self._states[node], *arguments)
+        answer: dict[str, Any] = step(self._states[node], *arguments)
         if node == 1:
             self.seconds += time.process_time() - start
-        return found
+        return answer
 
-    def _collected(self, node: int, asked: ConfigRecord) -> dict[str, Any]:
+    def _collected(self, node: int, request: ConfigRecord) -> dict[str, Any]:
         """Mask one client's vector; time it as often as our clients."""
         collect, before = mod._collect_masked_vectors, self.seconds
         for _ in range(MEASURED if node == 1 else 1):
-            found = self._timed(node, collect, asked, EXAMPLES, self._parameters)
+            answer = self._timed(node, collect, request, EXAMPLES, self._parameters)
         self.seconds = before + (self.seconds - before) / MEASURED
-        return found
+        return answer
 
-    def _open(self, node: int, asked: ConfigRecord) -> None:
+    def _open(self, node: int, request: ConfigRecord) -> None:
         """Let a client that masks nothing keep its neighbours' shares."""
         state: Any = self._states[node]
-        sources: Any = asked[Key.SOURCE_LIST]
-        texts: Any = asked[Key.CIPHERTEXT_LIST]
+        sources: Any = request[Key.SOURCE_LIST]
+        texts: Any = request[Key.CIPHERTEXT_LIST]
         for source, sealed in zip(sources, texts, strict=True):
             text = mod.decrypt(state.ss2_dict[source], sealed)
             _, _, seed, key = mod.share_keys_plaintext_separate(text)
@@ -149,24 +139,16 @@ def round_cost(members: int, neighbours: int, threshold: int, length: int) -> Co
         Key.MOD_RANGE: RING,
         Key.MAX_WEIGHT: float(EXAMPLES),
     }
-    expected = _computed(members, near, threshold, length)
-    run = expected < PATIENCE and 8.0 * members * length < MOST_BYTES
-    asked = members if run else near
-    whole = run and members * near * length < 3e7
-    clients = Clients(config, asked, length, whole=whole)
-    server, means = _served(clients, asked, near, threshold, unmask=run)
+    whole = members * near * length < 3e7
+    clients = Clients(config, members, length, whole=whole)
+    server, means = _served(clients, members, near, threshold)
     if whole:  # clients send ones, so their mean is one, up to rounding to 2⁻¹⁸
         assert np.allclose(means[0], 1, atol=1e-4), means
-    return Cost(
-        client=clients.seconds,
-        server=server if run else expected,
-        run=run,
-        vector_bytes=clients.vector_bytes,
-    )
+    return Cost(client=clients.seconds, server=server, vector_bytes=clients.vector_bytes)
 
 
 def _served(
-    clients: Clients, members: int, near: int, threshold: int, *, unmask: bool
+    clients: Clients, members: int, near: int, threshold: int
 ) -> tuple[float, list[np.ndarray]]:
     """Run the server's stages; return its CPU seconds, and the mean of the clients' arrays."""
     workflow = SecAggPlusWorkflow(num_shares=near, reconstruction_threshold=threshold)
@@ -188,10 +170,10 @@ def _served(
         },
         nid_to_publickeys=clients.public_keys,
     )
-    found: list[np.ndarray] = []
+    means: list[np.ndarray] = []
 
     def aggregate_fit(_: int, results: Any, __: Any) -> tuple[None, dict[str, Any]]:
-        found.extend(mod.parameters_to_ndarrays(results[0][1].parameters))
+        means.extend(mod.parameters_to_ndarrays(results[0][1].parameters))
         return None, {}
 
     context: Any = SimpleNamespace(
@@ -200,26 +182,10 @@ def _served(
     )
     become_server_of(1)  # needed to create messages
     clients.outside, start, grid = 0.0, time.process_time(), clients
-    stages = [workflow.share_keys_stage, workflow.collect_masked_vectors_stage]
-    for stage in [*stages, workflow.unmask_stage] if unmask else stages:
+    for stage in (
+        workflow.share_keys_stage,
+        workflow.collect_masked_vectors_stage,
+        workflow.unmask_stage,
+    ):
         assert stage(grid, context, state), stage  # type: ignore[arg-type]
-    if not unmask:
-        asked = {Key.ACTIVE_NODE_ID_LIST: list(range(near)), Key.DEAD_NODE_ID_LIST: []}
-        del asked[Key.ACTIVE_NODE_ID_LIST][0::10]
-        clients._timed(1, mod._unmask, ConfigRecord(asked))  # type: ignore[arg-type]
-    return time.process_time() - start - clients.outside, found
-
-
-def _computed(members: int, near: int, threshold: int, length: int) -> float:
-    """Return CPU seconds of the server's secrets and masks, computed from one of each."""
-    shares = mod.create_shares(bytes(range(32)), threshold, near)
-    vector = [np.zeros(length, dtype=np.int64)]
-    start = time.process_time()
-    seed = combine_shares(shares[near // 10 :])  # a tenth of the shares is lost
-    of_secret = time.process_time() - start
-    start = time.process_time()
-    parameters_subtraction(vector, pseudo_rand_gen(seed, RING, [(length,)]))
-    of_mask = time.process_time() - start
-    lost = len(range(0, members, 10))
-    masks = members - lost + lost * (near - 1)
-    return members * of_secret + masks * of_mask
+    return time.process_time() - start - clients.outside, means

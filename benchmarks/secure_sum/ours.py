@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,23 +37,17 @@ class Cost:
     ----------
     client : float
         Seconds of clipping, rounding, noise and all four stages, without training.
-    noising : float
-        Part of ``client``: clipping, rounding and noise.
     server : float
     extra_bytes : float
         Bytes to and from one client, besides its masked vector.
     vector_bytes : int
         Bytes of a masked vector's message.
-    megabytes : float
-        Peak of the process's memory, for the server and all clients together.
     """
 
     client: float
-    noising: float
     server: float
     extra_bytes: float
     vector_bytes: int
-    megabytes: float
 
 
 class Clock:
@@ -141,11 +134,9 @@ def round_cost(members: int, length: int) -> Cost:
     extra += len(context.to_bytes()) + 8 * neighbours
     return Cost(
         client=each.seconds / members + masking.seconds / MEASURED + noising,
-        noising=noising,
         server=serving.seconds,
         extra_bytes=extra,
         vector_bytes=len(masked.to_bytes()),
-        megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
 
 

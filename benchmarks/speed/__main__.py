@@ -1,20 +1,19 @@
-"""Time of a round of federated averaging, here and elsewhere, on this machine.
+"""A round of federated averaging: milliseconds and memory, beside pfl-research and Flower.
 
-    python -m benchmarks.speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
+    python -m benchmarks speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
 
 1,000 clients of 50 images (28×28), 100 a round, one epoch of SGD in batches of 10, one thread;
 with and without central DP. ``--full`` adds 10,000 clients, 1,000 a round. pfl-research needs
 another environment: ``python -m venv pfl; pfl/bin/pip install pfl torch``, then
 ``--pfl pfl/bin/python``. Two workers and Ray's contenders may use every core.
 
-The tables are those of ``docs/speed.md``, for one processor and one version.
+The tables are those of ``docs/speed.md``, for one processor.
 """
 
 from __future__ import annotations
 
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +23,8 @@ import psutil
 import torch
 import typer
 
-from benchmarks.speed import growth
 from benchmarks.speed.contest import HERE, Contender, Measured, by_turns, contenders
+from benchmarks.speed.growth import growth
 from benchmarks.speed.workload import MODELS, Workload
 from flower_ext.runs.page import table
 
@@ -35,7 +34,7 @@ NAMES = {
     "mlp": "perceptron, 50,890",
     "cnn": "convolutional, 147,146",
 }
-Found = dict[str, list[dict[str, Measured]]]
+Contests = dict[str, list[dict[str, Measured]]]
 """For each model, the contenders' measurements without and with central DP."""
 
 
@@ -49,9 +48,9 @@ def main(
     turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = 2,
     rounds: Annotated[int, typer.Option(help="rounds a run, the first not counted")] = 8,
     timeout: Annotated[float, typer.Option(help="seconds a run may take")] = 900.0,
-    output: Annotated[Path, typer.Option(help="where tables and figures go")] = Path("runs/speed"),
+    output: Annotated[Path, typer.Option(help="where tables go")] = Path("runs/speed"),
 ) -> None:
-    """Print the tables; write them and the growth plot."""
+    """Print the tables, and write them."""
     chosen = only or list(MODELS)
     for name in chosen:
         if name not in MODELS:
@@ -70,36 +69,21 @@ def main(
         print(f"{part}\n", flush=True)
 
     print(f"{parts[0]}\n", flush=True)
-    small = {
-        name: [
-            by_turns(
-                every,
-                Workload(model=name, private=private, rounds=rounds),
-                turns=turns,
-                timeout=timeout,
-            )
-            for private in (False, True)
-        ]
-        for name in chosen
-    }
+    small: Contests = {}
+    for name in chosen:
+        workloads = [Workload(model=name, private=dp, rounds=rounds) for dp in (False, True)]
+        small[name] = [by_turns(every, one, turns=turns, timeout=timeout) for one in workloads]
     write(f"{title(100, 1_000)}, without and with central DP:\n\n{times(every, small)}")
     write(f"Peak memory in MB, without and with central DP:\n\n{memory(every, small)}")
     if full:
         here = [one for one in every if "Ray" not in one.name or "Flower" in one.name]
-        large = {
-            name: [
-                by_turns(
-                    here,
-                    Workload(model=name, clients=10_000, cohort=1_000, rounds=8),
-                    turns=1,
-                    timeout=timeout,
-                )
-            ]
-            for name in chosen
-        }
+        large: Contests = {}
+        for name in chosen:
+            workload = Workload(model=name, clients=10_000, cohort=1_000, rounds=8)
+            large[name] = [by_turns(here, workload, turns=1, timeout=timeout)]
         write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(here, large)}")
         write(f"Peak memory in MB:\n\n{memory(here, large)}")
-    write(growth.draw(output, rounds=rounds))
+    write(growth(rounds))
     print(f"written to {output}")
 
 
@@ -108,30 +92,32 @@ def title(cohort: int, clients: int) -> str:
     return f"{cohort:,} of {clients:,} clients a round; milliseconds a round (times ours)"
 
 
-def times(every: Sequence[Contender], found: Found) -> str:
-    """Milliseconds a round, and how many times ours they are."""
+def times(every: Sequence[Contender], contests: Contests) -> str:
+    """Return a table of milliseconds a round, and how many times ours they are."""
 
     def cell(one: Measured, ours: Measured | None) -> str:
         took = f"{one.milliseconds:,.{1 if one.milliseconds < 1_000 else 0}f}"
         return f"{took} ({one.milliseconds / ours.milliseconds:.2f})" if ours else took
 
-    return _rows(every, found, cell)
+    return _rows(every, contests, cell)
 
 
-def memory(every: Sequence[Contender], found: Found) -> str:
-    """Megabytes at the peak."""
-    return _rows(every, found, lambda one, ours: f"{one.megabytes:,.0f}")
+def memory(every: Sequence[Contender], contests: Contests) -> str:
+    """Return a table of megabytes at the peak."""
+    return _rows(every, contests, lambda one, ours: f"{one.megabytes:,.0f}")
 
 
-def _rows(every: Sequence[Contender], found: Found, cell: Callable[..., str]) -> str:
+def _rows(every: Sequence[Contender], contests: Contests, cell: Callable[..., str]) -> str:
     def cells(name: str, contests: Sequence[Mapping[str, Measured]]) -> str:
         return " / ".join(
             cell(measured[name], measured.get(OURS)) if name in measured else "–"
             for measured in contests
         )
 
-    rows = [(one.name, *(cells(one.name, own) for own in found.values())) for one in every]
-    return table((processor(), *(NAMES[name] for name in found)), rows)
+    rows = [
+        (one.name, *(cells(one.name, contest) for contest in contests.values())) for one in every
+    ]
+    return table((processor(), *(NAMES[name] for name in contests)), rows)
 
 
 def processor() -> str:
@@ -142,38 +128,23 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """Describe what is measured, and where: versions, cores, other work, and the speed limit."""
+    """Describe what is measured, and where: versions, cores, and other work."""
     others = psutil.cpu_percent(interval=2.0)
     return (
         f"flower-ext {version('flower-ext')}{_commit()} on {processor()}, {psutil.cpu_count()} "
         f"cores of which other work took {others:.0f} % before the run, Python "
-        f"{platform.python_version()}, torch {torch.__version__}; matrix product of 2,048² on one "
-        f"thread: {gemm_peak():.0f} GFLOP/s."
+        f"{platform.python_version()}, torch {torch.__version__}."
     )
 
 
 def _commit() -> str:
     """Return the commit of the measured code; empty outside of a repository."""
-    asked = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, check=True)
+        described = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return f" ({told.stdout.strip()})"
-
-
-def gemm_peak(size: int = 2048, turns: int = 5) -> float:
-    """Billions of floating-point operations a second of the largest matrix products."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    best = float("inf")
-    for _ in range(turns):
-        started = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - started)
-    torch.set_num_threads(threads)
-    return 2 * size**3 / best / 1e9
+    return f" ({described.stdout.strip()})"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Contender:
     workers: int = 1
 
     def run(self, workload: Workload, *, timeout: float) -> Measured | None:
-        """None if it fails, or takes longer than ``timeout`` seconds; then it says so."""
+        """Run the workload; return None, and print why, if it fails or exceeds ``timeout``."""
         workload = replace(workload, workers=self.workers)
         environment = {
             **os.environ,
@@ -62,7 +62,7 @@ class Contender:
 
 
 def contenders(pfl_python: Path | None) -> list[Contender]:
-    """All of them; pfl-research only where it is installed."""
+    """Return all contenders; pfl-research only where it is installed."""
 
     def module(name: str, *more: str) -> tuple[str, ...]:
         return (sys.executable, "-m", f"benchmarks.speed.{name}", *more)
@@ -85,22 +85,22 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
 def by_turns(
     chosen: Sequence[Contender], workload: Workload, *, turns: int, timeout: float
 ) -> dict[str, Measured]:
-    """The best of each contender's turns; a machine's other work can only slow one down."""
+    """Return the best of each contender's turns; other work of the machine only slows one down."""
     best: dict[str, Measured] = {}
     for _ in range(turns):
         for contender in chosen:
-            found = contender.run(workload, timeout=timeout)
-            if found is not None:
-                known = best.get(contender.name, found)
+            measured = contender.run(workload, timeout=timeout)
+            if measured is not None:
+                known = best.get(contender.name, measured)
                 best[contender.name] = Measured(
-                    min(known.milliseconds, found.milliseconds),
-                    max(known.megabytes, found.megabytes),
+                    min(known.milliseconds, measured.milliseconds),
+                    max(known.megabytes, measured.megabytes),
                 )
     return best
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float) -> float | None:
-    """Wait for a process; most memory that it and its descendants held, shared pages once."""
+    """Wait for a process; return the most memory of it and its descendants, shared pages once."""
     deadline, peak = time.monotonic() + timeout, 0.0
     while process.poll() is None:
         if time.monotonic() > deadline:

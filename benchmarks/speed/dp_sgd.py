@@ -1,12 +1,11 @@
-"""One step of DP-SGD: gradients clipped record by record, against a plain step.
+"""A step of DP-SGD: time and memory, beside a plain step and Opacus.
 
-    python -m benchmarks.speed.dp_sgd           # or with a part of the models' names
+    python -m benchmarks dp-sgd           # or with a part of the models' names
 
 At batch 256; of texts, 64. Opacus means its `GradSampleModule`, whose hooks write down every
-record's gradient; ghost its ghost clipping, with two backward passes. Ours one by one is what
-`ClippedGradient` does where it cannot take records together. Each contender is a process of its own
-on one thread, for five seconds a turn; the fastest of all steps counts. Memory is what the process
-grew by while it took them.
+record's gradient; ghost its ghost clipping, with two backward passes. Each contender is a process
+of its own on one thread, for five seconds a turn; the fastest of all steps counts. Memory is what
+the process grew by while it took them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from benchmarks.speed.workload import CLASSES, convolutional, logistic_regressio
 from flower_ext.data import ClientData, trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.dp.clipped_gradient import Way
 from flower_ext.training.model_calls import call_model
 from flower_ext.training.models import cifar10_cnn, mnist_cnn
 
@@ -53,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Features]]] = {
     "transformer, 232,714": (Transformer, partial(texts, TEXTS)),
     "BERT with LoRA, 4,746 of them": (Adapted, partial(padded_texts, TEXTS)),
 }
-CONTENDERS = ("plain", "ours", "ours, one by one", "opacus", "ghost")
+CONTENDERS = ("plain", "ours", "opacus", "ghost")
 
 
 def main() -> None:
@@ -68,18 +66,18 @@ def main() -> None:
             for name in CONTENDERS:
                 seconds, megabytes = one_run(name, model)
                 best[name] = (min(best[name][0], seconds), max(best[name][1], megabytes))
-        ours, own = best["ours"]
+        ours, memory = best["ours"]
         rows.append(
             (
                 model,
                 *(f"{1e3 * seconds:.1f}" for seconds, _ in best.values()),
                 f"{ours / best['plain'][0]:.2f}",
                 *(f"{best[name][0] / ours:.2f}" for name in CONTENDERS[2:]),
-                *(f"{own / max(best[name][1], 1.0):.2f}" for name in CONTENDERS[3:]),
+                *(f"{memory / max(best[name][1], 1.0):.2f}" for name in CONTENDERS[2:]),
             )
         )
-    header = ("model", "plain, ms", "ours, ms", "one by one, ms", "Opacus, ms", "ghost, ms")
-    ratios = ("ours / plain", "one by one / ours", "Opacus / ours", "ghost / ours")
+    header = ("model", "plain, ms", "ours, ms", "Opacus, ms", "ghost, ms")
+    ratios = ("ours / plain", "Opacus / ours", "ghost / ours")
     print(table((*header, *ratios, "memory, ours / Opacus", "memory, ours / ghost"), rows))
 
 
@@ -102,7 +100,6 @@ def compete(
     makers: dict[str, Callable[..., Callable[[], object]]] = {
         "plain": plain,
         "ours": ours,
-        "ours, one by one": partial(ours, one_by_one=True),
         "opacus": opacus,
         "ghost": ghost,
     }
@@ -123,7 +120,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def plain(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
-    """The gradient of the mean loss."""
+    """Return a step that computes the gradient of the mean loss."""
     model = build()
     parameters = trained(model)
     return lambda: torch.autograd.grad(
@@ -131,10 +128,8 @@ def plain(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
     )
 
 
-def ours(
-    build: Callable[[], nn.Module], x: Features, y: Tensor, *, one_by_one: bool = False
-) -> Callable[[], object]:
-    """`ClippedGradient`."""
+def ours(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
+    """Return a step of `ClippedGradient`."""
 
     def no_partitions(partition: int) -> ClientData:
         raise LookupError(partition)
@@ -142,13 +137,11 @@ def ours(
     task = Task(model=build, data=no_partitions, device="cpu")
     params = task.initial_params(0)
     clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM)
-    if one_by_one:
-        clipped.way = Way.ONE_BY_ONE
     return lambda: clipped(params, x, y)
 
 
 def opacus(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
-    """Gradients of single records by hooks; norms, clipping and sum as its optimiser does."""
+    """Return a step by hooks; norms, clipping and sum are as in Opacus' optimiser."""
     from opacus import GradSampleModule
 
     model = GradSampleModule(build())
@@ -156,10 +149,10 @@ def opacus(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[
 
     def step() -> list[Tensor]:
         torch.autograd.backward(nn.functional.cross_entropy(call_model(model, x), y))
-        own = [p.grad_sample for p in parameters]
-        norms = torch.stack([g.flatten(1).norm(2, dim=-1) for g in own], dim=1).norm(2, dim=1)
+        samples = [p.grad_sample for p in parameters]
+        norms = torch.stack([g.flatten(1).norm(2, dim=-1) for g in samples], dim=1).norm(2, dim=1)
         factors = (CLIPPING_NORM / (norms + 1e-6)).clamp(max=1.0)
-        summed = [torch.einsum("i,i...", factors, g) for g in own]
+        summed = [torch.einsum("i,i...", factors, g) for g in samples]
         for p in parameters:
             p.grad_sample = p.grad = None
         return summed
@@ -168,7 +161,7 @@ def opacus(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[
 
 
 def ghost(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
-    """Norms by a first backward pass, and the sum by a second one."""
+    """Return a step of two backward passes: one for norms, one for the sum."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping

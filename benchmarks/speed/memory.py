@@ -1,28 +1,23 @@
-"""Memory of a round by cohort and parameters, with invented updates in place of trained ones.
+"""Memory and time of a round by cohort and parameters, with invented updates.
 
-    python -m benchmarks.speed.memory
+    python -m benchmarks memory
 
-Draws ``memory.svg`` with its numbers beside it, and prints a table. Each point is a process: one
-round in which every client's update is clipped and added, and the server noises the sum.
+Each point is a process: one round in which every client's update is clipped and added, and the
+server noises the sum.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Annotated
 
-import matplotlib.pyplot as plt
 import torch
-import typer
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from benchmarks.speed.contest import Contender, Measured
+from benchmarks.speed.contest import Contender
 from benchmarks.speed.workload import Workload, parse
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
@@ -38,17 +33,17 @@ from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task
 
-MILLIONS, COHORTS = (0.11, 1.1, 11.0), (10, 30, 100, 300, 1_000)
+MILLIONS, COHORTS = (0.11, 1.1, 11.0), (10, 100, 1_000)
 OUTPUTS = 1_000
 
 
 def made_up(work: ClientWork) -> LocalResult:
-    """An update as large as the model."""
+    """Return an update as large as the model."""
     return LocalResult(update={n: torch.full_like(p, 1e-3) for n, p in work.received.items()})
 
 
 def received(work: ClientWork) -> Params:
-    """The model that was sent."""
+    """Return the model that was sent."""
     return work.received
 
 
@@ -63,8 +58,8 @@ class MadeUp(DPFedAvg):
 def one_round(cohort: int, parameters: int) -> None:
     """Play it, and print what a contender prints."""
     width = parameters // OUTPUTS
-    own = Examples(torch.zeros(1, width), torch.zeros(1, dtype=torch.long))
-    data = ClientData(train=own, test=own)
+    examples = Examples(torch.zeros(1, width), torch.zeros(1, dtype=torch.long))
+    data = ClientData(train=examples, test=examples)
     task = Task(model=lambda: nn.Linear(width, OUTPUTS, bias=False), data=lambda client: data)
     plan = ReleasePlan(
         sampling=FixedSizeSampling(population=cohort, size=cohort),
@@ -85,42 +80,26 @@ def one_round(cohort: int, parameters: int) -> None:
     print(json.dumps({"ms": 1e3 * (time.perf_counter() - started)}), flush=True)
 
 
-def main(
-    output: Annotated[Path, typer.Option(help="where plot and figures go")] = Path("runs/speed"),
-) -> None:
-    """Measure, draw, and print the table."""
-    round_of = Contender("a round", (sys.executable, "-m", "benchmarks.speed.memory", "--one"))
-    found: dict[tuple[float, int], Measured] = {}
+def main() -> None:
+    """Measure, and print the table."""
+    point = Contender("a round", (sys.executable, "-m", "benchmarks.speed.memory", "--one"))
+    rows = []
     for millions in MILLIONS:
         for cohort in COHORTS:
-            asked = Workload(model=f"made-{int(millions * 1e6)}", clients=cohort, cohort=cohort)
-            measured = round_of.run(asked, timeout=900)
-            if measured is not None:
-                found[millions, cohort] = measured
-    output.mkdir(parents=True, exist_ok=True)
+            model = f"made-{int(millions * 1e6)}"
+            workload = Workload(model=model, clients=cohort, cohort=cohort)
+            if (measured := point.run(workload, timeout=900)) is not None:
+                rows.append(
+                    (
+                        f"{millions:g}",
+                        f"{cohort:,}",
+                        f"{measured.megabytes:.0f}",
+                        f"{measured.milliseconds / 1e3:.1f}",
+                        f"{4 * millions * cohort:,.0f}",
+                    )
+                )
     header = ("parameters, millions", "clients a round", "peak MB", "seconds", "MB of all updates")
-    rows = [
-        (
-            f"{m:g}",
-            f"{n:,}",
-            f"{one.megabytes:.0f}",
-            f"{one.milliseconds / 1e3:.1f}",
-            f"{4 * m * n:,.0f}",
-        )
-        for (m, n), one in found.items()
-    ]
-    with (output / "memory.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
-    figure, axis = plt.subplots(figsize=(5, 3.6))
-    for millions in MILLIONS:
-        line = [(n, found[millions, n].megabytes) for n in COHORTS if (millions, n) in found]
-        axis.plot(*zip(*line, strict=True), marker="o", label=f"{millions:g} million parameters")
-    axis.set(xscale="log", xlabel="clients a round", ylabel="peak MB", ylim=(0, None))
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(output / "memory.svg")
-    plt.close(figure)
-    print(f"{table(header, rows)}\nwritten to {output}")
+    print(table(header, rows))
 
 
 if __name__ == "__main__":
@@ -129,4 +108,4 @@ if __name__ == "__main__":
         workload = parse()
         one_round(workload.cohort, int(workload.model.partition("-")[2]))
     else:
-        typer.run(main)
+        main()

@@ -48,18 +48,18 @@ class OneByOne(ClientApp):
 
 
 def task_of(workload: Workload) -> Task:
-    """Fifty images a client."""
+    """Return the task: fifty images a client."""
 
     def data(client: int) -> ClientData:
         features, targets = examples(client)
-        own = Examples(features=features, targets=targets)
-        return ClientData(train=own, test=own)
+        images = Examples(features=features, targets=targets)
+        return ClientData(train=images, test=images)
 
     return Task(model=workload.build, data=data, device="cpu")
 
 
 def plan_of(workload: Workload) -> PrivacyPlan:
-    """Central DP, or none."""
+    """Return a plan of central DP, or of no privacy."""
     sampling = FixedSizeSampling(population=workload.clients, size=workload.cohort)
     if not workload.private:
         return NonPrivatePlan(sampling=sampling)

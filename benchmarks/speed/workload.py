@@ -21,17 +21,17 @@ POOL = 60_000
 
 
 def logistic_regression() -> nn.Module:
-    """7,850 parameters."""
+    """Return a model of 7,850 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, CLASSES))
 
 
 def perceptron() -> nn.Module:
-    """50,890 parameters."""
+    """Return a model of 50,890 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
 def convolutional() -> nn.Module:
-    """147,146 parameters."""
+    """Return a model of 147,146 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5),
         nn.ReLU(),
@@ -47,7 +47,7 @@ def convolutional() -> nn.Module:
 
 
 def wide(hidden: int) -> nn.Module:
-    """A perceptron with a hidden layer of any width, for the growth with parameters."""
+    """Return a perceptron with a hidden layer of any width, for the growth with parameters."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)
     )
@@ -69,7 +69,7 @@ class Workload:
     workers: int = 1
 
     def build(self) -> nn.Module:
-        """A fresh model; ``wide-100`` has a hidden layer of 100."""
+        """Return a fresh model; ``wide-100`` has a hidden layer of 100."""
         name, _, width = self.model.partition("-")
         return wide(int(width)) if name == "wide" else MODELS[name]()
 
@@ -79,15 +79,15 @@ class Workload:
 
 
 def parse() -> Workload:
-    """The workload that the command line asks for; sets the number of threads."""
+    """Return the workload of the command line, and set the number of threads."""
     parser = argparse.ArgumentParser()
     for field in fields(Workload):
         kind = type(field.default)
         parser.add_argument(
             f"--{field.name}", type=kind if kind is not bool else lambda text: text == "True"
         )
-    asked = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    workload = Workload(**asked)
+    options = vars(parser.parse_args())
+    workload = Workload(**{name: value for name, value in options.items() if value is not None})
     torch.set_num_threads(workload.threads)
     return workload
 
@@ -96,7 +96,7 @@ _pool: list[Tensor] = []
 
 
 def examples(client: int) -> tuple[Tensor, Tensor]:
-    """Fifty images and labels, views of a pool."""
+    """Return fifty images and labels, views of a pool."""
     if not _pool:
         generator = torch.Generator().manual_seed(0)
         _pool.append(torch.randn(POOL, 1, 28, 28, generator=generator))
@@ -106,7 +106,7 @@ def examples(client: int) -> tuple[Tensor, Tensor]:
 
 
 def train_in_place(model: nn.Module, client: int) -> None:
-    """One epoch of plain PyTorch."""
+    """Train for one epoch of plain PyTorch."""
     features, targets = examples(client)
     parameters = list(model.parameters())
     order = torch.randperm(EXAMPLES)
@@ -118,16 +118,16 @@ def train_in_place(model: nn.Module, client: int) -> None:
 
 
 class Clock:
-    """Notes the end of every round."""
+    """The ends of all rounds."""
 
     def __init__(self) -> None:
         self.ends = [time.perf_counter()]
 
     def tick(self) -> None:
-        """A round is over."""
+        """Note the end of a round."""
         self.ends.append(time.perf_counter())
 
     def report(self) -> None:
-        """Milliseconds a round, the first left out: the last line of a contender's output."""
+        """Print milliseconds a round, without the first: the last line of a contender's output."""
         rounds = [1e3 * (b - a) for a, b in zip(self.ends, self.ends[1:], strict=False)][1:]
         print(json.dumps({"ms": statistics.median(rounds), "rounds": rounds}), flush=True)

@@ -1,25 +1,22 @@
-"""Reproduce Figures 2, 4 to 8 and 10 of the Uldp-FL paper, each by one command.
+"""Uldp-FL's methods for whole users: Figures 2, 4 to 8 and 10 of its paper.
 
-    python -m benchmarks.uldp --data-folder DATA --output RESULTS --figures 4
+    python -m benchmarks uldp-fl --data-folder DATA --output RESULTS --figures 4
 
 The default is scaled down: one allocation of records per data set, few rounds and local epochs, and
 rates from a short search on another seed. It takes about a quarter of an hour on one idle core,
 mostly for Figures 5 and 8. ``--full`` takes the paper's setting, with the rates of its authors'
 scripts. Runs in the output folder are kept, so an interrupted figure continues.
-``benchmarks.uldp.protocol`` makes Figures 11 and 12, and ``benchmarks.uldp.users`` measures the
-training of users. Figure 13 is in the report of a run of the app.
+The experiments ``private-weighting`` and ``paillier`` make Figures 11 and 12. Figure 13 is in the
+report of a run of the app.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from benchmarks.runs import Experiment, parser_of
-from benchmarks.uldp.app import APP
-from benchmarks.uldp.experiment import DEFAULT, FULL, Scale, base_config
+from benchmarks.uldp.experiment import DEFAULT, FULL, SETTINGS, Scale
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
 from benchmarks.uldp.utility import PROBLEMS, utility
@@ -34,8 +31,8 @@ FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
 
 
 def main() -> None:
-    """Run the requested figures, print their tables, and write ``results.md``."""
-    parser = parser_of("benchmarks.uldp", __doc__)
+    """Run the requested figures; print and write their tables."""
+    parser = parser_of("uldp-fl", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
     parser.add_argument("--all-panels", action="store_true", help="users and distributions")
@@ -50,22 +47,9 @@ def main() -> None:
         "all_panels": arguments.all_panels,
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
-    folder = arguments.output.absolute()
-    experiment = Experiment(
-        app=APP, folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
-    )
-    folder.mkdir(parents=True, exist_ok=True)
+    experiment = Experiment.of(arguments, "uldp-fl", SETTINGS)
     for figure in arguments.figures:
-        text = FIGURES[figure](experiment, scale)
-        (folder / f"figure-{figure}.md").write_text(text + "\n")
-        print(f"{text}\n")
-    # Include the figures of earlier calls in this folder.
-    found = [folder / f"figure-{figure}.md" for figure in FIGURES]
-    machine = f"Machine: {platform.machine()}, {os.cpu_count()} cores; "
-    machine += f"Python {platform.python_version()}."
-    parts = [path.read_text().strip() for path in found if path.exists()]
-    (folder / "results.md").write_text("\n\n".join([*parts, machine]) + "\n")
-    print(f"All tables: {folder / 'results.md'}")
+        experiment.write(f"figure-{figure}", FIGURES[figure](experiment, scale))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.runs import Config, Experiment, last, settings
-from benchmarks.uldp.app import APP
+from benchmarks.runs import Config, Experiment, last
 from flower_ext.algorithms.uldp import theory_learning_rate
+from flower_ext.runs import RunDirectory
 
 METHODS: dict[str, Config] = {
     "DEFAULT": {"method": "default"},
@@ -28,10 +26,15 @@ SHARED = {
     "ULDP-GROUP-max": "ULDP-GROUP-8",
 }
 """Methods that use the settings found for another method."""
-NOISE_MULTIPLIER, DELTA, CLIPPING_NORM = 5.0, 1e-5, 0.1
+NOISE_MULTIPLIER, DELTA = 5.0, 1e-5
 BATCH = 64
-SEARCH_SEED = 1001
-"""First seed of the search, which sees other allocations, models and noise than reported runs."""
+SETTINGS: Config = {
+    "noise-multiplier": NOISE_MULTIPLIER,
+    "delta": DELTA,
+    "clipping-norm": 0.1,
+    "batch-size": BATCH,
+}
+"""Settings of the paper that differ from the app's defaults."""
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Server rates to try, as shares of the theory's rate. ULDP-SGD takes the last ones."""
 
@@ -106,17 +109,6 @@ class Scale:
 
 DEFAULT = Scale(full=False, seeds=3)
 FULL = Scale(full=True, seeds=5, all_panels=True)
-
-
-def base_config(data_folder: str) -> Config:
-    """Return the paper's noise and the app's defaults."""
-    return settings(APP) | {
-        "data-folder": str(Path(data_folder).absolute()) if data_folder else "",
-        "noise-multiplier": NOISE_MULTIPLIER,
-        "delta": DELTA,
-        "clipping-norm": CLIPPING_NORM,
-        "batch-size": BATCH,
-    }
 
 
 def of_problem(problem: Problem, rounds: int) -> Config:
@@ -201,35 +193,39 @@ def choose(
     experiment: Experiment, scale: Scale, problem: Problem, labels: Sequence[str]
 ) -> dict[str, Config]:
     """Return each method's settings: as published, or with the lowest loss in the search."""
-    needed = list(dict.fromkeys(SHARED.get(label, label) for label in labels))
+    needed = dict.fromkeys(SHARED.get(label, label) for label in labels)
     if scale.full:
-        found = {label: published(problem, label) for label in needed}
-        return {label: found[SHARED.get(label, label)] for label in labels}
-    tried = [(label, one) for label in needed for one in candidates(problem, label)]
-    seeds = range(SEARCH_SEED, SEARCH_SEED + problem.search_seeds)
-    configs = [
-        experiment.config(
-            f"search/{problem.name}/{label}-{'-'.join(f'{value:g}' for value in _numbers(one))}"
-            + ("" if seed == SEARCH_SEED else f"-{seed}"),
-            of_problem(problem, problem.search_rounds),
-            of_method(problem, label),
-            one,
-            {"seed": seed},
+        chosen = {label: published(problem, label) for label in needed}
+    else:
+        length = of_problem(problem, problem.search_rounds)
+        best = experiment.best(
+            {f"{problem.name}/{label}": candidates(problem, label) for label in needed},
+            lambda run: -last(run, "loss_pooled"),
+            problem.name,
+            fixed={
+                f"{problem.name}/{label}": {**length, **of_method(problem, label)}
+                for label in needed
+            },
+            seeds=problem.search_seeds,
         )
-        for label, one in tried
-        for seed in seeds
-    ]
-    runs = iter(experiment.run(configs, f"searching, {problem.name}"))
-    best: dict[str, tuple[float, Config]] = {}
-    for label, one in tried:
-        loss = sum(last(next(runs), "loss_pooled") for _ in seeds)
-        if label not in best or loss < best[label][0]:
-            best[label] = (math.inf if math.isnan(loss) else loss), one
-    return {label: best[SHARED.get(label, label)][1] for label in labels}
+        chosen = {label: best[f"{problem.name}/{label}"] for label in needed}
+    return {label: chosen[SHARED.get(label, label)] for label in labels}
 
 
-def _numbers(config: Config) -> list[float]:
-    return [float(value) for value in config.values()]
+def run_methods(
+    experiment: Experiment, scale: Scale, problem: Problem, chosen: dict[str, Config], name: str
+) -> dict[str, list[RunDirectory]]:
+    """Run all seeds of every method under its settings."""
+    cases = {
+        f"{name}/{problem.name}-{label}": {
+            **of_problem(problem, scale.length(problem)),
+            **of_method(problem, label),
+            **chosen[label],
+        }
+        for label in chosen
+    }
+    groups = experiment.grouped(cases, range(1, scale.seeds + 1), f"{name}, {problem.name}")
+    return dict(zip(chosen, groups.values(), strict=True))
 
 
 def settings_text(config: Config) -> str:

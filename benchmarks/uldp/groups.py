@@ -9,10 +9,7 @@ from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
 from flower_ext.privacy import DpSgd, epsilon_text
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
-from flower_ext.privacy.theorems.uldp_group import (
-    uldp_group_guarantees,
-)
-from flower_ext.runs.figures import draw_lines
+from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from flower_ext.runs.page import table
 from tests.support.reference.uldp_lemmas import group_loss_by_conversion, group_loss_by_renyi
 
@@ -32,9 +29,7 @@ def group_conversion(experiment: Experiment, scale: Scale) -> str:
     sizes = [float(size) for size in SIZES]
     title = "ε of a group of k records"
     lines = {name: [(sizes, values)] for name, values in bounds.items()}
-    drawn = draw_lines(
-        experiment.folder / "figures", "figure-2", title, "ε", lines, xlabel="k", log=True
-    )
+    figure = experiment.draw("figure-2", title, "ε", lines, xlabel="k", log=True)
     rows = [
         (
             size,
@@ -51,7 +46,6 @@ def group_conversion(experiment: Experiment, scale: Scale) -> str:
         "two that is not above k, so no guarantee for the others. Tight: the mixture of Gaussians "
         "that k records make, by PLD."
     )
-    figure = f"![{title}](figures/{drawn.name})"
     return "\n\n".join(["# Figure 2: group privacy", table(header, rows), notes, figure])
 
 

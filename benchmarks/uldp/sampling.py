@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Experiment, last, over_seeds
+from benchmarks.runs import Config, Experiment, last, over_seeds
 from benchmarks.uldp.experiment import (
     Problem,
     Scale,
@@ -15,9 +15,7 @@ from benchmarks.uldp.experiment import (
 )
 from benchmarks.uldp.utility import CREDITCARD, MNIST
 from flower_ext.privacy import epsilon_text
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 
 LABEL = "ULDP-AVG-w"
@@ -35,20 +33,13 @@ def sampling_rates(experiment: Experiment, scale: Scale) -> str:
 
 def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[float, ...]) -> str:
     chosen = choose(experiment, scale, problem, [LABEL])[LABEL]
-    keys = [(rate, seed) for rate in rates for seed in range(1, scale.seeds + 1)]
-    configs = [
-        experiment.config(
-            f"figure-10/{problem.name}-{rate:g}-{seed}",
-            of_problem(problem, scale.length(problem)),
-            of_method(problem, LABEL),
-            chosen,
-            {"seed": seed, "user-sampling-rate": rate},
-        )
-        for rate, seed in keys
-    ]
-    groups: dict[float, list[RunDirectory]] = {}
-    for (rate, _), run in zip(keys, experiment.run(configs, "sampled users"), strict=True):
-        groups.setdefault(rate, []).append(run)
+    fixed = {**of_problem(problem, scale.length(problem)), **of_method(problem, LABEL), **chosen}
+    cases: dict[str, Config] = {
+        f"figure-10/{problem.name}-{rate:g}": {**fixed, "user-sampling-rate": rate}
+        for rate in rates
+    }
+    runs_of = experiment.grouped(cases, range(1, scale.seeds + 1), "sampled users").values()
+    groups = dict(zip(rates, runs_of, strict=True))
     rows = [
         (
             f"{rate:g}",
@@ -64,8 +55,7 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
             f"q = {rate:g}": [run.series(series) for run in runs] for rate, runs in groups.items()
         }
         name, title = f"figure-10-{problem.dataset}-{series}", f"{ylabel}, {problem.dataset}"
-        path = draw_lines(experiment.folder / "figures", name, title, ylabel, lines)
-        figures.append(f"![{title}](figures/{path.name})")
+        figures.append(experiment.draw(name, title, ylabel, lines))
     header = ("q", problem.metric.partition("_")[0], "loss", "ε provable", "ε published")
     notes = (
         f"{problem.dataset}, {problem.users:,} users, {problem.distribution}; "

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import Config, Experiment, last, over_seeds
-from benchmarks.uldp.app import describe_silos, load_silos
+from benchmarks.runs import APPS, Experiment, differences, last, mean_and_error, over_seeds
 from benchmarks.uldp.experiment import (
     METHODS,
     NOISE_MULTIPLIER,
     Problem,
     Scale,
     choose,
-    of_method,
-    of_problem,
+    run_methods,
     search_text,
     settings_text,
 )
 from flower_ext.data import Examples
+from flower_ext.federation.engines.run_app import load_app
 from flower_ext.metrics import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 from flower_ext.training.models import build
 
+load_app(APPS / "uldp-fl")
+silos = import_module("uldp_fl_app.silos")
 CREDITCARD = Problem(
     dataset="creditcard",
     metric="accuracy_pooled",
@@ -137,14 +136,14 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
         if label in missing:
             rows.append((label, missing[label], *[""] * (len(header) - 2)))
             continue
-        own = runs[label]
+        members = runs[label]
         rows.append(
             (
                 label,
-                _mean(own, problem.metric),
-                *(_over_seeds([rare_class(run) for run in own]) if unbalanced else ()),
-                _mean(own, "loss_pooled"),
-                *(_epsilon(own, basis) for basis in ("provable", "published")),
+                mean_and_std(over_seeds(members, problem.metric)),
+                *(_rare_class_over_seeds(members) if unbalanced else ()),
+                mean_and_std(over_seeds(members, "loss_pooled")),
+                *(_epsilon(members, basis) for basis in ("provable", "published")),
                 settings_text(chosen[label]),
             )
         )
@@ -162,7 +161,7 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     )
     notes += "".join(
         f" AVG-w − AVG by seed, mean and standard error: {name} "
-        f"{_difference(runs['ULDP-AVG-w'], runs['ULDP-AVG'], series)}."
+        f"{mean_and_error(differences(runs['ULDP-AVG-w'], runs['ULDP-AVG'], series))}."
         for name, series in ((metric, problem.metric), ("loss", "loss_pooled"))
     )
     return "\n\n".join([title, table(header, rows), notes, *figures])
@@ -175,32 +174,11 @@ def _why_not(problem: Problem, label: str) -> str:
     return ""
 
 
-def run_methods(
-    experiment: Experiment, scale: Scale, problem: Problem, chosen: dict[str, Config], name: str
-) -> dict[str, list[RunDirectory]]:
-    """Run all seeds of every method under its settings."""
-    keys = [(label, seed) for seed in range(1, scale.seeds + 1) for label in chosen]
-    configs = [
-        experiment.config(
-            f"{name}/{problem.name}-{label}-{seed}",
-            of_problem(problem, scale.length(problem)),
-            of_method(problem, label),
-            chosen[label],
-            {"seed": seed},
-        )
-        for label, seed in keys
-    ]
-    groups: dict[str, list[RunDirectory]] = {label: [] for label in chosen}
-    for (label, _), run in zip(keys, experiment.run(configs, problem.name), strict=True):
-        groups[label].append(run)
-    return groups
-
-
 def rare_class(run: RunDirectory) -> dict[str, float]:
     """Return `RARE_CLASS` of the last model on all silos' test records."""
     config = run.config
     test = _test_examples(str(config["dataset"]), str(config["data-folder"]), int(config["seed"]))
-    model = build(describe_silos(str(config["dataset"])).model, num_classes=2)
+    model = build(silos.describe_silos(str(config["dataset"])).model, num_classes=2)
     model.load_state_dict(load_file(run.path / "model.safetensors"))
     model.eval()
     with torch.no_grad():
@@ -215,29 +193,19 @@ def rare_class(run: RunDirectory) -> dict[str, float]:
     return dict(zip(RARE_CLASS, scores, strict=True))
 
 
-def _over_seeds(scores: Sequence[dict[str, float]]) -> list[str]:
-    return [mean_and_std([one[name] for one in scores]) for name in RARE_CLASS]
+def _rare_class_over_seeds(runs: Sequence[RunDirectory]) -> list[str]:
+    scores = [rare_class(run) for run in runs]
+    return [mean_and_std([score[name] for score in scores]) for name in RARE_CLASS]
 
 
 @cache
 def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
-    silos = load_silos(dataset, Path(folder) if folder else None, seed=seed)
+    tests = [
+        silo.test for silo in silos.load_silos(dataset, Path(folder) if folder else None, seed=seed)
+    ]
     return Examples(
-        torch.cat([silo.test.features for silo in silos]),
-        torch.cat([silo.test.targets for silo in silos]),
+        torch.cat([test.features for test in tests]), torch.cat([test.targets for test in tests])
     )
-
-
-def _mean(runs: Sequence[RunDirectory], metric: str) -> str:
-    return mean_and_std(over_seeds(runs, metric))
-
-
-def _difference(these: Sequence[RunDirectory], those: Sequence[RunDirectory], metric: str) -> str:
-    """Return the difference over pairs of runs with the same seed."""
-    pairs = zip(these, those, strict=True)
-    gaps = np.array([last(one, metric) - last(other, metric) for one, other in pairs])
-    error = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return f"{gaps.mean():+.4f} ± {error:.4f}"
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
@@ -250,18 +218,15 @@ def _draw(
 ) -> list[str]:
     """Draw utility, loss and both ε against rounds."""
     metric = problem.metric.partition("_")[0]
-    drawn = []
+    figures = []
     for series, ylabel, log in (
         (problem.metric, metric, False),
         ("loss_pooled", "loss", True),
         ("epsilon_provable", "ε, provable", True),
         ("epsilon_published", "ε, as published", True),
     ):
-        lines = {label: [run.series(series) for run in own] for label, own in runs.items()}
-        lines = {label: own for label, own in lines.items() if all(x for x, _ in own)}
+        lines = {label: [run.series(series) for run in runs[label]] for label in runs}
+        measured = {label: lines[label] for label in runs if all(x for x, _ in lines[label])}
         title = f"{ylabel}, {problem.dataset}, {problem.distribution}"
-        path = draw_lines(
-            experiment.folder / "figures", f"{name}-{series}", title, ylabel, lines, log=log
-        )
-        drawn.append(f"![{title}](figures/{path.name})")
-    return drawn
+        figures.append(experiment.draw(f"{name}-{series}", title, ylabel, measured, log=log))
+    return figures

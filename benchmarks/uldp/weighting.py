@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.runs import Experiment, over_seeds
-from benchmarks.uldp.experiment import Problem, Scale, choose, search_text
-from benchmarks.uldp.utility import CREDITCARD, run_methods
+from benchmarks.runs import Experiment, differences, over_seeds
+from benchmarks.uldp.experiment import Problem, Scale, choose, run_methods, search_text
+from benchmarks.uldp.utility import CREDITCARD
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 
 LABELS = ("ULDP-AVG", "ULDP-AVG-w")
@@ -18,22 +17,18 @@ SILOS = (5, 20, 50)
 def weighting(experiment: Experiment, scale: Scale) -> str:
     """Return a table of ULDP-AVG against ULDP-AVG-w on Creditcard with 1,000 users."""
     (settings,) = choose(experiment, scale, CREDITCARD, LABELS[:1]).values()
-    found = dict.fromkeys(LABELS, settings)
     rows = []
     figures = []
     for distribution in ("uniform", "zipf"):
         for silos in SILOS:
             problem = replace(CREDITCARD, silos=silos, distribution=distribution)
             # The normaliser is 1/(|U||S|). A server rate in proportion to |S| cancels |S|.
-            grown = {
-                label: one
-                if scale.full
-                else {**one, "server-learning-rate": _rate(one) * silos / CREDITCARD.silos}
-                for label, one in found.items()
-            }
-            runs = run_methods(experiment, scale, problem, grown, f"figure-8/{silos}-silos")
+            rate = float(settings["server-learning-rate"]) * silos / CREDITCARD.silos
+            grown = settings if scale.full else {**settings, "server-learning-rate": rate}
+            chosen = dict.fromkeys(LABELS, grown)
+            runs = run_methods(experiment, scale, problem, chosen, f"figure-8/{silos}-silos")
             losses = {label: over_seeds(runs[label], "loss_pooled") for label in LABELS}
-            gaps = [a - b for a, b in zip(*losses.values(), strict=True)]
+            gaps = differences(runs["ULDP-AVG"], runs["ULDP-AVG-w"], "loss_pooled")
             rows.append(
                 (
                     distribution,
@@ -45,18 +40,13 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
             name = f"figure-8-{distribution}-{silos}"
             title = f"Loss, {distribution}, {silos} silos"
             lines = {label: [run.series("loss_pooled") for run in runs[label]] for label in LABELS}
-            path = draw_lines(experiment.folder / "figures", name, title, "loss", lines)
-            figures.append(f"![{title}](figures/{path.name})")
+            figures.append(experiment.draw(name, title, "loss", lines))
     header = ("records", "silos", *(f"loss, {label}" for label in LABELS), "AVG − AVG-w, by seed")
     notes = (
         f"Test loss after {scale.length(CREDITCARD)} rounds, {scale.seeds} seeds, "
         f"{CREDITCARD.users:,} users. {_rates(scale, CREDITCARD)}"
     )
     return "\n\n".join(["# Figure 8: weighting", table(header, rows), notes, *figures])
-
-
-def _rate(config: dict[str, bool | float | int | str]) -> float:
-    return float(config["server-learning-rate"])
 
 
 def _rates(scale: Scale, problem: Problem) -> str:

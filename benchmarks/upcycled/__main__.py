@@ -1,6 +1,6 @@
-"""Upcycled-FL against the methods it wraps: Tables 1, 3 and 5 and Figures 3 and 4 of its paper.
+"""Upcycled-FL beside the methods it wraps: Tables 1, 3 and 5 and Figures 3 and 4 of its paper.
 
-    python -m benchmarks.upcycled --data-folder DATA --output RESULTS
+    python -m benchmarks upcycled-fl --data-folder DATA --output RESULTS
 
 The default takes 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
 rounds and a small grid, Table 5, and Figures 3 and 4 for some methods. ``--full`` is the paper's
@@ -11,12 +11,10 @@ so an interrupted benchmark continues.
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import replace
 
 from benchmarks.runs import Experiment, parser_of
-from benchmarks.upcycled.experiment import APP, DEFAULT, DEVICES, FULL, base_config
+from benchmarks.upcycled.experiment import DEFAULT, DEVICES, FULL, SETTINGS
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
 from benchmarks.upcycled.table5 import times, warm_up
@@ -25,8 +23,8 @@ PARTS = ("time", "accuracy", "figures")
 
 
 def main() -> None:
-    """Run the requested parts, print their tables, and write ``results.md``."""
-    parser = parser_of("benchmarks.upcycled", __doc__)
+    """Run the requested parts; print and write their tables."""
+    parser = parser_of("upcycled-fl", __doc__)
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(
@@ -53,26 +51,15 @@ def main() -> None:
         "private_rounds": arguments.private_rounds,
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
-    folder = arguments.output.absolute()
-    experiment = Experiment(
-        app=APP, folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
-    )
-    folder.mkdir(parents=True, exist_ok=True)
+    experiment = Experiment.of(arguments, "upcycled-fl", SETTINGS)
     if "time" in arguments.parts:  # before the cores are busy
         warm_up(experiment)
-        print(times(experiment, scale))
+        times(experiment, scale)
     if "accuracy" in arguments.parts:
         for ratio in scale.straggler_ratios:
-            print(accuracies(experiment, scale, ratio))
+            accuracies(experiment, scale, ratio)
     if "figures" in arguments.parts:
-        print(figures(experiment, scale))
-    # Includes what earlier calls left in this folder.
-    found = [*folder.glob("stragglers-*/table.md"), *folder.glob("*-*.md"), *folder.glob("time.md")]
-    machine = f"Machine: {platform.machine()}, {os.cpu_count()} cores; "
-    machine += f"Python {platform.python_version()}."
-    text = "\n\n".join([*(path.read_text().strip() for path in found), machine])
-    (folder / "results.md").write_text(text + "\n")
-    print(f"All tables: {folder / 'results.md'}")
+        figures(experiment, scale)
 
 
 if __name__ == "__main__":

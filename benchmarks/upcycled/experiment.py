@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.runs import Config, Experiment, settings
+from benchmarks.runs import Config, Experiment
 from flower_ext.runs import RunDirectory
 
-APP = Path(__file__).parents[2] / "apps" / "upcycled-fl"
 METHODS = {
     "fedavg": "FedAvg",
     "fedavgm": "FedAvgM",
@@ -21,7 +20,7 @@ METHODS = {
     "pfedme": "pFedMe",
     "fedyogi": "FedYogi",
 }
-PAPER: Config = {
+SETTINGS: Config = {
     "rounds": 80,
     "classes": 0,
     "unit-features": False,
@@ -33,8 +32,6 @@ PAPER: Config = {
     "proximal-weight": 0.0,
 }
 """Settings of the paper's experiments that differ from the app's defaults."""
-SEARCH_SEED = 1001
-"""Seed of the search: tried settings see other cohorts, batches and models than reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +97,6 @@ FULL = Scale(
 )
 
 
-def base_config(data_folder: str) -> Config:
-    """Return the paper's local training, ten classes, no noise, and otherwise app defaults."""
-    folder = str(Path(data_folder).absolute()) if data_folder else ""
-    return settings(APP) | PAPER | {"data-folder": folder}
-
-
 def method_config(method: str) -> Config:
     """Return the settings of a method; FedYogi needs a larger server step than Flower's default."""
     return {"method": method, "server-learning-rate": 0.05 if method == "fedyogi" else 0.0}
@@ -125,6 +116,13 @@ def late(run: RunDirectory, metric: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+class Twins(NamedTuple):
+    """Settings, or runs, of one method: plain and upcycled."""
+
+    plain: Config
+    upcycled: Config
+
+
 def search(
     experiment: Experiment,
     pairs: Mapping[str, Config],
@@ -134,7 +132,7 @@ def search(
     coefficients: Sequence[float],
     jointly: bool,
     metric: str,
-) -> dict[str, dict[bool, Config]]:
+) -> dict[str, Twins]:
     """Return the best learning rate of each plain method, and rate and coefficient when upcycled.
 
     Every setting is tried under one seed of its own. The clients' test examples judge it, as in the
@@ -152,66 +150,37 @@ def search(
     metric : str
         One of the rounds' metrics; a loss is minimised.
     """
-    alone = {name: [(rate, 0.5) for rate in learning_rates] for name in pairs}
-    plain = _best(experiment, pairs, alone, upcycled=False, rounds=rounds[0], metric=metric)
+    sign = -1 if metric.startswith("loss") else 1
+
+    def best(
+        grid: Mapping[str, Sequence[tuple[float, float]]], upcycled: bool
+    ) -> dict[str, Config]:
+        trials: dict[str, list[Config]] = {
+            name: [{"learning-rate": rate, "coefficient": c} for rate, c in grid[name]]
+            for name in pairs
+        }
+        length = in_rounds({"upcycled": upcycled}, rounds[upcycled])
+        chosen = experiment.best(
+            {f"{name}-{upcycled:d}": tried for name, tried in trials.items()},
+            lambda run: sign * late(run, metric),
+            "upcycled" if upcycled else "plain",
+            fixed={f"{name}-{upcycled:d}": {**pairs[name], **length} for name in pairs},
+        )
+        return {name: {**length, **chosen[f"{name}-{upcycled:d}"]} for name in pairs}
+
+    plain = best({name: [(rate, 0.5) for rate in learning_rates] for name in pairs}, False)
     grid = {
-        name: list(
-            product(
+        name: [
+            *product(
                 learning_rates if jointly else [float(plain[name]["learning-rate"])], coefficients
             )
-        )
+        ]
         for name in pairs
     }
-    both = _best(experiment, pairs, grid, upcycled=True, rounds=rounds[1], metric=metric)
-    return {name: {False: plain[name], True: both[name]} for name in pairs}
-
-
-def _best(
-    experiment: Experiment,
-    pairs: Mapping[str, Config],
-    candidates: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    upcycled: bool,
-    rounds: int,
-    metric: str,
-) -> dict[str, Config]:
-    """Return the best (learning rate, coefficient) of each pair."""
-    choices: list[tuple[str, Config]] = [
-        (
-            name,
-            {
-                "upcycled": upcycled,
-                "rounds": rounds,
-                "evaluate-every": evaluations(rounds),
-                "learning-rate": rate,
-                "coefficient": coefficient,
-            },
-        )
-        for name, tried in candidates.items()
-        for rate, coefficient in tried
-    ]
-    configs = [
-        experiment.config(
-            f"search/{name}-{choice_name(choice)}", pairs[name], choice, {"seed": SEARCH_SEED}
-        )
-        for name, choice in choices
-    ]
-    runs = experiment.run(configs, "searching, " + ("upcycled" if upcycled else "plain"))
-    best: dict[str, tuple[float, Config]] = {}
-    for (name, choice), run in zip(choices, runs, strict=True):
-        score = late(run, metric) * (-1 if metric.startswith("loss") else 1)
-        score = -math.inf if math.isnan(score) else score
-        if name not in best or score > best[name][0]:
-            best[name] = score, choice
-    return {name: choice for name, (_, choice) in best.items()}
+    upcycled = best(grid, True)
+    return {name: Twins(plain[name], upcycled[name]) for name in pairs}
 
 
 def in_rounds(choice: Config, rounds: int) -> Config:
-    """Return a searched choice for a run of full length."""
+    """Return settings for a run of this length."""
     return {**choice, "rounds": rounds, "evaluate-every": evaluations(rounds)}
-
-
-def choice_name(choice: Config) -> str:
-    """Return a searched choice as part of a run's name, so that another choice is another run."""
-    upcycled, rate = choice["upcycled"], choice["learning-rate"]
-    return f"{upcycled:d}-{rate:g}-{choice['coefficient']:g}-{choice['rounds']}"

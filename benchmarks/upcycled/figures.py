@@ -16,7 +16,6 @@ from benchmarks.runs import Config, Experiment
 from benchmarks.upcycled.experiment import (
     METHODS,
     Scale,
-    choice_name,
     in_rounds,
     late,
     method_config,
@@ -25,7 +24,6 @@ from benchmarks.upcycled.experiment import (
 from flower_ext.privacy import Guarantee, epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.figures import draw_lines
 from flower_ext.runs.page import table
 
 EXACT = ("fedavgm", "fedprox", "fedyogi")
@@ -37,19 +35,16 @@ NOISE: dict[str, dict[bool, Config]] = {
 CLIPPING_NORM = 5.0
 
 
-def figures(experiment: Experiment, scale: Scale) -> str:
-    """Run both perturbations on every private data set; return the tables."""
-    return "\n\n".join(
-        part
-        for perturbation in NOISE
-        for dataset in scale.private_datasets
-        for part in _one(experiment, scale, perturbation, dataset)
-    )
+def figures(experiment: Experiment, scale: Scale) -> None:
+    """Run both perturbations on every private data set; write tables and figures."""
+    for perturbation in NOISE:
+        for dataset in scale.private_datasets:
+            _figure(experiment, scale, perturbation, dataset)
 
 
-def _one(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) -> list[str]:
+def _figure(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) -> None:
     name, rounds = f"{perturbation}-{dataset}", scale.private_rounds
-    pairs = {
+    settings = {
         f"private/{name}-{method}": _settings(method, perturbation, dataset)
         for method in scale.private_methods
         # pFedMe's local problem has no proximal term, and Theorem 6.3 requires one.
@@ -57,42 +52,39 @@ def _one(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) 
     }
     best = search(
         experiment,
-        {pair: {**pairs[pair], **NOISE[perturbation][True]} for pair in pairs},
+        {pair: {**settings[pair], **NOISE[perturbation][True]} for pair in settings},
         rounds=(rounds // 2, rounds),
         learning_rates=(0.05,),
         coefficients=scale.coefficients,
         jointly=False,
         metric="loss_mean",
     )
-    keys = [(pair, up, seed) for up in (False, True) for pair in pairs for seed in scale.seeds]
-    configs = [
-        experiment.config(
-            f"{pair}-{choice_name(one)}-{seed}",
-            pairs[pair],
-            one,
-            NOISE[perturbation][up],
-            {"seed": seed},
-        )
-        for pair, up, seed in keys
-        for one in [in_rounds(best[pair][up], rounds)]
-    ]
-    runs = dict(zip(keys, experiment.run(configs, name), strict=True))
-    groups: dict[str, list[RunDirectory]] = {}
-    for (pair, up, _), run in runs.items():
-        label = METHODS[str(pairs[pair]["method"])] + (", upcycled" if up else "")
-        groups.setdefault(label, []).append(run)
+    cases = {
+        f"{pair}-{upcycled:d}": {
+            **settings[pair],
+            **in_rounds(best[pair][upcycled], rounds),
+            **NOISE[perturbation][upcycled],
+        }
+        for upcycled in (False, True)
+        for pair in settings
+    }
+    runs_of = experiment.grouped(cases, scale.seeds, name).values()
+    groups = {_label(runs[0]): runs for runs in runs_of}
     _draw(experiment, name, groups)
-    rows = [(label, *_row(own)) for label, own in groups.items()]
+    rows = [(label, *_row(runs)) for label, runs in groups.items()]
     header = ("method", "loss", "accuracy", "published ε̄ (max)", "provable ε̄ (max)", "coefficient")
-    text = f"# {perturbation.capitalize()} perturbation, {dataset}"
     notes = (
         f"{rounds} visible rounds, {len(scale.seeds)} seeds; δ = 1e-4 for output perturbation; "
         "ε̄ is the mean over devices, of one record before a server that sees every upload. "
         "✗: a condition of the published theorem is not met in this run."
     )
-    text = "\n\n".join([text, table(header, rows), notes])
-    (experiment.folder / f"{name}.md").write_text(text + "\n")
-    return [text]
+    title = f"# {perturbation.capitalize()} perturbation, {dataset}"
+    experiment.write(name, title, table(header, rows), notes)
+
+
+def _label(run: RunDirectory) -> str:
+    name = METHODS[str(run.config["method"])]
+    return f"{name}, upcycled" if run.config["upcycled"] else name
 
 
 def _settings(method: str, perturbation: str, dataset: str) -> Config:
@@ -124,30 +116,23 @@ def _row(runs: Sequence[RunDirectory]) -> tuple[str, ...]:
 
 
 def _epsilons(last: Mapping[str, float], guarantees: Sequence[Guarantee], basis: str) -> str:
-    found = [g for g in guarantees if g.basis == basis]
-    if not found or f"epsilon_{basis}" not in last:
+    stated = [g for g in guarantees if g.basis == basis]
+    if not stated or f"epsilon_{basis}" not in last:
         return "none"
     mean, largest = (epsilon_text(last[f"epsilon_{basis}{end}"]) for end in ("_mean", ""))
-    return f"{mean} ({largest})" + ("" if found[0].conditions_hold else " ✗")
+    return f"{mean} ({largest})" + ("" if stated[0].conditions_hold else " ✗")
 
 
 def _draw(experiment: Experiment, name: str, groups: Mapping[str, Sequence[RunDirectory]]) -> None:
     """Draw loss against rounds, and against each ε̄; upcycled lines are dashed by their order."""
     loss = {label: [run.series("loss_mean") for run in runs] for label, runs in groups.items()}
-    folder = experiment.folder / "figures"
-    draw_lines(folder, f"{name}-rounds", f"Loss, {name}", "loss", loss)
+    experiment.draw(f"{name}-rounds", f"Loss, {name}", "loss", loss)
     for basis in ("published", "provable"):
         spent = {
             label: [run.series(f"epsilon_{basis}_mean") for run in runs]
             for label, runs in groups.items()
         }
         drawn = {label: lines for label, lines in loss.items() if all(x for x, _ in spent[label])}
-        draw_lines(
-            folder,
-            f"{name}-{basis}",
-            f"Loss, {name}",
-            "loss",
-            drawn,
-            xlabel=f"ε̄, {basis}",
-            against=spent,
+        experiment.draw(
+            f"{name}-{basis}", f"Loss, {name}", "loss", drawn, xlabel=f"ε̄, {basis}", against=spent
         )

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.runs import Config, Experiment
+from benchmarks.runs import Config, Experiment, differences, over_seeds, standard_error
 from benchmarks.upcycled.experiment import (
     DEVICES,
     METHODS,
     SYNTHETIC,
     Scale,
-    choice_name,
     in_rounds,
     method_config,
     search,
@@ -26,6 +25,8 @@ from flower_ext.runs import RunDirectory, write_comparison
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.page import table
 
+ACCURACY = "accuracy_pooled"
+"""Accuracy over all test examples, as in the paper."""
 PAPER = {  # Table 1: plain and upcycled accuracy in per cent on the four synthetic sets
     "fedavg": ((98.06, 98.83), (79.28, 81.46), (81.58, 82.89), (80.40, 81.49)),
     "fedavgm": ((98.43, 98.72), (80.29, 81.74), (82.60, 83.13), (80.59, 81.37)),
@@ -39,38 +40,35 @@ PAPER = {  # Table 1: plain and upcycled accuracy in per cent on the four synthe
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One method on one data set: accuracies over the same seeds, plain and upcycled."""
+    """Runs of one method on one data set under the same seeds, plain and upcycled."""
 
     dataset: str
     method: str
-    plain: list[float]
-    upcycled: list[float]
-    learning_rates: tuple[float, ...]
-    coefficient: float
+    plain: list[RunDirectory]
+    upcycled: list[RunDirectory]
 
     @property
-    def differences(self) -> list[float]:
-        """Upcycled minus plain, seed by seed."""
-        return [b - a for a, b in zip(self.plain, self.upcycled, strict=True)]
+    def gains(self) -> list[float]:
+        """Upcycled minus plain, seed by seed, in percentage points."""
+        return [100 * gain for gain in differences(self.upcycled, self.plain, ACCURACY)]
 
     @property
     def mean(self) -> float:
-        """Mean difference."""
-        return statistics.mean(self.differences)
+        """Mean gain."""
+        return statistics.mean(self.gains)
 
     @property
     def error(self) -> float:
-        """Standard error of the mean difference."""
-        if len(self.differences) < 2:
-            return math.inf
-        return statistics.stdev(self.differences) / math.sqrt(len(self.differences))
+        """Standard error of the mean gain; infinite under one seed."""
+        error = standard_error(self.gains)
+        return math.inf if math.isnan(error) else error
 
 
-def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> str:
-    """Search, run every pair under every seed, write tables and figures; return the summary."""
+def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> None:
+    """Search, run every pair under every seed, and write tables and figures."""
     rounds = (scale.training_rounds, 2 * scale.training_rounds)
     name = f"stragglers-{straggler_ratio:g}"
-    pairs: dict[str, Config] = {
+    settings: dict[str, Config] = {
         f"{name}/{dataset}-{method}": {
             "dataset": dataset,
             **method_config(method),
@@ -82,64 +80,43 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
     }
     best = search(
         experiment,
-        pairs,
+        settings,
         rounds=(scale.search_rounds, 2 * scale.search_rounds),
         learning_rates=scale.learning_rates,
         coefficients=scale.coefficients,
         jointly=scale.joint_search,
-        metric="accuracy_pooled",
+        metric=ACCURACY,
     )
-    keys = [(pair, up, seed) for pair in pairs for up in (False, True) for seed in scale.seeds]
-    configs = [
-        experiment.config(
-            f"{pair}-{choice_name(choice)}-{seed}", pairs[pair], choice, {"seed": seed}
-        )
-        for pair, up, seed in keys
-        for choice in [in_rounds(best[pair][up], rounds[up])]
-    ]
-    runs = dict(zip(keys, experiment.run(configs, f"accuracies, {name}"), strict=True))
-    measured = [
+    cases = {
+        f"{pair}-{upcycled:d}": {**settings[pair], **in_rounds(best[pair][upcycled], length)}
+        for upcycled, length in enumerate(rounds)
+        for pair in settings
+    }
+    groups = experiment.grouped(cases, scale.seeds, f"accuracies, {name}")
+    pairs = [
         Pair(
-            dataset=str(facts["dataset"]),
-            method=str(facts["method"]),
-            plain=[accuracy(runs[pair, False, seed]) for seed in scale.seeds],
-            upcycled=[accuracy(runs[pair, True, seed]) for seed in scale.seeds],
-            learning_rates=tuple(float(best[pair][up]["learning-rate"]) for up in (False, True)),
-            coefficient=float(best[pair][True]["coefficient"]),
+            dataset=str(chosen["dataset"]),
+            method=str(chosen["method"]),
+            plain=groups[f"{pair}-0"],
+            upcycled=groups[f"{pair}-1"],
         )
-        for pair, facts in pairs.items()
+        for pair, chosen in settings.items()
     ]
     folder = experiment.folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for dataset in scale.datasets:  # plain methods first: the figures' upcycled lines are dashed
-        own = [
-            runs[pair, up, seed]
-            for up in (False, True)
-            for pair, facts in pairs.items()
-            if facts["dataset"] == dataset
-            for seed in scale.seeds
-            if runs[pair, up, seed].client_metrics()  # none where training diverged
-        ]
-        write_comparison(
-            own, folder / dataset, title=f"{dataset}, {straggler_ratio:.0%} stragglers"
-        )
-    draw(folder / "differences.svg", measured)
-    text = f"# {straggler_ratio:.0%} stragglers, {rounds[0]} training rounds\n\n" + written(
-        measured
-    )
-    (folder / "table.md").write_text(text + "\n")
-    return text
+    for dataset in scale.datasets:
+        of_dataset = [pair for pair in pairs if pair.dataset == dataset]
+        # Plain methods come first: the figures' upcycled lines are dashed by their order.
+        runs = [run for pair in of_dataset for run in pair.plain]
+        runs += [run for pair in of_dataset for run in pair.upcycled]
+        scored = [run for run in runs if run.client_metrics()]  # none where training diverged
+        title = f"{dataset}, {straggler_ratio:.0%} stragglers"
+        write_comparison(scored, folder / dataset, title=title)
+    draw(folder / "differences.svg", pairs)
+    title = f"# {straggler_ratio:.0%} stragglers, {rounds[0]} training rounds"
+    experiment.write(name, title, *written(pairs))
 
 
-def accuracy(run: RunDirectory) -> float:
-    """Return the accuracy over all test examples after the last round, in per cent (as the paper).
-
-    It is 0 if training diverged so far that no client could be scored.
-    """
-    return 100 * run.series("accuracy_pooled")[1][-1]
-
-
-def written(pairs: Sequence[Pair]) -> str:
+def written(pairs: Sequence[Pair]) -> tuple[str, str]:
     """Return the table, and the number of pairs that improve."""
     rows = []
     for pair in pairs:
@@ -147,15 +124,15 @@ def written(pairs: Sequence[Pair]) -> str:
         if pair.dataset in SYNTHETIC:
             before, after = PAPER[pair.method][SYNTHETIC.index(pair.dataset)]
             theirs = f"{before:.2f} → {after:.2f} ({after - before:+.2f})"
+        rates = (f"{runs[0].config['learning-rate']:g}" for runs in (pair.plain, pair.upcycled))
         rows.append(
             (
                 pair.dataset,
                 METHODS[pair.method],
-                mean_and_std(pair.plain, digits=2),
-                mean_and_std(pair.upcycled, digits=2),
+                *(percent(runs) for runs in (pair.plain, pair.upcycled)),
                 f"{pair.mean:+.2f} ± {pair.error:.2f}",
-                " → ".join(f"{rate:g}" for rate in pair.learning_rates),
-                f"{pair.coefficient:g}",
+                " → ".join(rates),
+                f"{pair.upcycled[0].config['coefficient']:g}",
                 theirs,
             )
         )
@@ -172,12 +149,17 @@ def written(pairs: Sequence[Pair]) -> str:
     up = sum(pair.mean > 0 for pair in pairs)
     surely = sum(pair.mean > 2 * pair.error for pair in pairs)
     worse = sum(pair.mean < -2 * pair.error for pair in pairs)
-    return (
-        table(header, rows) + f"\n\n**{up} of {len(pairs)} pairs improve**; {surely} by more than "
-        f"two standard errors; {worse} are worse by more than two. Accuracy in per cent, over all "
-        "test examples in the last round; mean ± sample standard deviation over "
-        f"{len(pairs[0].plain)} seeds."
+    verdict = (
+        f"**{up} of {len(pairs)} pairs improve**; {surely} by more than two standard errors; "
+        f"{worse} are worse by more than two. Accuracy in per cent, over all test examples in the "
+        f"last round; mean ± sample standard deviation over {len(pairs[0].plain)} seeds."
     )
+    return table(header, rows), verdict
+
+
+def percent(runs: Sequence[RunDirectory]) -> str:
+    """Return accuracies in per cent, as the paper has them."""
+    return mean_and_std([100 * value for value in over_seeds(runs, ACCURACY)], digits=2)
 
 
 def draw(path: Path, pairs: Sequence[Pair]) -> None:

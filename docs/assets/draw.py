@@ -188,7 +188,7 @@ def choose() -> Drawing:
     ask(36, 60, "halve training and messages")
     leaf(36, "Upcycled(your strategy)\nNonPrivatePlan, or the base's plan")
     ask(104, 60, "a model for each client,\nwithout privacy")
-    leaf(104, "DPDitto and its rivals\nNonPrivatePlan")
+    leaf(104, "DPDitto and its baselines\nNonPrivatePlan")
     ask(180, 260, "one model for all,\nClientApp stays as it is")
     leaf(180, "DPFedAvg\nReleasePlan, noise by the server")
     ask(248, 260, "a personal head on a\nshared extractor")
@@ -315,8 +315,8 @@ def upcycled() -> Drawing:
     return d
 
 
-def rivals() -> Drawing:
-    """Draw what the server sends in each rival method."""
+def baselines() -> Drawing:
+    """Draw what the server sends in each baseline."""
     d = Drawing(760, 284, "What the server sends and what stays, by method")
     rows = [
         ("pFedMe, FedALA", "one shared model", "the client's own model"),
@@ -418,7 +418,7 @@ FIGURES = {
     "private-weighting": private_weighting,
     "dp-ditto": dp_ditto,
     "upcycled": upcycled,
-    "rivals": rivals,
+    "baselines": baselines,
     "packages": packages,
 }
 """Figures by the names of their files."""

@@ -1,7 +1,8 @@
-"""Write the table of all settings: ``python docs/assets/settings_page.py`` writes settings.md."""
+"""Write the tables of all settings: ``python docs/assets/settings_page.py`` writes settings.md."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from flower_ext.cli.project import rows_of
@@ -17,30 +18,51 @@ choose](guides/drop-in.md#let-settings-choose)).
 Written by `python docs/assets/settings_page.py` from the defaults in each app's `pyproject.toml`
 and the texts in its `settings.py`, or in `flower_ext/runs/shared_settings.py` for the settings that
 apps share: change them there.
-
 """
+Rows = Mapping[str, Mapping[str, tuple[str, str, str]]]
+"""Default, choices and meaning of each setting, by app and setting."""
 
 
-def page(apps: dict[str, dict[str, tuple[str, str, str]]]) -> str:
-    """Return a Markdown page with one table: a row for each setting, a column for each app."""
-    names = sorted(apps)
+def page(apps: Rows) -> str:
+    """Return a Markdown page: the settings of several apps, then those of each app alone."""
+    settings = dict.fromkeys(setting for rows in apps.values() for setting in rows)
+    users = {name: [app for app in sorted(apps) if name in apps[app]] for name in settings}
+    shared = {name: using for name, using in users.items() if len(using) > 1}
+    parts = [HEAD, section("Of several apps", apps, shared, everyone=len(apps))]
+    for app in sorted(apps):
+        if alone := {name: using for name, using in users.items() if using == [app]}:
+            parts.append(section(f"Of {app} alone", apps, alone, everyone=1))
+    return "\n".join(parts)
+
+
+def section(title: str, apps: Rows, users: Mapping[str, list[str]], *, everyone: int) -> str:
+    """Return a heading and a table of settings, each with the apps that have it or lack it."""
     lines = []
-    for setting in dict.fromkeys(setting for app in names for setting in apps[app]):
-        rows = {app: apps[app][setting] for app in names if setting in apps[app]}
-        defaults = [Markup(f"`{rows[app][0]}`") if app in rows else "–" for app in names]
-        choices = by_app({app: choices for app, (_, choices, _) in rows.items()})
-        meaning = by_app({app: meaning for app, (*_, meaning) in rows.items()})
-        lines.append([Markup(f"`{setting}`"), *defaults, choices, meaning])
-    return HEAD + table(["setting", *names, "choices", "meaning"], lines) + "\n"
+    for name, using in users.items():
+        rows = {app: apps[app][name] for app in using}
+        defaults = by_app({app: f"`{default}`" for app, (default, *_) in rows.items()})
+        if len(using) < everyone and len(set(rows.values())) == 1:
+            lacking = [app for app in sorted(apps) if app not in using]
+            few = f"not {lacking[0]}" if len(lacking) == 1 else ", ".join(using)
+            defaults = Markup(f"{defaults} ({few})")
+        texts = {app: text(choices, meaning) for app, (_, choices, meaning) in rows.items()}
+        lines.append([Markup(f"`{name}`"), defaults, by_app(texts)])
+    return f"## {title}\n\n{table(['setting', 'default', 'meaning'], lines)}\n"
 
 
-def by_app(texts: dict[str, str]) -> Markup:
+def text(choices: str, meaning: str) -> str:
+    """Return a setting's meaning and its choices; those of a switch are known."""
+    if choices in ("", "true | false"):
+        return escaped(meaning)
+    return escaped(f"{meaning} ({choices})")
+
+
+def by_app(texts: Mapping[str, str]) -> Markup:
     """Return a setting's text: once if all apps agree, otherwise with the names of the apps."""
     apps = {text: [app for app in texts if texts[app] == text] for text in texts.values()}
     if len(apps) == 1:
-        return Markup(escaped(*apps))
-    lines = (f"*{', '.join(names)}*: {escaped(text)}" for text, names in apps.items() if text)
-    return Markup("<br>".join(lines))
+        return Markup(*apps)
+    return Markup("<br>".join(f"*{', '.join(apps[text])}*: {text}" for text in apps if text))
 
 
 def of_apps() -> str:

@@ -210,7 +210,7 @@ class Apple(Method):
                 records.MODEL: cores[partition],
                 **dict(named[client] for client in cores if client != partition),
             }
-            for partition in cohort.asked
+            for partition in cohort.partitions
         }
         return replace(cohort, requests=requests)
 

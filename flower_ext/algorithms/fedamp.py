@@ -42,6 +42,7 @@ from flower_ext.federation import (
     records,
     require_unit_rate,
 )
+from flower_ext.federation.arrays import flattened, shaped
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Proximal
 
@@ -137,7 +138,7 @@ class FedAMP(Method):
         """Send each client its cloud model u_i; a client without one gets the shared model."""
         requests = {
             client: {records.MODEL: records.to_record(state.server[CLOUD + str(client)])}
-            for client in cohort.asked
+            for client in cohort.partitions
             if CLOUD + str(client) in state.server
         }
         return replace(cohort, requests=requests)
@@ -156,7 +157,7 @@ class FedAMP(Method):
                 name: received[name] + update.arrays[name] for name in model
             }
         clients = sorted(uploaded, key=int)
-        flat = np.stack([_flat(uploaded[client]) for client in clients])
+        flat = np.stack([flattened(uploaded[client]).astype(np.float64) for client in clients])
         step = self._mixing_step(released.population)
         weights = attention(flat, step=step, width=self.attention_width)
         has_warned = FADING in state.server or self._warns_of_fading(flat, weights, step)
@@ -194,14 +195,6 @@ class FedAMP(Method):
         return True
 
 
-def _flat(arrays: Arrays) -> NDArray[np.float64]:
-    return np.concatenate([arrays[name].ravel() for name in arrays]).astype(np.float64)
-
-
 def _shaped(vector: NDArray[np.float64], like: Arrays) -> Arrays:
-    cuts = np.cumsum([array.size for array in like.values()])[:-1]
-    pieces = np.split(vector, cuts)
-    return {
-        name: piece.reshape(array.shape).astype(array.dtype)
-        for (name, array), piece in zip(like.items(), pieces, strict=True)
-    }
+    """Return a vector as a model of the shapes and types of ``like``."""
+    return {name: part.astype(like[name].dtype) for name, part in shaped(vector, like).items()}

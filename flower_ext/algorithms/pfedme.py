@@ -35,8 +35,8 @@ from flower_ext.federation import (
     personal_model,
 )
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
-from flower_ext.training.local import gradient, job_batches
-from flower_ext.training.problem import local_problem
+from flower_ext.training.job import job_batches
+from flower_ext.training.problem import gradient, local_problem
 from flower_ext.training.seeding import seeded_by
 
 

@@ -41,7 +41,6 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.training import Linear, LocalTraining, Params, difference
-from flower_ext.training.local import SGD
 
 STEPS = "local-steps"
 CONTROL = "control"
@@ -93,17 +92,16 @@ class Scaffold(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.local.epochs == 0 and not self.local.steps:
+        if self.local.num_steps(1) == 0:
             raise InvalidValue(
                 "local.epochs=0: expected at least one epoch or step, from which SCAFFOLD computes "
                 "a control variate"
             )
-        for name, expected in {"optimizer": SGD, "tolerance": 0.0}.items():
-            if (value := getattr(self.local, name)) != expected:
-                raise InvalidValue(
-                    f"local.{name}={value!r}: expected {expected!r}, because SCAFFOLD computes "
-                    "control variates from steps of SGD"
-                )
+        for name in {"optimizer", "tolerance"}.intersection(self.local.beyond_sgd):
+            raise InvalidValue(
+                f"local.{name} is set: leave it out, because SCAFFOLD computes control variates "
+                "from steps of SGD"
+            )
 
     def init(self, model: Arrays, population: int) -> State:
         """Return c = 0."""
@@ -118,11 +116,9 @@ class Scaffold(Method):
         """Move x along the mean of y_i − x, and c by (1/N) Σ Δc_i (lines 16–17)."""
         updates = released.updates.values()
         learning_rate = self.local.in_round(released.round).learning_rate
-
-        def moved(name: str, c: np.ndarray) -> np.ndarray:
-            lengths = [update.metrics[STEPS] * learning_rate for update in updates]
-            gaps = [c + u.arrays[name] / t for u, t in zip(updates, lengths, strict=True)]  # −Δc_i
-            return np.asarray(c - sum(gaps) / released.population).astype(c.dtype)
-
-        control = {name: moved(name, c) for name, c in state.everyone[CONTROL].items()}
+        control = {}
+        for name, c in state.everyone[CONTROL].items():
+            # −Σ Δc_i
+            gaps = sum(c + u.arrays[name] / (u.metrics[STEPS] * learning_rate) for u in updates)
+            control[name] = np.asarray(c - gaps / released.population).astype(c.dtype)
         return super().step(model, released, state)[0], State(everyone={CONTROL: control})

@@ -1,9 +1,10 @@
 """A linear problem for audits, whose updates are known for every model.
 
-The model and its loss are linear, so an update is a sum of features for every model. The canary's
-features are far above every bound, along one axis. All other features pull the other way, or not at
-all. The loss changes its sign in every round, but noise that is used twice does not, so an audit
-finds reused noise.
+The model and its loss are linear, so an update is a sum of the records' pulls for every model. The
+canary pulls with a force far above every bound, along one weight and the bias, so that an audit
+also finds a bound on each array by itself. All other records pull the other way, or not at all. The
+loss changes its sign in every round, but noise that is used twice does not, so an audit finds
+reused noise.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.training import LocalTraining, Task
 
 SIZE = 100
-"""Number of parameters of the model."""
+"""Number of weights of the model, beside its bias."""
 HUGE = 1e3
-"""Magnitude of a canary's features, far above every bound."""
-LARGE = 30.0
-"""Magnitude above every bound but below the server's limit for noised uploads."""
-BEYOND = 8.0
-"""Magnitude above every bound, by which a secure sum of a few members is no spoiled one."""
+"""Force of a canary, far above every bound."""
+LARGE = 20.0
+"""Force above every bound but below the server's limit for noised uploads."""
+BEYOND = 5.0
+"""Force above every bound, by which a secure sum of a few members is no spoiled one."""
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 
@@ -51,11 +52,15 @@ class Turns:
         return -self.sign * (outputs.squeeze(-1) * targets).mean()
 
 
-def pulls(*features: float, size: int = SIZE) -> Examples:
-    """Return records along the first axis, one per number."""
-    x = torch.zeros(len(features), size)
-    x[:, 0] = torch.tensor(features)
-    return Examples(x, torch.ones(len(features)))
+def pulls(*forces: float, size: int = SIZE) -> Examples:
+    """Return records along the first axis, one per force with which it pulls the model."""
+    return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
+
+
+def axes(size: int) -> dict[str, np.ndarray]:
+    """Return the direction in which a record pulls; a model of size 1 has no bias."""
+    bias = {"bias": np.ones(1)} if size > 1 else {}
+    return {"weight": np.eye(1, size), **bias}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,7 @@ class LinearMechanism:
     partitions, whole
         As in `projected`.
     size : int
-        Number of parameters of the model.
+        Number of weights of the model; a single one is without a bias.
     app : Callable[[Task], ClientApp], optional
         Makes the ClientApp; by default the strategy's own.
     metrics : Mapping
@@ -106,7 +111,7 @@ class LinearMechanism:
 
         def world(data: Sequence[ClientData]) -> World:
             task = Task(
-                model=lambda: nn.Linear(self.size, 1, bias=False),
+                model=lambda: nn.Linear(self.size, 1, bias=self.size > 1),
                 data=lambda partition: data[partition],
                 loss=turns.loss,
                 metrics=self.metrics,
@@ -115,7 +120,7 @@ class LinearMechanism:
             return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
 
         score = self.score or projected(
-            {"weight": np.eye(1, self.size)},
+            axes(self.size),
             signs=[1.0 - 2.0 * (number % 2) for number in range(rounds)],
             partitions=self.partitions,
             whole=self.whole,
@@ -124,7 +129,9 @@ class LinearMechanism:
             name=self.name,
             without=world(self.without),
             present=world(self.present),
-            initial=ArrayRecord({"weight": torch.zeros(1, self.size)}),
+            initial=ArrayRecord(
+                {n: Array(np.zeros_like(a, np.float32)) for n, a in axes(self.size).items()}
+            ),
             score=score,
             rounds=rounds,
             views=self.views,
@@ -133,15 +140,15 @@ class LinearMechanism:
         )
 
 
-def client_data(*features: float, size: int = SIZE) -> ClientData:
-    """Return a client's data, with one record per number (see `pulls`)."""
-    records = pulls(*features, size=size)
+def client_data(*forces: float, size: int = SIZE) -> ClientData:
+    """Return a client's data, with one record per force (see `pulls`)."""
+    records = pulls(*forces, size=size)
     return ClientData(train=records, test=records)
 
 
-def silo_data(owners: Sequence[int], features: Sequence[float]) -> SiloData:
-    """Return a silo's data, with one record per number and its owner (see `pulls`)."""
-    records = pulls(*features)
+def silo_data(owners: Sequence[int], forces: Sequence[float]) -> SiloData:
+    """Return a silo's data, with one record per force and its owner (see `pulls`)."""
+    records = pulls(*forces)
     return SiloData(train=records, test=records, owners=torch.tensor(owners))
 
 
@@ -153,12 +160,14 @@ def plain_app(task: Task) -> ClientApp:
     def _(message: Message, context: Context) -> Message:
         records = task.data(int(context.node_config["partition-id"])).train
         assert isinstance(records.features, Tensor)
-        received = message.content.array_records["arrays"]["weight"].numpy()
-        weight = torch.from_numpy(received).requires_grad_()
-        loss = task.loss(records.features @ weight.T, records.targets)
-        (gradient,) = torch.autograd.grad(loss, [weight])
+        model = task.model()
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        weights = dict(model.named_parameters())
+        loss = task.loss(model(records.features), records.targets)
+        slopes = zip(weights, torch.autograd.grad(loss, [*weights.values()]), strict=True)
+        stepped = {name: weights[name].detach() - slope for name, slope in slopes}
         content = RecordDict({"metrics": MetricRecord({"num-examples": len(records)})})
-        content["arrays"] = ArrayRecord({"weight": Array(received - gradient.numpy())})
+        content["arrays"] = ArrayRecord(stepped)
         return Message(content, reply_to=message)
 
     return app

@@ -188,19 +188,19 @@ def _finished(
         program.wait()
     finally:
         program.process.kill()
-    heard = time.monotonic()
+    last_answer = time.monotonic()
     while True:
         try:
             (outcome,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
         except (LaunchFailed, KeyError) as error:
-            if time.monotonic() - heard > PATIENCE:
+            if time.monotonic() - last_answer > PATIENCE:
                 raise LaunchFailed(
                     f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still be "
                     "running: look at its run directory, and run `flwr list` once the SuperLink is "
                     "back"
                 ) from error
         else:
-            heard = time.monotonic()
+            last_answer = time.monotonic()
             if str(outcome["status"]).startswith("finished"):
                 return dict(outcome)
         time.sleep(3)

@@ -18,7 +18,7 @@ import typer
 from flwr.app import ConfigRecord, Context, RecordDict
 from safetensors.torch import load_file, save
 
-from flower_ext.cli.project import checked_settings
+from flower_ext.cli.preparing import checked_settings
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory, InProcessGrid, records

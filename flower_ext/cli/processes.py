@@ -104,10 +104,10 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
 
 
-def end_groups(processes: Iterable[subprocess.Popen[bytes]], *, seconds: float = 20) -> None:
+def end_groups(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """End processes with their groups: by SIGTERM, and whatever is left by SIGKILL.
 
-    Each process leads a group of its own and has ``seconds`` to end. A descendant in another group,
+    Each process leads a group of its own and has 20 seconds to end. A descendant in another group,
     as Ray's daemons are, may outlive it; `flower_ext.cli.reaper` ends those.
     """
     leaders = [*processes]
@@ -116,7 +116,7 @@ def end_groups(processes: Iterable[subprocess.Popen[bytes]], *, seconds: float =
         signal_group(leader, signal.SIGTERM)
     for leader in leaders:
         with suppress(subprocess.TimeoutExpired):
-            leader.wait(seconds)
+            leader.wait(20)
         signal_group(leader, signal.SIGKILL)
         leader.wait()
 

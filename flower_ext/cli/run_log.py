@@ -15,10 +15,6 @@ from rich.console import Console
 from rich.text import Text
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
-_BEGIN = "Traceback (most recent call last):"
-_CHAINED = ("The above exception was", "During handling of the above exception")
-_EXPLAINED = re.compile(r"flower_ext\.[\w.]+: |ModuleNotFoundError: .*pip install 'flower-ext")
-"""Last line of an error of this package; the command prints that error's message at its end."""
 
 
 class RunLog:
@@ -82,44 +78,6 @@ class Followed:
         return status
 
 
-class Tracebacks:
-    """A filter that takes the lines of a log and returns the lines to show.
-
-    The filter holds a traceback back until the next line after it. It then returns the traceback
-    whole, or drops it if the message of its last error explains what to change.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[str] = []
-        self._error = ""
-
-    def shown(self, line: str) -> list[str]:
-        """Take a line; return the lines that can be shown now."""
-        plain = Text.from_ansi(line).plain
-        if not self._held:
-            if plain != _BEGIN:
-                return [line]
-        elif not self._error:
-            if plain and not plain.startswith((" ", _BEGIN)):
-                self._error = plain
-        elif plain.startswith((_BEGIN, *_CHAINED)):
-            self._error = ""
-        elif plain:
-            return [*self.rest(), *self.shown(line)]
-        self._held.append(line)
-        return []
-
-    def rest(self) -> list[str]:
-        """Return the lines that the filter still holds at the end of the log."""
-        held = [] if _EXPLAINED.match(self._error) else self._held
-        self._held, self._error = [], ""
-        return held
-
-
 def _pump(source: IO[str], log: RunLog, sink: IO[str]) -> None:
-    tracebacks = Tracebacks()
     for line in source:
-        for shown in tracebacks.shown(line.rstrip("\r\n")):
-            log.show(shown, sink)
-    for shown in tracebacks.rest():
-        log.show(shown, sink)
+        log.show(line.rstrip("\r\n"), sink)

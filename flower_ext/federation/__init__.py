@@ -22,7 +22,8 @@ from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.recording import first_config, record, recorded_run, settings_of
-from flower_ext.federation.records import RefusedReply, Update
+from flower_ext.federation.records import Update
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.stragglers import Stragglers

@@ -76,6 +76,19 @@ def arrays_of(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> Arrays
     }
 
 
+def flattened(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return all numbers of the arrays as one vector, in ascending order of the names."""
+    return np.concatenate([arrays[name].reshape(-1) for name in sorted(arrays)])
+
+
+def shaped(vector: np.ndarray, like: Arrays) -> Arrays:
+    """Undo `flattened` for arrays with the names and shapes of ``like``."""
+    names = sorted(like)
+    ends = np.cumsum([like[name].size for name in names])[:-1]
+    parts = zip(names, np.split(vector, ends), strict=True)
+    return {name: part.reshape(like[name].shape) for name, part in parts}
+
+
 def to_params(record: ArrayRecord) -> Params:
     """Return an ArrayRecord as tensors, each with its own memory."""
     return {name: torch.from_numpy(values.copy()) for name, values in to_arrays(record).items()}

@@ -44,7 +44,9 @@ from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.failures import failed, hidden_errors
+from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import check_facts
+from flower_ext.federation.replies import moved_by
 from flower_ext.federation.roster import (
     FOR_MODS,
     asks_identity,
@@ -87,9 +89,9 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
             with knowing_no_data():
-                facts, protection, noise = _asked(message, context, allow_seeded_noise)
+                facts, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
-                records.refuse_half_precision(received)
+                refuse_half_precision(received)
         except Exception as error:  # no client data was read yet: the server may see it
             return failed(mod, message, context, error)
         if not isinstance(protection, ClipUpdate):
@@ -112,7 +114,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     return mod
 
 
-def _asked(
+def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
     """Return the facts, the protection and the noise that a training message asks for."""
@@ -153,7 +155,7 @@ def _update(reply: Message, received: records.Arrays) -> records.Arrays:
             f"the ClientApp returned the array records {sorted(arrays)}: expected {records.MODEL!r}"
         )
     model = arrays[records.MODEL] if records.MODEL in arrays else next(iter(arrays.values()))
-    return records.moved_by(model, {name: received[name] for name in _floating(received)})
+    return moved_by(model, {name: received[name] for name in _floating(received)})
 
 
 def _zeros(arrays: records.Arrays) -> records.Arrays:

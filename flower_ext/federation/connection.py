@@ -11,6 +11,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, record_of
 from flower_ext.federation.method import Connected
+from flower_ext.federation.model_checks import refuse_tied, shared_arrays
+from flower_ext.federation.replies import read_answer, read_update
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -44,14 +46,14 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     InvalidValue
         The model does not fit the method, or the clients do not fit the plan.
     """
-    run.model = records.shared_arrays(shared_part(run, arrays))
+    run.model = shared_arrays(shared_part(run, arrays))
     run.method.check_model(run.model)
     is_new = run.clients.roster is None
     run.clients.grid = grid
     _meet(run, grid)
     roster = run.clients.roster
     if is_new and roster is not None and roster.foreign and run.mechanism.delta is not None:
-        records.refuse_tied(arrays)
+        refuse_tied(arrays)
 
 
 def _meet(run: Run, grid: Grid) -> None:
@@ -118,7 +120,7 @@ def _check_frozen(run: Run) -> None:
     nodes = [*run.clients.nodes]
     content = {records.FROZEN: ConfigRecord({"fingerprint": run.frozen})}
     questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
-    run.clients.query(questions, records.read_answer)
+    run.clients.query(questions, read_answer)
 
 
 def _ask_sizes(run: Run) -> None:
@@ -128,7 +130,7 @@ def _ask_sizes(run: Run) -> None:
     """
     content = {records.ROUND: run.round_record(0, **{"report-size": True})}
     everyone = dict.fromkeys(run.clients.nodes, content)
-    answers = run.clients.query(everyone, records.read_answer)
+    answers = run.clients.query(everyone, read_answer)
     run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
 
 
@@ -145,5 +147,5 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         trusted = not run.mechanism.client_protects
         run.clients.rehearse(
             {records.MODEL: records.to_record(run.model), records.CONFIG: config},
-            lambda reply: records.read_update(reply, base=run.model, trust_models=trusted),
+            lambda reply: read_update(reply, base=run.model, trust_models=trusted),
         )

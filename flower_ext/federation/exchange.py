@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from logging import getLogger
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from flower_ext.errors import FlowerExtError
 from flower_ext.federation import _flower_private, records
 from flower_ext.federation._flower_private import in_simulation, messages_like
-from flower_ext.federation.failures import said, unlogged
+from flower_ext.federation.failures import printable, said, unlogged
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.replies import LONGEST_REASON, RefusedReply
 from flower_ext.federation.roster import FOR_MODS, REHEARSAL, FederationNotReady, Roster, addressed
+from flower_ext.federation.uploads import UploadReply, sender_of
+
+log = getLogger("flwr")
 
 _REHEARSALS = 3
 """Clients that may try to train before round 1, until one can."""
@@ -58,8 +66,7 @@ class Clients:
         """The grid to which messages beside the rounds go."""
         self.nodes: Mapping[int, int] = {}
         """Node ids by partition, sorted; empty before `connect`."""
-        self._questions: dict[str, dict[int, Message]] = {}
-        self._partitions: dict[int, int] = {}
+        self._partitions: Mapping[int, int] = {}
 
     def connect(self, grid: Grid, population: int, *, mods: bool = False) -> Roster:
         """Wait for all nodes, at the first call only. With ``mods``, accept a mod of this package.
@@ -74,31 +81,23 @@ class Clients:
             with unlogged(*_EXPECTED):
                 self.roster = Roster.connect(grid, population, timeout=self.timeout, mods=mods)
             self.nodes = dict(sorted(self.roster.nodes.items()))
+            self._partitions = {node: partition for partition, node in self.nodes.items()}
         return self.roster
 
-    @property
-    def knows_partitions(self) -> bool:
-        """True if the nodes reported their partitions, which are the same in another run."""
-        return self.roster is not None and self.roster.known
-
-    def messages(
-        self, kind: str, contents: Mapping[int, Content], server_round: int
-    ) -> list[Message]:
+    def request(self, kind: str, contents: Mapping[int, Content], server_round: int) -> Requests:
         """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
 
         In simulation, partitions with the same content object share one RecordDict. Elsewhere each
         message names the partition that it is for.
         """
-        self._partitions = {self.nodes[partition]: partition for partition in contents}
-        self._questions[kind] = self._by_node(kind, contents, server_round)
-        messages = [*self._questions[kind].values()]
-        self.progress.asked(kind, messages)
-        return messages
+        requests = Requests(self, kind, server_round, self._built(kind, contents, server_round))
+        self.progress.count_messages(kind, requests.messages)
+        return requests
 
-    def _by_node(
+    def _built(
         self, kind: str, contents: Mapping[int, Content], server_round: int
     ) -> dict[int, Message]:
-        """Return a message for each partition, by node."""
+        """Return a message for each partition."""
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
@@ -116,7 +115,8 @@ class Clients:
         for partition, content in contents.items():
             whole = shared[id(content)]
             by_node[self.nodes[partition]] = addressed(whole, partition) if addresses else whole
-        return messages_like(like, by_node)
+        messages = messages_like(like, by_node)
+        return {partition: messages[self.nodes[partition]] for partition in contents}
 
     def rehearse(self, content: Content, read: Callable[[Message], object]) -> None:
         """Let a client train before round 1, and drop its update once it was read.
@@ -140,7 +140,7 @@ class Clients:
         rehearsing = {**content, records.ROUND: ConfigRecord({REHEARSAL: True})}
         partitions, reason = list(self.nodes)[:_REHEARSALS], "no answer"
         for partition in partitions:
-            messages = self._by_node("train", {partition: rehearsing}, 1)
+            messages = self._built("train", {partition: rehearsing}, 1)
             for answer in self.replies(messages.values()):
                 if answer.has_error():
                     reason = said(answer.error)
@@ -194,8 +194,8 @@ class Clients:
             A node does not answer, or ``read`` refuses its answer.
         """
         refused_before = len(self.refusals)
-        replies = self.replies(self.messages("query", contents, 0))
-        answers = self.accepted("query", 0, replies, list(contents), read)
+        requests = self.request("query", contents, 0)
+        answers = dict(requests.accepted(self.replies(requests.messages), read))
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
@@ -208,59 +208,102 @@ class Clients:
         assert self.grid is not None
         return _flower_private.replies(self.grid, messages, timeout=self.timeout)
 
-    def sent(self, reply: Message) -> records.Arrays:
-        """Return the model that the sender of a reply to a training message received."""
-        question = self._questions["train"][reply.metadata.src_node_id]
-        arrays = records.of_kind(question.content, ArrayRecord)
-        return records.to_arrays(arrays[records.MODEL])
+    def partition_of(self, reply: Message) -> int:
+        """Return the partition of the node that sent a reply; -1 for an unknown node."""
+        return self._partitions.get(sender_of(reply), -1)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The messages of one phase of a round, by partition, each of which accepts one answer."""
+
+    clients: Clients
+    kind: str
+    server_round: int
+    by_partition: Mapping[int, Message]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages to send."""
+        return [*self.by_partition.values()]
 
     def partition_of(self, reply: Message) -> int:
-        """Return the partition that sent a reply, among those that were asked last."""
-        return self._partitions[reply.metadata.src_node_id]
+        """Return the partition of the node that sent a reply; -1 for an unknown node."""
+        return self.clients.partition_of(reply)
+
+    def sent(self, reply: Message) -> records.Arrays:
+        """Return the model that the sender of a reply received."""
+        content = self.by_partition[self.partition_of(reply)].content
+        return records.to_arrays(records.of_kind(content, ArrayRecord)[records.MODEL])
 
     def accepted(
-        self,
-        kind: str,
-        server_round: int,
-        replies: Iterable[Message],
-        partitions: Sequence[int],
-        read: Callable[[Message], T],
-    ) -> dict[int, T]:
-        """Return the values from `heard`, by partition."""
-        return dict(sorted(self.heard(kind, server_round, replies, partitions, read)))
-
-    def heard(
-        self,
-        kind: str,
-        server_round: int,
-        replies: Iterable[Message],
-        partitions: Sequence[int],
-        read: Callable[[Message], T],
+        self, replies: Iterable[Message], read: Callable[[Message], T]
     ) -> Iterator[tuple[int, T]]:
-        """Yield the values that `records.accept` accepts; count and report refusals and dropouts.
+        """Yield one well-formed answer from each partition; count and report all other replies.
 
-        No reply is kept. A caller that uses each value before it asks for the next one needs no
-        more memory for a thousand clients than for one.
+        Replies are read as they arrive, and yielded in the order of partitions, so that sums over
+        them do not depend on who answers first. An early reply waits for those before it, as long
+        as they may still arrive. No reply is kept: a caller that uses each value before it asks for
+        the next one needs no more memory for a thousand clients than for one.
+
+        Parameters
+        ----------
+        read : Callable[[Message], T]
+            Reads one reply, or raises `RefusedReply`. Any other error refuses the reply as well:
+            bytes from outside may provoke each of them, and one message must not end a run.
         """
-        missing, refusals = set(partitions), list[str]()
-
-        def refuse(reason: str) -> None:
-            refusals.append(reason)
-            self.refusals.append(reason)
-
-        accepted = records.accept(
-            self.progress.answered(kind, replies, refusals),
-            asked={partition: self.nodes[partition] for partition in sorted(partitions)},
-            server_round=server_round,
-            read=read,
-            refuse=refuse,
-            questions=self._questions.get(kind),
-        )
-        for partition, value in accepted:
+        clients, refusals = self.clients, list[str]()
+        waiting, missing = set(self.by_partition), set(self.by_partition)
+        due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
+        for reply in clients.progress.counted(self.kind, replies, refusals):
+            partition = self.partition_of(reply)
+            try:
+                if partition not in waiting:
+                    if reply.has_error():  # from the SuperLink, for a node
+                        raise RefusedReply(
+                            f"an error came in place of a reply: {said(reply.error)}"
+                        )
+                    raise RefusedReply("not asked in this round, or answered already")
+                _check_origin(reply, self.by_partition[partition])
+                early[partition] = read(reply)
+            except Exception as error:
+                refusal = f"round {self.server_round}, node {sender_of(reply)}: {_reason(error)}"
+                refusals.append(refusal[:LONGEST_REASON])
+                clients.refusals.append(refusals[-1])
+                refused |= {partition} & waiting  # stop waiting for it, though it may answer again
+            else:
+                waiting.remove(partition)
+            while due and (due[0] in early or due[0] in refused):
+                if (first := due.popleft()) in early:
+                    missing.remove(first)
+                    yield first, early.pop(first)
+        for partition in sorted(early):
             missing.remove(partition)
-            yield partition, value
+            yield partition, early.pop(partition)
         if missing:
-            self.progress.missing(kind, server_round, sorted(missing), refusals)
+            clients.progress.missing(self.kind, self.server_round, sorted(missing), refusals)
+
+
+def _check_origin(reply: Message, question: Message) -> None:
+    """Refuse a reply of another round, or to another message than ``question``."""
+    if isinstance(reply, UploadReply) and reply.question is question:
+        return  # made in this process, for this message
+    received, expected = reply.metadata, question.metadata
+    if received.group_id != expected.group_id:
+        raise RefusedReply(f"answers round {received.group_id}")
+    if received.message_type != expected.message_type:
+        raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
+    if expected.message_id and received.reply_to_message_id != expected.message_id:
+        raise RefusedReply("answers another message of this round")
+
+
+def _reason(error: Exception) -> str:
+    """Return why a reply is refused, in one line that a client's text cannot make long."""
+    if isinstance(error, FlowerExtError):
+        return printable(str(error)[:LONGEST_REASON])
+    log.debug("a reply cannot be read", exc_info=error)
+    reason = f"the reply cannot be read: {type(error).__name__}: {error}"
+    return printable(reason[:LONGEST_REASON])
 
 
 def _for_any_app(kind: str, content: Content) -> Content:

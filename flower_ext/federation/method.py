@@ -96,18 +96,13 @@ class State:
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
         """Return the state whose `groups` are these; groups of other kinds are left out."""
-        return cls(
-            everyone={
-                name.removeprefix(_EVERYONE): dict(group)
-                for name, group in groups.items()
-                if name.startswith(_EVERYONE)
-            },
-            server={
-                name.removeprefix(_SERVER): dict(group)
-                for name, group in groups.items()
-                if name.startswith(_SERVER)
-            },
-        )
+        return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
+
+
+def groups_under(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
+    """Return copies of the groups whose names begin with ``prefix``, without it."""
+    names = [name for name in groups if name.startswith(prefix)]
+    return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

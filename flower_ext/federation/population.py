@@ -18,7 +18,7 @@ class Cohort:
 
     Parameters
     ----------
-    asked : Sequence[int]
+    partitions : Sequence[int]
         Partitions that the server asks for an upload.
     units : Sequence[int]
         Privacy units whose data the round uses.
@@ -31,7 +31,7 @@ class Cohort:
         By partition, records of the method for that client only.
     """
 
-    asked: Sequence[int]
+    partitions: Sequence[int]
     units: Sequence[int]
     population: int
     norms: Mapping[int, float] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class Population:
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw a round's cohort."""
         drawn = self.sampling.draw(rng)
-        return Cohort(asked=drawn, units=drawn, population=self.sampling.population)
+        return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
     def count(self, cohort: Cohort, answered: int) -> None:
         """Count the participations of a round with ``answered`` usable uploads."""
-        self.participations.record(cohort.units, answered, asked=len(cohort.asked))
+        self.participations.record(cohort.units, answered, asked=len(cohort.partitions))
 
     def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
         """Count the participations of a round that was never finished.
@@ -109,7 +109,7 @@ class UsersInSilos(Population):
 
     def _cohort(self, units: Sequence[int]) -> Cohort:
         population = self.sampling.population
-        return Cohort(asked=range(self.num_silos), units=units, population=population)
+        return Cohort(partitions=range(self.num_silos), units=units, population=population)
 
 
 class HiddenUsers(UsersInSilos):

@@ -47,12 +47,12 @@ class Progress:
         self._began = monotonic()
         self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
 
-    def asked(self, kind: str, messages: Sequence[Message]) -> None:
+    def count_messages(self, kind: str, messages: Sequence[Message]) -> None:
         """Count messages to clients of the kind ``train``, ``evaluate`` or ``query``."""
         self._count(_prefix(kind) + "messages", len(messages))
         self._count(_prefix(kind) + "bytes_down", payload_bytes(messages))
 
-    def answered(
+    def counted(
         self, kind: str, replies: Iterable[Message], refusals: Sequence[str]
     ) -> Iterator[Message]:
         """Yield replies and count them; after the last one, log the refusals up to then."""

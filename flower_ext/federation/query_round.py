@@ -15,7 +15,8 @@ from flower_ext.federation import records
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_facts
-from flower_ext.federation.round import Round, in_round, training_contents
+from flower_ext.federation.replies import RefusedReply
+from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
@@ -41,10 +42,10 @@ def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) ->
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
     """Return the records by which a client derives the model that it would use."""
-    last = max(1, run.participations.rounds)
+    last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
         records.ROUND: run.round_record(last, **{"training-loss": run.training_loss}),
-        **records.training_records(in_round(run.method.evaluation_training, last)),
+        **records.training_records({phase: t.in_round(last) for phase, t in trainings.items()}),
     }
 
 
@@ -86,7 +87,7 @@ class QueryRound:
         opening = Opening(
             clients=run.clients,
             population=run.population,
-            cohort=Cohort(asked=nodes, units=nodes, population=len(nodes)),
+            cohort=Cohort(partitions=nodes, units=nodes, population=len(nodes)),
             number=number,
             server_round=server_round,
             noise=run.noise("query-noise", query.name, number),
@@ -94,12 +95,11 @@ class QueryRound:
             read=_read_nothing,
         )
         cohort = self._round.open(MaskedSum(self._mechanism), opening)
-        if not cohort.asked:
+        if not cohort.partitions:
             self.close([])
             return []
         shared = {**evaluation_content(run, model, config), **self._query_records()}
-        contents = training_contents(cohort, shared, {}, slow={}, request=self._round.request)
-        return self._round.ask(contents)
+        return self._round.ask({p: {**shared, **self._round.request(p)} for p in cohort.partitions})
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""
@@ -129,4 +129,4 @@ class QueryRound:
 
 
 def _read_nothing(reply: Message) -> records.Update:
-    raise records.RefusedReply("a vector in the clear: expected a masked one")
+    raise RefusedReply("a vector in the clear: expected a masked one")

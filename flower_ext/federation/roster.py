@@ -168,12 +168,12 @@ def _ask_identities(
     reported: dict[int, object] = {}
     waiting, first_said = {message.metadata.dst_node_id for message in questions}, ""
 
-    def heard() -> Iterator[Message]:
+    def answers() -> Iterator[Message]:
         yield from replies(grid, one, timeout=timeout)
         if reported and others:
             yield from replies(grid, others, timeout=timeout)
 
-    for reply in heard():
+    for reply in answers():
         node = reply.metadata.src_node_id
         if reply.has_error() and not first_said:
             first_said = said(reply.error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,16 @@ from flwr.app import ConfigRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.method import Method, State
+from flower_ext.federation.method import Method, State, groups_under
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
-from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints, RunState
+from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints
+from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
-    Budget,
     Guarantee,
-    Ledger,
     NoiseSource,
     PrivacyPlan,
     SecureNoise,
@@ -38,11 +37,14 @@ from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.runs import RunDirectory
 
+MODEL = "model"
+"""Group of the shared model in a checkpoint."""
 _WRAPPER = "wrapper."
 """Prefix of the groups of a wrapper in a checkpoint."""
 _ROUNDS_ALONE = "the published claim covers training rounds only"
 
 
+@dataclass(kw_only=True, eq=False)
 class Run:
     """One run of a method.
 
@@ -53,63 +55,56 @@ class Run:
         The plan that the user gave.
     summation : Summation
         Adds up the clients' contributions by its mechanism, which the plan made for the method.
-    stragglers, seed, seeded_noise, evaluate_every, training_loss, diagnostics, timeout, ledger, \
-    budget, directory, population, exposed, frozen
+    population : Population
+        The clients to ask and the units to count.
+    spending : Spending
+    directory, timeout, stragglers, seed, seeded_noise, evaluate_every, training_loss, \
+    diagnostics, frozen
         As in `FederatedStrategy`; ``directory`` is its ``run``.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        plan: PrivacyPlan,
-        summation: Summation,
-        *,
-        stragglers: Stragglers | None,
-        seed: int | None,
-        seeded_noise: bool,
-        evaluate_every: int,
-        training_loss: bool,
-        diagnostics: bool,
-        timeout: float,
-        ledger: Ledger | None,
-        budget: Budget | None,
-        directory: RunDirectory | None,
-        population: Population | None,
-        exposed: tuple[str, ...],
-        frozen: str,
-    ) -> None:
-        self.method, self.plan, self.summation = method, plan, summation
-        self.stragglers = stragglers
-        self.seed, self.seeded_noise = seed, seeded_noise
-        self.evaluate_every, self.training_loss = evaluate_every, training_loss
-        self.diagnostics, self.exposed, self.frozen = diagnostics, exposed, frozen
-        self.spending = Spending(ledger=ledger, budget=budget, exposed=exposed)
+    method: Method
+    plan: PrivacyPlan
+    summation: Summation
+    population: Population
+    spending: Spending
+    directory: InitVar[RunDirectory | None]
+    timeout: InitVar[float]
+    stragglers: Stragglers | None
+    seed: int | None
+    seeded_noise: bool
+    evaluate_every: int
+    training_loss: bool
+    diagnostics: bool
+    frozen: str
+
+    # What changes between two rounds, beside the participations.
+    state: State | None = field(default=None, init=False)
+    """The method's state; None before the first round."""
+    model: records.Arrays = field(default_factory=dict, init=False)
+    """The shared model that the server sent last; empty before the first round."""
+    num_examples: dict[int, int] = field(default_factory=dict, init=False)
+    """Numbers of training examples by partition, as far as clients reported them."""
+    client_metrics: dict[int, dict[str, float]] = field(default_factory=dict, init=False)
+    """Newest scores by partition."""
+    remembered: dict[int, int] = field(default_factory=dict, init=False)
+    """By partition, the last training round that the client answered, and so remembers."""
+    answers: dict[str, Mapping[str, float]] = field(default_factory=dict, init=False)
+    """Newest answers to queries beside the training, by the queries' names."""
+    ever_answered: bool = field(default=False, init=False)
+    """True once a client sent a usable update."""
+    last_round: int | None = field(default=None, init=False)
+    """Number of the round that is evaluated in any case; None outside `RunLoop.start`."""
+    stopped: str | None = field(default=None, init=False)
+    """The reason why a budget ended the run; None if none did."""
+    companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
+    """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
+
+    def __post_init__(self, directory: RunDirectory | None, timeout: float) -> None:
         self.spending.check_plan(self.mechanism)
-        self.population = population or method.population(plan, summation)
-        self.progress = Progress(directory)
-        self.clients = Clients(method.client.name, self.progress, timeout=timeout)
-        self.checkpoints = Checkpoints(directory, repeats=self.repeats)
-        # What changes between two rounds, beside the model and the participations.
-        self.state: State | None = None
-        """The method's state; None before the first round."""
-        self.model: records.Arrays = {}
-        """The shared model that the server sent last; empty before the first round."""
-        self.num_examples: dict[int, int] = {}
-        """Numbers of training examples by partition, as far as clients reported them."""
-        self.client_metrics: dict[int, dict[str, float]] = {}
-        """Newest scores by partition."""
-        self.remembered: dict[int, int] = {}
-        """By partition, the last training round that the client answered, and so remembers."""
-        self.answers: dict[str, Mapping[str, float]] = {}
-        """Newest answers to queries beside the training, by the queries' names."""
-        self.ever_answered = False
-        """True once a client sent a usable update."""
-        self.last_round: int | None = None
-        """Number of the round that is evaluated in any case; None outside `RunLoop.start`."""
-        self.stopped: str | None = None
-        """The reason why a budget ended the run; None if none did."""
-        self.companions: dict[str, records.Arrays] = {}
-        """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
+        self.progress = Progress()
+        self.clients = Clients(self.method.client.name, self.progress, timeout=timeout)
+        self._write_to(directory)
 
     @property
     def mechanism(self) -> RoundMechanism:
@@ -120,11 +115,6 @@ class Run:
     def participations(self) -> Participations:
         """Counts of the units whose data the rounds so far used."""
         return self.population.participations
-
-    @property
-    def next_training(self) -> int:
-        """Number of the next training round, from 1; rounds without training do not count."""
-        return self.participations.rounds + 1
 
     @property
     def method_state(self) -> State:
@@ -236,7 +226,7 @@ class Run:
             )
         if self.diagnostics:
             exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
-        return [*exposed, *self.exposed, *self.method.disclosures(self.summation)]
+        return [*exposed, *self.spending.exposed, *self.method.disclosures(self.summation)]
 
     def check_training(self) -> None:
         """Refuse local training that the plan does not cover; every round calls this check.
@@ -258,7 +248,7 @@ class Run:
         """
         if self.spending.budget is not None:
             ahead = deepcopy(self.population)
-            ahead.count(cohort, len(cohort.asked))
+            ahead.count(cohort, len(cohort.partitions))
             self.check_spending(server_round, ahead.participations)
 
     @property
@@ -270,18 +260,8 @@ class Run:
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
         """Refuse a release after which the participations would be ``ahead``, as `check_budget`."""
-        directory = self.checkpoints.run
-        self.spending.check(
-            self.mechanism,
-            server_round,
-            replace(self.facts, participations=ahead),
-            self.claims,
-            repeatable=self.repeats,
-            run_id=self.checkpoints.run_id,
-            method=self.method.name,
-            name="" if directory is None else directory.path.name,
-            query=query,
-        )
+        facts = replace(self.facts, participations=ahead)
+        self.spending.check(self.mechanism, server_round, facts, self.claims, query=query)
 
     def count_abandoned(self, units: AskedUnits) -> None:
         """Count a round that the server began and never finished: somebody may know its uploads."""
@@ -309,44 +289,48 @@ class Run:
                 f"strategy={self.method.name}: expected a strategy that has not run yet; create a "
                 "new one for a new run"
             )
-        self.progress.run = directory
-        self.checkpoints = Checkpoints(directory, repeats=self.repeats)
+        self._write_to(directory)
         if self.mechanism.release is not None and self.spending.ledger is None:
             self.spending.ledger = directory.open_ledger()
 
-    def save(self, server_round: int, model: records.Arrays) -> None:
-        """Write a checkpoint after a round."""
-        self.checkpoints.save(
-            RunState(
-                round=server_round,
-                model=model,
-                participations=self.participations,
-                num_examples=self.num_examples,
-                client_metrics=self.client_metrics,
-                remembered=self.remembered,
-                refusals=self.clients.refusals,
-                method=self._kept_groups(),
-            )
-        )
-
-    def _kept_groups(self) -> dict[str, records.Arrays]:
-        """Return the state of method, sums and wrappers, in named groups."""
-        wrapped = {_WRAPPER + name: group for name, group in self.companions.items()}
-        return {**(self.state or State()).groups(), **self.summation.state(), **wrapped}
-
-    def restore(self, kept: RunState) -> None:
-        """Take over a checkpoint, but for what the sums keep."""
-        self.population.participations = kept.participations
-        self.num_examples = dict(kept.num_examples)
-        self.client_metrics = dict(kept.client_metrics)
-        self.remembered = dict(kept.remembered)
-        self.clients.refusals.extend(kept.refusals)
-        self.state = State.of_groups(kept.method)
-        self.companions = {
-            name.removeprefix(_WRAPPER): dict(group)
-            for name, group in kept.method.items()
-            if name.startswith(_WRAPPER)
+    def _write_to(self, directory: RunDirectory | None) -> None:
+        self.progress.run = directory
+        self.checkpoints = Checkpoints(directory, repeats=self.repeats)
+        self.spending.repeatable = self.repeats
+        self.spending.identity = {
+            "run": self.checkpoints.run_id,
+            "method": self.method.name,
+            "name": "" if directory is None else directory.path.name,
         }
+
+    def save(self, server_round: int, model: records.Arrays) -> None:
+        """Write a checkpoint after a round: everything that changes between two rounds."""
+        values = {
+            "round": server_round,
+            "participations": self.participations.to_dict(),
+            "num_examples": [*self.num_examples.items()],  # JSON has no integers as keys
+            "client_metrics": [*self.client_metrics.items()],
+            "remembered": [*self.remembered.items()],
+            "refusals": self.clients.refusals,
+        }
+        groups = {
+            MODEL: model,
+            **(self.state or State()).groups(),
+            **self.summation.state(),
+            **{_WRAPPER + name: group for name, group in self.companions.items()},
+        }
+        self.checkpoints.save(server_round, values, groups)
+
+    def restore(self, kept: Packed) -> None:
+        """Take over a checkpoint, but for what the sums keep."""
+        values = kept.values
+        self.population.participations = Participations.from_dict(values["participations"])
+        self.num_examples = dict(values["num_examples"])
+        self.client_metrics = dict(values["client_metrics"])
+        self.remembered = dict(values["remembered"])
+        self.clients.refusals.extend(values["refusals"])
+        self.state = State.of_groups(kept.arrays)
+        self.companions = groups_under(_WRAPPER, kept.arrays)
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from logging import getLogger
 
@@ -18,8 +19,9 @@ from flower_ext.federation._flower_private import replies
 from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.query_round import QueryRound
+from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.run import Run
+from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import matches
@@ -31,6 +33,7 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 ServerEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
+@dataclass(kw_only=True, eq=False)
 class RunLoop:
     """Plays the rounds of a run by Flower's four methods, and can continue an earlier process's.
 
@@ -45,25 +48,16 @@ class RunLoop:
         As in `FederatedStrategy.start`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        player: Strategy,
-        grid: Grid,
-        *,
-        num_rounds: int,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: ServerEvaluation | None = None,
-        should_stop: Callable[[int, Result], bool] | None = None,
-    ) -> None:
-        self.run, self.player, self.grid = run, player, grid
-        self.num_rounds, self.timeout = num_rounds, timeout
-        self.train_config = train_config or ConfigRecord()
-        self.evaluate_config = evaluate_config or ConfigRecord()
-        self.evaluate_fn, self.should_stop = evaluate_fn, should_stop
-        self.result = Result()
+    run: Run
+    player: Strategy
+    grid: Grid
+    num_rounds: int
+    timeout: float
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: ServerEvaluation | None
+    should_stop: Callable[[int, Result], bool] | None
+    result: Result = field(default_factory=Result, init=False)
 
     def start(self, initial_arrays: ArrayRecord) -> Result:
         """Play the rounds that are left; see `FederatedStrategy.start`."""
@@ -233,12 +227,13 @@ class RunLoop:
         kept = run.checkpoints.newest()
         done, arrays, is_unfinished = 0, initial, False
         if kept is not None:
-            done, arrays = kept.round, _same_model(kept.model, initial)
+            done = int(kept.values["round"])
+            arrays = _same_model(kept.arrays[MODEL], initial)
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
             if is_unfinished:
                 connect(run, self.grid, arrays)
-            run.summation.restore(kept.method)
+            run.summation.restore(kept.arrays)
             run.population.resume()
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for units in abandoned:
@@ -248,8 +243,9 @@ class RunLoop:
             counted = run.participations.answers[query.name]
             for _ in range(counted, run.checkpoints.times_asked(query.name)):
                 run.mechanism.count_answer(query, run.participations)
-        if is_unfinished and not run.clients.knows_partitions:
-            run.population.forget_who()
+        roster = run.clients.roster
+        if is_unfinished and not (roster is not None and roster.known):
+            run.population.forget_who()  # partitions may be others than in the earlier process
         run.save_guarantees()
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(run.participations.rounds + run.participations.answers.total())
@@ -332,7 +328,7 @@ def _same_model(kept: records.Arrays, initial: ArrayRecord) -> ArrayRecord:
 
 
 def _read_version(reply: Message) -> int:
-    version = records.read_answer(reply).get("version")
+    version = read_answer(reply).get("version")
     if version is None or version.shape or version.dtype.kind not in "iu" or version < 0:
-        raise records.RefusedReply("'version': expected the number of a training round")
+        raise RefusedReply("'version': expected the number of a training round")
     return int(version)

@@ -8,7 +8,9 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.exchange import Requests
 from flower_ext.federation.query_round import QueryRound, evaluation_content
+from flower_ext.federation.replies import read_scores
 from flower_ext.federation.run import Run
 
 
@@ -23,20 +25,22 @@ class ReportedScores:
 
     def __init__(self, run: Run, server_round: int) -> None:
         self._run, self._server_round = run, server_round
+        self.requests: Requests | None = None
+        """The messages to all clients; None before `ask`."""
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Return a message for every client."""
         content = evaluation_content(self._run, model, config)
         everyone = dict.fromkeys(self._run.clients.nodes, content)
-        return self._run.clients.messages("evaluate", everyone, self._server_round)
+        self.requests = self._run.clients.request("evaluate", everyone, self._server_round)
+        return self.requests.messages
 
     def close(self, replies: Iterable[Message]) -> dict[str, float]:
         """Return mean, worst tenth, spread and Jain's index over clients, which all count alike."""
         run = self._run
-        scores = run.clients.accepted(
-            "evaluate", self._server_round, replies, list(run.clients.nodes), records.read_scores
-        )
-        scores = {p: s for p, s in scores.items() if s.get("num-examples") != 0}
+        assert self.requests is not None
+        replied = self.requests.accepted(replies, read_scores)
+        scores = {p: scores for p, scores in replied if scores.get("num-examples") != 0}
         if not scores:
             return {}
         run.client_metrics = scores

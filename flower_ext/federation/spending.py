@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +41,10 @@ class Spending:
     ledger: Ledger | None
     budget: Budget | None
     exposed: Sequence[str]
+    identity: Mapping[str, str] = field(default_factory=dict, init=False)
+    """Names of the run, its method and its directory in the population's account."""
+    repeatable: bool = field(default=False, init=False)
+    """True if a repetition of a round is the same release."""
     _reservation: Reservation = field(default_factory=Reservation)
     _release: ExitStack = field(default_factory=ExitStack)
 
@@ -74,10 +78,6 @@ class Spending:
         run: RunFacts,
         claims: Callable[[RunFacts], list[Guarantee]],
         *,
-        repeatable: bool,
-        run_id: str,
-        method: str,
-        name: str,
         query: VectorQuery | None = None,
     ) -> None:
         """Refuse a round, or an evaluation, that would bring the provable ε above the budget.
@@ -91,10 +91,6 @@ class Spending:
             Facts of the run, including that round.
         claims : Callable[[RunFacts], list[Guarantee]]
             Returns the guarantees after these facts.
-        repeatable : bool
-            True if a repetition of the round is the same release.
-        run_id, method, name : str
-            Identify the run in the population's account.
         query : VectorQuery, optional
             The query whose answer is released; the account lists these as a run of their own. None
             for a training round.
@@ -115,7 +111,7 @@ class Spending:
                     f"above the budget of {self.budget.epsilon:g}"
                 )
             return
-        identity = {"run": run_id, "method": method, "name": name}
+        identity = dict(self.identity)
         release, number = mechanism.release, run.participations.rounds
         if query is not None:
             assert isinstance(mechanism, NoisedSum)
@@ -123,8 +119,8 @@ class Spending:
                 mechanism.of_query(query).release,
                 run.participations.answers[query.name],
             )
-            identity = {"run": f"{run_id}-{query.name}", "method": f"{method}, {query.name}"}
-            identity["name"] = name
+            identity["run"] += f"-{query.name}"
+            identity["method"] += f", {query.name}"
         for shown in self.exposed:
             note_uncovered(self.budget.ledger, **identity, what=shown)
         delta = mechanism.delta
@@ -135,7 +131,7 @@ class Spending:
         new = Charge(
             **identity,
             training=number,
-            repeatable=repeatable,
+            repeatable=self.repeatable,
             unit=claim.unit,
             relation=claim.relation if release is None else release.relation,
             epsilon=epsilon,

@@ -18,11 +18,13 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.method import Method
+from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.score_round import ReportedScores, evaluation
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.plain import PlainSum
@@ -125,21 +127,19 @@ class FederatedStrategy(Strategy):
         summation.check(method.traits, diagnostics=diagnostics)
         self.method = method
         self.run = Run(
-            method,
-            plan,
-            summation,
+            method=method,
+            plan=plan,
+            summation=summation,
+            population=population or method.population(plan, summation),
+            spending=Spending(ledger=ledger, budget=budget, exposed=tuple(exposed)),
+            directory=run,
+            timeout=timeout,
             stragglers=stragglers,
             seed=seed,
             seeded_noise=seeded_noise,
             evaluate_every=evaluate_every,
             training_loss=training_loss,
             diagnostics=diagnostics,
-            timeout=timeout,
-            ledger=ledger,
-            budget=budget,
-            directory=run,
-            population=population,
-            exposed=tuple(exposed),
             frozen=frozen,
         )
         self.run.check_training()
@@ -186,7 +186,7 @@ class FederatedStrategy(Strategy):
             return []
         if run.clients.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
-        model = records.shared_arrays(shared_part(run, arrays))
+        model = shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
         return self._evaluation.ask(model, _numbered(config, server_round))
 
@@ -258,13 +258,13 @@ class FederatedStrategy(Strategy):
         player = player or self
         player.summary()
         loop = RunLoop(
-            self.run,
-            player,
-            grid,
+            run=self.run,
+            player=player,
+            grid=grid,
             num_rounds=num_rounds,
             timeout=timeout,
-            train_config=train_config,
-            evaluate_config=evaluate_config,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
             evaluate_fn=evaluate_fn,
             should_stop=should_stop,
         )

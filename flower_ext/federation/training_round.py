@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from logging import getLogger
 from typing import Any
 
@@ -14,28 +16,26 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
-from flower_ext.federation.exchange import Content
+from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.protection import to_facts
-from flower_ext.federation.round import (
-    Round,
-    Updates,
-    in_round,
-    norm_columns,
-    read_update,
-    training_contents,
-    with_remembered,
-)
+from flower_ext.federation.replies import RefusedReply, read_update
+from flower_ext.federation.round import Round, Updates
 from flower_ext.federation.run import Run
 from flower_ext.federation.state.checkpoint import AskedUnits
+from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import secure_generator
-from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
+
+_ROUNDING = 1.0001
+"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
 
 
 class TrainingRound:
@@ -54,7 +54,7 @@ class TrainingRound:
         abandoned = run.checkpoints.open
         if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
             run.count_abandoned(abandoned)
-        self.run, self.number = run, run.next_training
+        self.run, self.number = run, run.participations.rounds + 1
         self._protection: Protection | None = None
         self._round = Round("train", server_round, clients=run.clients, spending=run.spending)
 
@@ -94,7 +94,7 @@ class TrainingRound:
         # The spend, then the units that may be exposed, are on disk before any data are used.
         self._round.reserve(run.mechanism.release, same if run.repeats else None)
         run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
-        run.progress.row["cohort"] = len(cohort.asked)
+        run.progress.row["cohort"] = len(cohort.partitions)
         if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:
             run.progress.row["users"] = len(drawn.units)
         return self._round.ask(contents)
@@ -132,35 +132,38 @@ class TrainingRound:
             )
 
     def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
-        """Return the content of the message to each client of the cohort."""
+        """Return the content of the message to each client; equal requests share one object."""
         run, method, number = self.run, self.run.method, self.number
-        protection = self._protection_facts()
+        protection, slow = self._protection_facts(), self._stragglers()
+        trainings = {phase: t.in_round(number) for phase, t in method.training.items()}
         shared: Content = {
             records.MODEL: records.to_record(run.model),
-            records.ROUND: run.round_record(number, **protection),
             records.SETTINGS: ConfigRecord(dict(method.settings(run.plan))),
             records.CONFIG: config,
             **{name: records.to_record(group) for name, group in run.method_state.everyone.items()},
         }
-        contents = training_contents(
-            self.cohort,
-            shared,
-            in_round(method.training, number),
-            slow=self._stragglers(),
-            request=self._round.request,
-        )
-        if method.client.memory is not Memory.MIRRORED:
-            return contents
-        return with_remembered(
-            contents,
-            run.remembered,
-            lambda last: run.round_record(number, **protection, remembered=last),
-        )
+
+        @cache
+        def content(progress: float | None, remembered: int | None) -> Content:
+            done = {phase: shortened(each, progress) for phase, each in trainings.items()}
+            facts = protection if remembered is None else {**protection, "remembered": remembered}
+            of_round = {records.ROUND: run.round_record(number, **facts)}
+            return {**shared, **of_round, **records.training_records(done)}
+
+        # Such clients go back to the memory of the last round that the server used.
+        mirrored = method.client.memory is Memory.MIRRORED
+        contents = {}
+        for partition in self.cohort.partitions:
+            last = run.remembered.get(partition, 0) if mirrored else None
+            common = content(slow.get(partition), last)
+            special = self._round.request(partition)
+            contents[partition] = {**common, **special} if special else common
+        return contents
 
     def _protection_facts(self) -> dict[str, Any]:
         """Return the facts by which the message asks clients to protect their uploads."""
         run = self.run
-        self._protection = run.mechanism.protection(run.facts, len(self.cohort.asked))
+        self._protection = run.mechanism.protection(run.facts, len(self.cohort.partitions))
         facts = to_facts(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **facts} if run.mechanism.tells_sizes else facts
 
@@ -171,12 +174,13 @@ class TrainingRound:
             return {}
         run.stragglers.check(run.method.training.values())
         rng = run.generator("stragglers", self.number)
-        return run.stragglers.draw(self.cohort.asked, run.population.num_nodes, rng)
+        return run.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
 
     def _read(self, reply: Message) -> records.Update:
-        run = self.run
-        update = read_update(
-            reply, run.mechanism, self._protection, self.cohort, run.model, run.clients
+        run, requests = self.run, self._round.requests
+        assert requests is not None
+        update = read_honest_update(
+            reply, run.mechanism, self._protection, self.cohort, run.model, requests
         )
         run.method.check_update(update)
         return update
@@ -187,7 +191,7 @@ class TrainingRound:
         needed, honest = self._round.exposure(answered)
         assert honest is not None
         run.checkpoints.answered(honest)
-        run.population.count(replace(self.cohort, asked=range(needed)), honest)
+        run.population.count(replace(self.cohort, partitions=range(needed)), honest)
         run.progress.row |= {"answered": answered, **self._round.measures}
         run.ever_answered |= answered > 0
         run.progress.row |= norm_columns(updates.metrics.values())
@@ -229,3 +233,64 @@ class TrainingRound:
                     f"expected real numbers of shape {sent.shape}"
                 )
         return model, state
+
+
+def read_honest_update(
+    reply: Message,
+    mechanism: RoundMechanism,
+    protection: Protection | None,
+    cohort: Cohort,
+    base: records.Arrays,
+    requests: Requests,
+) -> records.Update:
+    """Return a client's update. Refuse one that is larger than an honest client's can be.
+
+    The server cannot clip uploads that clients have noised without changing the noise, so it
+    refuses them. `Protection.largest_upload` says what this check protects.
+
+    Parameters
+    ----------
+    protection : Protection, optional
+        Protection that the server asked for.
+    base : Arrays
+        Names, shapes and dtypes of the model.
+    requests : Requests
+        Knows the partition that sent a reply, and the model that it received.
+
+    Raises
+    ------
+    RefusedReply
+        The update does not fit the model, or is too large.
+    """
+    update = read_update(reply, base=base, trust_models=not mechanism.client_protects)
+    num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
+    if not num_examples >= 1:
+        raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
+    if protection is None or not mechanism.client_protects:
+        return update
+    partition = requests.partition_of(reply)
+    limit = protection.largest_upload(
+        sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
+    )
+    if math.isinf(limit):
+        return update
+    if protection.bounds_models:
+        received = requests.sent(reply)
+        norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
+    else:
+        norm = l2_norm(update.arrays)
+    if norm > limit * _ROUNDING:
+        raise RefusedReply(
+            f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
+            "(largest_upload of the protection); the client changed the update after it was "
+            "protected, or runs another version of the method"
+        )
+    return update
+
+
+def norm_columns(every: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return mean and spread of the updates' norms before clipping; empty if none is reported."""
+    norms = [metrics["update-norm"] for metrics in every if "update-norm" in metrics]
+    if not norms:
+        return {}
+    return {"update_norm_mean": float(np.mean(norms)), "update_norm_std": float(np.std(norms))}

@@ -34,16 +34,11 @@ class Update:
         return sum(array_bytes(array.shape, array.dtype) for array in self.arrays.values())
 
     def content(self) -> RecordDict:
-        """Return the update as Flower's records."""
-        return content_of(to_record(self.arrays), self.metrics)
-
-
-def content_of(update: ArrayRecord, metrics: Mapping[str, float]) -> RecordDict:
-    """Return the content of a reply to a training, with a record of metrics if there are any."""
-    content: dict[str, object] = {UPDATE: update}
-    if metrics:
-        content[METRICS] = metrics_record(metrics)
-    return private.record_of(RecordDict, content)
+        """Return the update as Flower's records, with one of metrics if there are any."""
+        content: dict[str, object] = {UPDATE: to_record(self.arrays)}
+        if self.metrics:
+            content[METRICS] = metrics_record(self.metrics)
+        return private.record_of(RecordDict, content)
 
 
 def metrics_record(values: Mapping[str, float]) -> MetricRecord:

@@ -115,8 +115,6 @@ def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
     ValueError
         A world has fewer than 8 trials, or a score is not finite.
     """
-    choosing, testing = _held_out(without, present)
-    failure = terms.failure / 2  # two rates
 
     def epsilon(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -124,11 +122,7 @@ def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
             # ``where`` evaluates both branches; the floor keeps the unused one finite.
             return np.where(excess > 0, np.log(np.maximum(excess, 1e-300) / fp), -math.inf)
 
-    # The opposite test exchanges the worlds and negates the scores.
-    _, threshold, sign = max(
-        (*_best_threshold(*_turned(choosing, sign), failure, epsilon), sign) for sign in (1, -1)
-    )
-    proved = float(epsilon(*_rates(*_turned(testing, sign), threshold, failure)))
+    proved = _proved(without, present, terms, epsilon)
     return LowerBound(epsilon=max(0.0, proved), method=RATES, terms=terms)
 
 
@@ -147,10 +141,7 @@ def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBou
         return np.asarray(special.ndtri(tp) - special.ndtri(fp))
 
     require_delta(terms.delta)
-    choosing, testing = _held_out(without, present)
-    failure = terms.failure / 2
-    _, threshold = _best_threshold(*choosing, failure, shift)
-    mu, epsilon = float(shift(*_rates(*testing, threshold, failure))), 0.0
+    mu, epsilon = _proved(without, present, terms, shift), 0.0
     if mu > 0:
         epsilon = gaussian_loss(1 / mu, releases=1, delta=terms.delta).epsilon * (1 - _ROOT)
     return LowerBound(epsilon=max(0.0, epsilon), method=GAUSSIAN, terms=terms)
@@ -236,6 +227,17 @@ def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 
 Pair = tuple[np.ndarray, np.ndarray]
 Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -> float:
+    """Return the value that the best test "the score is above t" or "below t" proves."""
+    choosing, testing = _held_out(without, present)
+    failure = terms.failure / 2  # two rates
+    # The opposite test exchanges the worlds and negates the scores.
+    _, threshold, sign = max(
+        (*_best_threshold(*_turned(choosing, sign), failure, value), sign) for sign in (1, -1)
+    )
+    return float(value(*_rates(*_turned(testing, sign), threshold, failure)))
 
 
 def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:

@@ -42,6 +42,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
+    configs = [run.config for run in runs]
     stopped = [run.path.name for run in runs if run.status == "budget-exhausted"]
     return write_page(
         folder,
@@ -49,6 +50,9 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
         title=title,
         columns=list(rows[0]),
         rows=[list(row.values()) for row in rows],
+        sources=sorted(
+            {str(config["data-source"]) for config in configs if "data-source" in config}
+        ),
         has_noised_scores=any(_noised(run) is not None for run in runs),
         stopped_early=stopped,
         figures=_figures(groups, folder / "figures"),

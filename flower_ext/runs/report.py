@@ -15,7 +15,7 @@ from typing import Any
 
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
-from flower_ext.privacy.theorems.assumptions import NOT_PROVIDED
+from flower_ext.privacy.theorems.claims import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page

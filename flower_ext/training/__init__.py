@@ -1,4 +1,21 @@
-"""Local optimisation of torch models, as plain functions over parameter dictionaries."""
+"""Local training of torch models, as plain functions over parameter dictionaries.
+
+A method's ``yield work.train(...)`` passes these modules on its way to a step of SGD:
+
+====================  =====================================================================
+module                its part
+====================  =====================================================================
+`side_by_side`        collects the trainings for which methods of many clients wait
+`batched`             trains jobs together where that is faster, as each would train alone
+`local`               `train`: trains one job by SGD, SAM, exactly, or in noised steps
+`job`                 a training as a value: settings, examples, mini-batches
+`problem`             the loss plus terms, as a function of the trained part of a model
+`task`                the model, the loss, the metrics and each partition's data
+====================  =====================================================================
+
+`dp` has the steps of DP-SGD, which clip each example's gradient. The trials in `trials` and
+`between_trainings` find models in which one example, or one training, changes another.
+"""
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
@@ -8,25 +25,20 @@ from flower_ext.training.batched.many import (
     trains_apart,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.dp_sgd import (
-    ClippedJob,
-    DpSgdTraining,
-    StepNoise,
-    train_clipped_steps,
-    train_dp_sgd,
-)
+from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
 from flower_ext.training.features import Features
-from flower_ext.training.local import (
-    Job,
-    LocalTraining,
-    gradient,
-    job_batches,
-    minimise,
-    train,
-)
+from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
+from flower_ext.training.local import minimise, train
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
-from flower_ext.training.problem import Linear, LocalProblem, Proximal, Term, local_problem
+from flower_ext.training.problem import (
+    Linear,
+    LocalProblem,
+    Proximal,
+    Term,
+    gradient,
+    local_problem,
+)
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
 from flower_ext.training.survival import cox_loss
@@ -36,7 +48,6 @@ from flower_ext.training.validation import UnshareableModel, check_shareable, re
 __all__ = [
     "MEMORY_LIMIT",
     "ClippedGradient",
-    "ClippedJob",
     "DpSgdTraining",
     "Features",
     "Job",
@@ -68,7 +79,6 @@ __all__ = [
     "split",
     "tagged",
     "train",
-    "train_clipped_steps",
     "train_dp_sgd",
     "train_each",
     "train_groups",

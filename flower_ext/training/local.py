@@ -1,4 +1,4 @@
-"""Local training of one model by SGD, SAM or another optimiser on a part of its parameters.
+"""Train one model: by SGD, SAM or another optimiser, exactly, or in noised steps.
 
 Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: the gradient g over the
 *trained* parameters gives the perturbation p = q g/‖g‖₂, and the step uses the gradient at w + p.
@@ -7,204 +7,20 @@ With radius q = 0 this is SGD, which costs one pass per step instead of two.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from flower_ext.checks import (
-    is_number,
-    require_at_least_one,
-    require_count,
-    require_not_negative,
-    require_positive,
-    require_rate,
-)
-from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_calls import fewest_rows
+from flower_ext.training.dp.dp_sgd import train_clipped_steps
+from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, job_batches
 from flower_ext.training.newton import newton
 from flower_ext.training.params import Params, clone
-from flower_ext.training.problem import LocalProblem, Proximal, Term, local_problem
+from flower_ext.training.problem import LocalProblem, gradient, local_problem
 from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
-
-SGD = "SGD"
-_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    name: optimizer
-    for name, optimizer in vars(torch.optim).items()
-    if isinstance(optimizer, type)
-    and issubclass(optimizer, torch.optim.Optimizer)
-    # These need more than a gradient for a step, or another kind of gradient.
-    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalTraining:
-    """Settings for training one part of a model on one client in one round.
-
-    Parameters
-    ----------
-    epochs : int
-        Passes over the client's training examples; 0 leaves the part as it is.
-    steps : int, optional
-        Number of mini-batches instead of ``epochs``.
-    batch_size : int
-    learning_rate : float
-        In round 1; round t uses ``learning_rate * learning_rate_decay**(t-1)``.
-    momentum : float
-        Heavy-ball momentum in [0, 1), reset at the start of every local training.
-    sam_radius : float
-        Perturbation radius q of sharpness-aware minimisation; 0 is plain SGD.
-    proximal_weight : float
-        μ of the term (μ/2)‖w − w₀‖² around the parameters that training starts from (FedProx).
-    optimizer : str
-        ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
-        ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
-        whose theorem or control variate assumes steps of SGD refuse other optimisers.
-    weight_decay : float
-        Weight decay of an optimiser other than SGD.
-    tolerance : float
-        Above 0, training finds the exact minimiser, to this norm of the gradient (see
-        `newton`). It then ignores all settings above except ``proximal_weight``. For small
-        strongly convex problems.
-    """
-
-    epochs: int = 2
-    steps: int | None = None
-    batch_size: int = 32
-    learning_rate: float = 0.1
-    learning_rate_decay: float = 1.0
-    momentum: float = 0.0
-    sam_radius: float = 0.0
-    proximal_weight: float = 0.0
-    optimizer: str = SGD
-    weight_decay: float = 0.0
-    tolerance: float = 0.0
-
-    def __post_init__(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        require_count("epochs", self.epochs)
-        if self.steps is not None:
-            require_count("steps", self.steps)
-        require_at_least_one("batch_size", self.batch_size)
-        require_positive("learning_rate", self.learning_rate)
-        require_rate("learning_rate_decay", self.learning_rate_decay)
-        momentum = is_number(self.momentum) and 0 <= self.momentum < 1
-        require("momentum", momentum, "a number in [0, 1)")
-        for name in ("sam_radius", "proximal_weight", "weight_decay", "tolerance"):
-            require_not_negative(name, getattr(self, name))
-        require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
-        known = self.optimizer in _OPTIMIZERS
-        require("optimizer", known, f"one of {', '.join(sorted(_OPTIMIZERS))}")
-        if self.optimizer == SGD:
-            require("weight_decay", not self.weight_decay, "0 with optimizer='SGD'")
-        else:
-            require("momentum", not self.momentum, f"0 with optimizer={self.optimizer!r}")
-            require("tolerance", not self.tolerance, f"0 with optimizer={self.optimizer!r}")
-
-    @property
-    def beyond_sgd(self) -> list[str]:
-        """Names of the settings in use that plain SGD does not have."""
-        extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
-        used = [name for name in extras if getattr(self, name)]
-        return used if self.optimizer == SGD else [*used, "optimizer"]
-
-    def in_round(self, number: int) -> LocalTraining:
-        """Return the same training with the learning rate of training round ``number`` (from 1)."""
-        rate = self.learning_rate * self.learning_rate_decay ** (number - 1)
-        return replace(self, learning_rate=rate, learning_rate_decay=1.0)
-
-    def num_steps(self, num_examples: int) -> int:
-        """Return the number of mini-batches of one local training; 0 without examples."""
-        if self.steps is not None:
-            return self.steps if num_examples else 0
-        return self.epochs * math.ceil(num_examples / self.batch_size)
-
-    def effective_steps(self, num_examples: int) -> float:
-        """Return how often, in all, the gradients of one local training move the model.
-
-        Without momentum this is the number of steps K. With momentum β a gradient acts again in all
-        later steps, and the result is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
-        """
-        steps, beta = self.num_steps(num_examples), self.momentum
-        return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
-
-
-@dataclass(kw_only=True)
-class Job:
-    """One local training: where it starts, on which examples, and how.
-
-    ``generator`` draws the mini-batches, and a seed of the model's own draws, such as dropout.
-    """
-
-    params: Mapping[str, Tensor]
-    examples: Examples
-    training: LocalTraining
-    generator: torch.Generator
-    terms: Sequence[Term] = ()
-
-    @property
-    def objective(self) -> Sequence[Term]:
-        """All terms that are added to the loss, including the proximal one around the start."""
-        if not self.training.proximal_weight:
-            return self.terms
-        return [*self.terms, Proximal(weight=self.training.proximal_weight, anchor=self.params)]
-
-    @property
-    def num_steps(self) -> int:
-        """Number of mini-batches of the job."""
-        return self.training.num_steps(len(self.examples))
-
-
-def batch_rows(
-    count: int, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
-) -> Iterator[Tensor]:
-    """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
-
-    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it shares its rows and those
-    of the one before evenly, so the number of steps stays.
-    """
-    left = training.num_steps(count)
-    while left > 0:
-        order = torch.randperm(count, generator=generator)
-        parts = [*torch.split(order, training.batch_size)]
-        if len(parts) > 1 and len(parts[-1]) < fewest:
-            both = torch.cat(parts[-2:])
-            half = len(both) // 2
-            parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
-        yield from parts[:left]
-        left -= len(parts)
-
-
-def batches(
-    examples: Examples, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
-) -> Iterator[tuple[Tree, Tree]]:
-    """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
-
-    ``fewest`` is the least number of rows of a mini-batch (see `fewest_rows`).
-    """
-    features, targets = examples.features, examples.targets
-    device = trees.first(targets).device
-    for rows in batch_rows(len(examples), training, generator, fewest=fewest):
-        chosen = rows.to(device)
-        x, y = trees.rows(features, chosen), trees.rows(targets, chosen)
-        # Detached, so that in-place operations of the model stay out of the next gradient.
-        yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
-
-
-def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the mini-batches of a job on the task's device, each of as many rows as it needs."""
-    data, training = job.examples.to(task.torch_device()), job.training
-    fewest = fewest_rows(task, data.features, training.batch_size)
-    return batches(data, training, job.generator, fewest=fewest)
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
@@ -214,24 +30,6 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     return [scale * g for g in gradient]
 
 
-def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
-    """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
-    leaves = _leaves(params)
-    return dict(zip(leaves, _slopes(loss_at, leaves, *data), strict=True))
-
-
-def _leaves(params: Mapping[str, Tensor]) -> Params:
-    return {name: p.detach().requires_grad_() for name, p in params.items()}
-
-
-def _slopes(
-    loss_at: Callable[..., Tensor], leaves: Mapping[str, Tensor], *data: Tree
-) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(
-        loss_at(leaves, *data), [*leaves.values()], allow_unused=True, materialize_grads=True
-    )
-
-
 def minimise(
     problem: LocalProblem, mini_batches: Iterable[tuple[Tree, Tree]], training: LocalTraining
 ) -> Params:
@@ -239,25 +37,24 @@ def minimise(
     params = clone(problem.start)
     weights = [*params.values()]
     velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
-    steps = _other_optimizer(training, params)
+    optimizer = _other_optimizer(training, params)
     for x, y in mini_batches:
-        # New leaves in each step, because a model that bounds its weights replaces them.
-        slopes = _slopes(problem.loss_at, _leaves(params), x, y)
+        slopes = gradient(problem.loss_at, params, x, y)
         if training.sam_radius > 0:
-            ascent = perturbation(slopes, training.sam_radius)
-            climbed = zip(params.items(), ascent, strict=True)
-            point = _leaves({name: w + p for (name, w), p in climbed})
+            ascent = perturbation([*slopes.values()], training.sam_radius)
+            climbed = {n: w + p for (n, w), p in zip(params.items(), ascent, strict=True)}
             with problem.still():  # each mini-batch counts once in running statistics
-                slopes = _slopes(problem.loss_at, point, x, y)
-        if steps is not None:
-            for w, slope in zip(weights, slopes, strict=True):
-                w.grad = slope
-            steps.step()
+                slopes = gradient(problem.loss_at, climbed, x, y)
+        if optimizer is not None:
+            for name, w in params.items():
+                w.grad = slopes[name]
+            optimizer.step()
             continue
+        step = [*slopes.values()]
         if velocity:
             torch._foreach_mul_(velocity, training.momentum)
-            torch._foreach_add_(velocity, slopes)
-        step = velocity or slopes
+            torch._foreach_add_(velocity, step)
+            step = velocity
         torch._foreach_add_(weights, step, alpha=-training.learning_rate)
     return params
 
@@ -270,11 +67,14 @@ def _other_optimizer(
     options: dict[str, float] = {"lr": training.learning_rate}
     if training.weight_decay:
         options["weight_decay"] = training.weight_decay
-    return _OPTIMIZERS[training.optimizer]([*weights.values()], **options)
+    return OPTIMIZERS[training.optimizer]([*weights.values()], **options)
 
 
 def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True) -> Params:
     """Train the parameters that ``trained`` selects; all others are frozen.
+
+    Steps are those of `minimise`, or of `train_clipped_steps` if the job has noise. With a
+    ``tolerance`` above 0, `newton` finds the exact minimiser.
 
     Returns
     -------
@@ -291,6 +91,8 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     """
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave it out")
+    if job.noise is not None:
+        return train_clipped_steps(task, job, trained)
     training = job.training
     dtype = torch.float64 if training.tolerance else None
     with seeded_by(job.generator, task.torch_device()) as anew:

@@ -77,6 +77,16 @@ def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, T
             raise InvalidValue(f"{type(term).__name__}: expected Proximal or Linear")
 
 
+def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
+    """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
+    # New leaves each time, because a model that bounds its weights replaces them.
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    slopes = torch.autograd.grad(
+        loss_at(leaves, *data), [*leaves.values()], allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(leaves, slopes, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalProblem:
     """One client's objective: loss plus terms, as a function of the trained part of a model."""

@@ -25,27 +25,11 @@ _shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """By factory of models, the failing scores that the log has already."""
 
 
+@torch.no_grad()
 def evaluate(
     task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
 ) -> dict[str, float]:
     """Return the mean loss and the task's metrics of a model on ``examples``.
-
-    Raises
-    ------
-    ValueError
-        As `predict`.
-    """
-    outputs = predict(task, params, examples.features, batch_size=batch_size)
-    targets = trees.to(examples.targets, task.torch_device())
-    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
-    return {"loss": float(task.loss(outputs, targets)), **scores}
-
-
-@torch.no_grad()
-def predict(
-    task: Task, params: Mapping[str, Tensor], features: Tree, *, batch_size: int = 1024
-) -> Any:
-    """Return a model's outputs, on the task's device.
 
     Outputs of several mini-batches are joined. They may be tensors, or tuples, lists, mappings and
     dataclasses of tensors; parts may be None.
@@ -56,9 +40,12 @@ def predict(
         With several mini-batches, an output does not have one row per example; the message names
         it.
     """
-    model = _in_evaluation(task)
-    model.set_params(to_device(params, task.torch_device()))
-    return _outputs(model, trees.to(features, task.torch_device()), batch_size)
+    model, device = _in_evaluation(task), task.torch_device()
+    model.set_params(to_device(params, device))
+    examples = examples.to(device)
+    outputs, targets = _outputs(model, examples.features, batch_size), examples.targets
+    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
+    return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
 def _in_evaluation(task: Task) -> SettableModel:

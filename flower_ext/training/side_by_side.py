@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,9 +13,8 @@ import torch
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import train_each
-from flower_ext.training.dp.dp_sgd import ClippedJob, StepNoise, train_clipped_steps
 from flower_ext.training.isolation import attempted, isolated
-from flower_ext.training.local import Job
+from flower_ext.training.job import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -63,7 +62,15 @@ def check_yielded(model: object) -> None:
 class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
 
-    ``solve`` runs many trainings at once; it returns what each method receives, in their order.
+    Parameters
+    ----------
+    task, job, trained
+        As for `train`. A job without examples gets its parameters back unchanged.
+    solve : Callable, optional
+        Runs many such trainings at once, in place of `train_each`; it returns what each method
+        receives, in their order.
+    steady : bool
+        The option of `train_groups`.
 
     Raises
     ------
@@ -74,20 +81,31 @@ class Training:
     task: Task
     job: Job
     trained: Callable[[str], bool]
-    solve: Callable[..., Iterable[Any]] = train_each
+    solve: Callable[..., Iterable[Any]] | None = None
+    steady: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self.job.params, self.task)
 
     @property
-    def names(self) -> frozenset[str]:
-        """Names of the trained parameters."""
-        return frozenset(filter(self.trained, self.job.params))
-
-    @property
     def without_noise(self) -> bool:
         """True if the training adds no noise of its own to the model."""
-        return self.solve in (train_each, _train_steadily)
+        return self.solve is None and self.job.noise is None
+
+    @property
+    def batch(self) -> Hashable:
+        """Key of the trainings that run together."""
+        names = frozenset(filter(self.trained, self.job.params))
+        return self.solver, names, self.job.noise is None
+
+    @property
+    def solver(self) -> Callable[..., Iterable[Any]]:
+        """The function that runs this training together with others."""
+        if self.solve is not None:
+            return self.solve
+        if len(self.job.examples) == 0:
+            return _untrained
+        return _train_steadily if self.steady else train_each
 
 
 def one_by_one(
@@ -103,37 +121,11 @@ def one_by_one(
     return solve_each
 
 
-_train_clipped = one_by_one(train_clipped_steps)
-
-
-def local_training(
-    task: Task,
-    job: Job,
-    trained: Callable[[str], bool],
-    *,
-    noise: StepNoise | None = None,
-    steady: bool = False,
-) -> Training:
-    """Return the training of a part of a model on one client's examples.
-
-    A client without examples gets its parameters back unchanged. With ``noise`` every step is
-    clipped and noised. ``steady`` is the option of `train_groups`.
-    """
-    if len(job.examples) == 0:
-        return Training(task=task, job=job, trained=trained, solve=_untrained)
-    if noise is None:
-        solve = _train_steadily if steady else train_each
-        return Training(task=task, job=job, trained=trained, solve=solve)
-    clipped = ClippedJob(**vars(job), noise=noise)
-    return Training(task=task, job=clipped, trained=trained, solve=_train_clipped)
-
-
-def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
-    return train_each(task, jobs, steady=True, **settings)
-
-
 def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
     return [dict(job.params) for job in jobs]
+
+
+_train_steadily = partial(train_each, steady=True)
 
 
 Steps = Generator[Training, Any, T]
@@ -177,7 +169,7 @@ def side_by_side(
     while waiting:
         alike = defaultdict(list)
         for index, (_, training) in waiting.items():
-            alike[training.solve, training.names].append(index)
+            alike[training.batch].append(index)
         for members in alike.values():
             batch = [waiting.pop(index) for index in members]
             models = _solved([training for _, training in batch], memory_limit)
@@ -194,7 +186,7 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
     """
     first, jobs, done = trainings[0], [training.job for training in trainings], 0
     states = [job.generator.get_state() for job in jobs]
-    solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
+    solve = partial(first.solver, first.task, trained=first.trained, memory_limit=memory_limit)
     try:
         models = iter(solve(jobs))
         while done < len(jobs):

@@ -63,7 +63,7 @@ class Task:
     metrics : Mapping[str, Callable[[Any, Any], float]]
         Named quality measures of all test outputs of one client and its targets. For more
         examples than one mini-batch, outputs must be tensors with one row per example, or
-        tuples, mappings or dataclasses of such tensors (see `predict`).
+        tuples, mappings or dataclasses of such tensors (see `evaluate`).
     device : str
         ``"auto"`` uses a CUDA device if there is one.
     trainable : Sequence[str], optional

@@ -1,5 +1,7 @@
 """Every family of methods trains LoRA adapters of a Hugging Face model, with FFA-LoRA too."""
 
+from functools import cache
+
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -14,7 +16,6 @@ from flower_ext.algorithms import (
     UldpAvg,
     Upcycled,
 )
-from flower_ext.algorithms.upcycled import Constant
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
@@ -67,6 +68,7 @@ def silo(number: int) -> SiloData:
     )
 
 
+@cache  # trials of a model count for all methods that train it
 def task(trainable=None) -> Task:
     return Task(
         model=build,
@@ -123,9 +125,7 @@ METHODS = {
     "uldp-group": lambda: group_strategy(
         num_users=6, num_silos=CLIENTS, group_size=2, local=DP_SGD, delta=0.1, seed=1
     ),
-    "upcycled": lambda: Upcycled(
-        FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1), Constant(0.5)
-    ),
+    "upcycled": lambda: Upcycled(FederatedStrategy(DPFedAvg(local=SGD), plan(), seed=1), 0.5),
 }
 
 

@@ -1,4 +1,4 @@
-"""DP-Ditto and its rivals equal the plainest loops that compute the same."""
+"""DP-Ditto and its baselines equal the plainest loops that compute the same."""
 
 from functools import cache
 

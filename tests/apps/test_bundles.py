@@ -1,15 +1,16 @@
 """Every app as a bundle (FAB) of Flower's own tools, installed and run in another folder."""
 
-import os
 import subprocess
 import sys
 import tomllib
+from contextlib import chdir
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from flower_ext.cli.new import copy, templates
-from flower_ext.cli.processes import executable
 from flower_ext.runs import RunDirectory
 
 LARGEST = 10 * 1024**2
@@ -17,21 +18,20 @@ LARGEST = 10 * 1024**2
 
 
 def flwr(home: Path, *arguments: object) -> str:
-    """Run a command of Flower, which must succeed; return its output."""
-    done = subprocess.run(
-        [executable("flwr"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=home,
-        env={
-            **os.environ,
-            "FLWR_HOME": str(home / "flwr"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run a command of Flower in this process, which must succeed; return its output."""
+    (command,) = entry_points(group="console_scripts", name="flwr")
+    with chdir(home):
+        done = CliRunner().invoke(
+            command.load(),
+            [*map(str, arguments)],
+            env={
+                "FLWR_HOME": str(home / "flwr"),
+                "FLWR_TELEMETRY_ENABLED": "0",
+                "FLWR_DISABLE_UPDATE_CHECK": "1",
+            },
+        )
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def bundled(app: Path, home: Path) -> Path:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from flower_ext.federation import (
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, SecureSum
 from tests.support.apps import EXAMPLES
+from tests.support.grids import grid
 
 EXAMPLES.parts()  # makes the package importable
 projects = import_module("flower_projects.projects")
@@ -58,9 +60,21 @@ def run(app, strategy):
     return result, model
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("project", ALL, ids=lambda project: project.__name__)
-def test_a_project_runs_with_any_of_these_strategies(name, project):
+DAILY = {
+    *((projects.quickstart, name) for name in STRATEGIES),
+    (projects.custom_mods, "hosted"),
+    (projects.custom_mods, "noise of the server"),
+    (projects.opacus, "upcycled"),
+    (projects.opacus, "noise of the server"),
+}
+
+
+@pytest.mark.parametrize(
+    ("project", "name"),
+    grid(product(ALL, STRATEGIES), DAILY.__contains__),
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_project_runs_with_any_of_these_strategies(project, name):
     strategy = STRATEGIES[name]()
     result, _ = run(project(), strategy)
     ours = isinstance(strategy, FederatedStrategy)

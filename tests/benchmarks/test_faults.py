@@ -15,6 +15,7 @@ from flower_ext.federation import (
     exchange,
     records,
 )
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.privacy import SecureNoise
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import LocalTraining
@@ -127,11 +128,11 @@ def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
 
 
 def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
-    def gullible(replies, *, asked, server_round, read, refuse, questions):
-        replies = [reply for reply in replies if _reads(read, reply)]
-        yield from {r.metadata.src_node_id - 1_000: read(r) for r in replies}.items()
+    def gullible(requests, replies, read):
+        values = {requests.partition_of(r): read(r) for r in replies if _reads(read, r)}
+        yield from ((p, value) for p, value in values.items() if p in requests.by_partition)
 
-    monkeypatch.setattr(exchange.records, "accept", gullible)
+    monkeypatch.setattr(exchange.Requests, "accepted", gullible)
     outcome = run_case(CASES[0], 6, flood=0, seed=3)
     assert outcome.accepted
     assert outcome.wrong_aggregates
@@ -140,7 +141,7 @@ def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
 def _reads(read, reply):
     try:
         read(reply)
-    except (records.RefusedReply, KeyError):
+    except (RefusedReply, KeyError):
         return False
     return True
 

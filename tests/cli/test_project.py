@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
-from flower_ext.cli.project import checked_settings
+from flower_ext.cli.preparing import checked_settings
 from flower_ext.errors import InvalidValue
 from tests.support.apps import APPS, FOREIGN
 

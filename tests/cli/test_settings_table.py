@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
-from flower_ext.cli.project import checked_settings, rows_of
+from flower_ext.cli.preparing import checked_settings
+from flower_ext.cli.project import rows_of
 from tests.support.apps import APPS
 
 FOLDERS = sorted(path.parent for path in APPS.glob("*/pyproject.toml"))

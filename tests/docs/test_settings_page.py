@@ -20,15 +20,27 @@ def test_the_table_in_docs_is_what_the_apps_say():
     assert module().of_apps() == written, "settings.md is stale: run docs/assets/settings_page.py"
 
 
-def test_what_differs_between_apps_is_told_of_each():
+def test_a_setting_of_several_apps_is_described_once_and_what_differs_with_the_apps():
     first, second = ("one | two", "first [of some]"), ("one | two", "2nd [of some]")
     rows = {
-        "a": {"x": ("one", *first)},
+        "a": {"x": ("one", *first), "z": ("no", "true | false", "on")},
         "b": {"x": ("two", *second)},
-        "c": {"x": ("two", *first), "y": ("0.5", "", "half")},
+        "c": {"x": ("two", *first), "y": ("0.5", "", "half"), "z": ("no", "true | false", "on")},
     }
-    meanings = r"*a, c*: first \[of some\]<br>*b*: 2nd \[of some\]"
-    assert module().page(rows).splitlines()[-2:] == [
-        rf"| `x` | `one` | `two` | `two` | one \| two | {meanings} |",
-        "| `y` | – | – | `0.5` |  | half |",
+    defaults = "*a*: `one`<br>*b, c*: `two`"
+    meanings = r"*a, c*: first \[of some\] (one \| two)<br>*b*: 2nd \[of some\] (one \| two)"
+    lines = module().page(rows).splitlines()
+    assert lines[-12:] == [
+        "## Of several apps",
+        "",
+        "| setting | default | meaning |",
+        "| --- | --- | --- |",
+        f"| `x` | {defaults} | {meanings} |",
+        "| `z` | `no` (not b) | on |",
+        "",
+        "## Of c alone",
+        "",
+        "| setting | default | meaning |",
+        "| --- | --- | --- |",
+        "| `y` | `0.5` | half |",
     ]

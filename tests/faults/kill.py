@@ -240,7 +240,7 @@ def short_of(trial: Trial, *, ended: bool) -> list[str]:
     if len(set(numbers)) < len(numbers):
         found.append("a training number was used twice")
     last = max((trial.run / "checkpoints").glob("*.checkpoint"), key=lambda f: int(f.stem))
-    counted = Participations.from_dict(unpack(last.read_bytes()).facts["participations"])
+    counted = Participations.from_dict(unpack(last.read_bytes()).values["participations"])
     truth = Counter(client for _, clients in released for client in clients)
     found += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
     (release,) = spent

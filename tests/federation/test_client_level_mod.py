@@ -255,7 +255,7 @@ def test_nodes_without_a_partition_take_part_and_are_numbered_by_their_ids():
         context.node_config = {}
     _, strategy, _ = run(None, grid=grid)
     assert strategy.refusals == []
-    assert not strategy.run.clients.knows_partitions
+    assert not strategy.run.clients.roster.known
 
 
 def test_where_the_server_noises_the_mod_lets_models_through():

@@ -11,7 +11,7 @@ from flower_ext.federation import FederationNotReady, InProcessGrid
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
-from flower_ext.federation.records import RefusedReply
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import identity, partition_of
 
 CLIENTS = 4
@@ -65,9 +65,8 @@ def connected(app: ClientApp | None = None) -> tuple[Clients, InProcessGrid]:
 
 def listen(clients, grid, kind, partitions, server_round=1):
     """Ask and accept answers; return the values by partition."""
-    messages = clients.messages(kind, {p: {"down": DOWN} for p in partitions}, server_round)
-    replies = grid.send_and_receive(messages)
-    return clients.accepted(kind, server_round, replies, partitions, square_of)
+    requests = clients.request(kind, {p: {"down": DOWN} for p in partitions}, server_round)
+    return dict(requests.accepted(grid.send_and_receive(requests.messages), square_of))
 
 
 def test_nobody_is_known_before_the_connection_and_everybody_by_partition_after_it():
@@ -90,7 +89,7 @@ def test_nodes_are_asked_who_they_are_once_only():
 def test_each_partition_gets_its_own_content_in_a_message_of_the_method_and_round(kind):
     clients, _ = connected()
     contents = {p: {"mine": ConfigRecord({"partition": p})} for p in (3, 1)}
-    messages = clients.messages(kind, contents, server_round=7)
+    messages = clients.request(kind, contents, server_round=7).messages
     assert len(messages) == 2
     for message in messages:
         partition = message.content.config_records["mine"]["partition"]
@@ -101,7 +100,7 @@ def test_each_partition_gets_its_own_content_in_a_message_of_the_method_and_roun
 
 def test_apps_that_do_not_know_us_are_asked_in_flowers_plain_words():
     clients, grid = connected(client_app(method=None))
-    (message,) = clients.messages("train", {0: {}}, 1)
+    (message,) = clients.request("train", {0: {}}, 1).messages
     assert message.metadata.message_type == "train"
     assert listen(clients, grid, "train", [0, 2]) == {0: 0, 2: 4}
 
@@ -131,7 +130,7 @@ def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
 def test_bytes_are_those_of_the_numbers_but_for_a_small_header():
     assert 4 * 1_000 + 8 * 200 <= DOWN_BYTES < 1.1 * (4 * 1_000 + 8 * 200)
     clients, _ = connected()
-    clients.messages("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
+    clients.request("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
     assert clients.progress.row["bytes_down"] == 2 * DOWN_BYTES
 
 
@@ -163,9 +162,11 @@ def test_refusals_add_up_over_rounds_and_kinds():
 
 def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
     clients, grid = connected()
-    old = list(grid.send_and_receive(clients.messages("train", {0: {}}, 1)))
-    new = list(grid.send_and_receive(clients.messages("train", {1: {}, 2: {}, 3: {}}, 2)))
-    accepted = clients.accepted("train", 2, [*old, *new, new[0]], [0, 1, 2], square_of)
+    others = clients.request("train", {0: {}, 3: {}}, 1)
+    requests = clients.request("train", {0: {}, 1: {}, 2: {}}, 2)
+    old = list(grid.send_and_receive(others.messages))
+    new = list(grid.send_and_receive(requests.messages[1:]))
+    accepted = dict(requests.accepted([*old, *new, new[0]], square_of))
     assert accepted == {1: 1, 2: 4}
     reasons = [refusal.partition(": ")[2] for refusal in clients.refusals]
     assert reasons == [
@@ -178,22 +179,24 @@ def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
 def test_whoever_answers_first_replies_are_heard_in_the_order_of_partitions():
     clients, grid = connected()
     everyone = range(CLIENTS)
-    replies = list(grid.send_and_receive(clients.messages("train", {p: {} for p in everyone}, 1)))
-    heard = clients.heard("train", 1, [replies[i] for i in (2, 3, 0, 1)], everyone, square_of)
+    requests = clients.request("train", {p: {} for p in everyone}, 1)
+    replies = list(grid.send_and_receive(requests.messages))
+    heard = requests.accepted([replies[i] for i in (2, 3, 0, 1)], square_of)
     assert list(heard) == [(0, 0), (1, 1), (2, 4), (3, 9)]
 
 
 def test_a_reply_is_heard_as_soon_as_those_before_it_are_or_were_refused():
     clients, grid = connected(client_app(fails=(1,)))
     everyone, come = range(CLIENTS), []
-    replies = grid.send_and_receive(clients.messages("train", {p: {} for p in everyone}, 1))
+    requests = clients.request("train", {p: {} for p in everyone}, 1)
+    replies = grid.send_and_receive(requests.messages)
 
     def coming():
         for reply in replies:
             come.append(reply.metadata.src_node_id)
             yield reply
 
-    heard = clients.heard("train", 1, coming(), everyone, square_of)
+    heard = requests.accepted(coming(), square_of)
     assert [(next(heard), len(come)) for _ in range(3)] == [((0, 0), 1), ((2, 4), 3), ((3, 9), 4)]
     assert next(heard, None) is None
     assert len(clients.refusals) == 1

@@ -28,6 +28,7 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
+from flower_ext.federation.replies import read_scores, read_update
 from flower_ext.federation.roster import Roster
 from flower_ext.privacy import FullParticipation
 from flower_ext.training import DpSgdTraining
@@ -148,7 +149,7 @@ BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
 @given(CONTENTS, st.booleans())
 def test_records_of_anything_are_refused_or_are_an_update(content, trust_models):
     try:
-        update = records.read_update(reply(content), base=BASE, trust_models=trust_models)
+        update = read_update(reply(content), base=BASE, trust_models=trust_models)
     except RefusedReply:
         return
     assert {n: (a.shape, a.dtype) for n, a in update.arrays.items()} == {
@@ -161,7 +162,7 @@ def test_records_of_anything_are_refused_or_are_an_update(content, trust_models)
 @given(CONTENTS)
 def test_records_of_anything_are_refused_or_are_scores(content):
     try:
-        scores = records.read_scores(reply(content))
+        scores = read_scores(reply(content))
     except RefusedReply:
         return
     assert scores
@@ -228,33 +229,29 @@ def round_of(name):
         asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
         replies = list(grid.send_and_receive(asked))
     evaluate = strategy.configure_evaluate(number, initial(), ConfigRecord(), grid)
-    return strategy, number, replies, list(grid.send_and_receive(evaluate))
+    return strategy, replies, list(grid.send_and_receive(evaluate))
 
 
-def accepted(strategy, kind, number, replies, partitions, read):
+def accepted(strategy, requests, replies, read):
     before = len(strategy.refusals)
-    found = strategy.run.clients.accepted(kind, number, replies, partitions, read)
-    return found, strategy.refusals[before:]
+    values = dict(requests.accepted(replies, read))
+    return values, strategy.refusals[before:]
 
 
 def held_against(name, kind, what, seed, mutations):
     """Deliver a malformed reply before and after its node's valid one; it must have no effect."""
-    strategy, number, uploads, scores = round_of(name)
+    strategy, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
-    read = strategy.training_round._round._sum.read if kind == "train" else records.read_scores
-    partitions = (
-        strategy.training_round.cohort.asked
-        if kind == "train"
-        else list(strategy.run.clients.nodes)
-    )
+    read = strategy.training_round._round._sum.read if kind == "train" else read_scores
+    phase = strategy.training_round._round if kind == "train" else strategy._evaluation
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]
     mutations[what](bad := copied(good), rng)
-    found, refusals = accepted(strategy, kind, number, [bad], partitions, read)
+    found, refusals = accepted(strategy, phase.requests, [bad], read)
     assert found == {}
     assert len(refusals) == 1
     assert refusals[0].partition(": ")[2].strip()
-    found, refusals = accepted(strategy, kind, number, [bad, good, bad], partitions, read)
+    found, refusals = accepted(strategy, phase.requests, [bad, good, bad], read)
     assert set(found) == {good.metadata.src_node_id - 1_000}
     assert len(refusals) == 2
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
@@ -19,6 +19,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.roster import Roster
 from flower_ext.federation.sums.weighted import LOST, OpenWeightedSum
 from flower_ext.privacy import (
@@ -34,7 +35,7 @@ from flower_ext.training import LocalTraining
 from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
 from tests.support import silos as uldp
-from tests.support.replies import reply
+from tests.support.replies import reply, requests_of, training_message
 from tests.support.worlds import initial, task
 
 CLIENTS = 4
@@ -71,33 +72,33 @@ def forged(data: bytes) -> RecordDict:
 )
 def test_only_an_array_that_is_there_is_read_as_one(data):
     with pytest.raises(RefusedReply, match="cannot be read"):
-        records.read_update(reply(forged(data)), base=BASE, trust_models=False)
+        read_update(reply(forged(data)), base=BASE, trust_models=False)
     with pytest.raises(RefusedReply, match="cannot be read"):
-        records.read_answer(reply(forged(data)))
+        read_answer(reply(forged(data)))
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 1e300])
 def test_numbers_that_no_float_holds_or_whose_sum_overflows_are_refused(value):
     with pytest.raises(RefusedReply, match="metric 'loss'"):
-        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"loss": value})})))
+        read_metrics(reply(RecordDict({"metrics": MetricRecord({"loss": value})})))
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "a\x00", "\x1b[2J", "a\u202eb", "x" * 101])
 def test_names_of_metrics_are_short_and_printable(name):
     with pytest.raises(RefusedReply, match="expected a name of 1 … 100 printable characters"):
-        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({name: 1.0})})))
+        read_metrics(reply(RecordDict({"metrics": MetricRecord({name: 1.0})})))
 
 
 @pytest.mark.parametrize("name", ["f1/macro", "top 5", "größe", "<b>|"])
 def test_other_names_of_metrics_are_the_clients_choice(name):
-    metrics = records.read_metrics(reply(RecordDict({"metrics": MetricRecord({name: 1.0})})))
+    metrics = read_metrics(reply(RecordDict({"metrics": MetricRecord({name: 1.0})})))
     assert metrics == {name: 1.0}
 
 
 @pytest.mark.parametrize("size", [-1, 0.5, 2**41])
 def test_sizes_are_whole_numbers_of_examples(size):
     with pytest.raises(RefusedReply, match="num-examples"):
-        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": size})})))
+        read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": size})})))
 
 
 def test_one_client_cannot_take_a_score_from_all_others_or_add_its_own():
@@ -126,17 +127,11 @@ def test_a_clients_text_cannot_steer_a_terminal_or_forge_a_line(error, logged):
     def read(message):
         raise RefusedReply("the answer cannot be read: " + text + "\nround 9/9 · ε 0.1")
 
-    sent = reply(Error(code=100, reason=text) if error else RecordDict())
-    refusals = []
-    accepted = records.accept(
-        [sent],
-        asked={0: sent.metadata.src_node_id},
-        server_round=int(sent.metadata.group_id or 0),
-        read=records.read_metrics if error else read,
-        refuse=refusals.append,
-    )
-    assert not list(accepted)
-    (refusal,) = refusals
+    requests = requests_of(asked := training_message())
+    content = Error(code=100, reason=text) if error else RecordDict()
+    sent = Message(content, reply_to=asked)
+    assert not list(requests.accepted([sent], read_metrics if error else read))
+    (refusal,) = requests.clients.refusals
     assert refusal.isprintable()
     assert r"\x1b[2J" in refusal  # an operator may still see what came
 

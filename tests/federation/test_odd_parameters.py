@@ -51,6 +51,7 @@ from tests.faults.worlds import (
     release_plan,
     user_plan,
 )
+from tests.support.grids import grid
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
 
 EVERYONE = FullParticipation(CLIENTS)
@@ -190,7 +191,17 @@ def assert_trained(strategy, initial, final, caplog):
         assert value.numel() == 0 or not torch.equal(value, initial[name]), name
 
 
-@pytest.mark.parametrize(("method", "plan"), [*product(METHODS, PLANS)])
+DAILY = {
+    *(("DP-FedAvg", plan) for plan in PLANS),
+    *((method, "no privacy") for method in METHODS),
+    *((method, "secure sums") for method in ("DP²-FedSAM", "SCAFFOLD", "Upcycled")),
+    ("DP-Ditto", "noised models"),
+    ("FedYogi", "output perturbation"),
+    ("pFedMe", "clients noise"),
+}
+
+
+@pytest.mark.parametrize(("method", "plan"), grid(product(METHODS, PLANS), DAILY.__contains__))
 def test_a_scalar_and_an_empty_parameter_train_by_every_method_under_every_plan(
     method, plan, caplog
 ):

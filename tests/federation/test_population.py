@@ -26,16 +26,16 @@ def counted(record, *rounds):
 def test_clients_are_asked_for_their_own_data():
     clients = Population(SOME)
     cohort = clients.draw(rng())
-    assert cohort.asked == cohort.units == SOME.draw(rng())
+    assert cohort.partitions == cohort.units == SOME.draw(rng())
     assert clients.num_nodes == UNITS
     clients.count(cohort, 2)
-    assert counted(clients.participations, (cohort.units, 2, len(cohort.asked)))
+    assert counted(clients.participations, (cohort.units, 2, len(cohort.partitions)))
 
 
 def test_users_are_drawn_and_all_silos_are_asked():
     users = UsersInSilos(SOME, SILOS)
     cohort = users.draw(rng())
-    assert list(cohort.asked) == list(range(SILOS))
+    assert list(cohort.partitions) == list(range(SILOS))
     assert cohort.units == SOME.draw(rng())
     assert users.num_nodes == SILOS
     users.count(cohort, 2)  # a missing silo means less noise for every user of the round
@@ -55,13 +55,13 @@ def test_an_oblivious_draw_may_have_taken_anybody():
 
 def test_who_misses_a_masked_part_of_a_sum_has_seen_no_sum():
     users = HiddenUsers(SOME, SILOS, oblivious=False)
-    users.count(Cohort(asked=range(SILOS), units=[1, 2], population=9), 1)
+    users.count(Cohort(partitions=range(SILOS), units=[1, 2], population=9), 1)
     assert counted(users.participations, ([1, 2], SILOS, SILOS))
 
 
 def test_places_of_a_lost_order_count_for_everybody():
     users = HiddenUsers(SOME, SILOS, oblivious=False)
-    users.count(Cohort(asked=range(SILOS), units=[1, 2], population=9), SILOS)
+    users.count(Cohort(partitions=range(SILOS), units=[1, 2], population=9), SILOS)
     users.count_abandoned([3], 0, asked=SILOS)
     assert users.participations.rounds == 2
     assert set(users.participations.uploads.values()) == {2}
@@ -76,7 +76,7 @@ def test_where_everyone_takes_part_there_is_no_order_to_forget():
 
 def test_strangers_count_as_the_one_that_took_part_most():
     clients = Population(SOME)
-    clients.count(Cohort(asked=[1, 2], units=[1, 2], population=9), 2)
-    clients.count(Cohort(asked=[1], units=[1], population=9), 1)
+    clients.count(Cohort(partitions=[1, 2], units=[1, 2], population=9), 2)
+    clients.count(Cohort(partitions=[1], units=[1], population=9), 1)
     clients.forget_who()
     assert dict(clients.participations.uploads) == dict.fromkeys(range(UNITS), 2)

@@ -22,11 +22,11 @@ def test_a_new_round_starts_from_zero_training_messages_and_forgets_the_last():
 def test_counting_nothing_leaves_a_zero_and_refusals_add_up():
     progress = Progress()
     progress.begin()
-    progress.asked("evaluate", [])
+    progress.count_messages("evaluate", [])
     assert progress.row["evaluation_messages"] == 0
     assert "evaluation_bytes_up" not in progress.row
-    assert list(progress.answered("train", [], ["one", "two"])) == []
-    assert list(progress.answered("evaluate", [], ["three"])) == []
+    assert list(progress.counted("train", [], ["one", "two"])) == []
+    assert list(progress.counted("evaluate", [], ["three"])) == []
     assert progress.row["refused"] == 3
     assert progress.row["evaluation_bytes_up"] == 0
 
@@ -35,7 +35,7 @@ def test_of_many_refusals_the_log_quotes_three_and_counts_the_others(logged):
     progress = Progress()
     progress.begin()
     refusals = [f"round 1, node {node}: 'w' holds values above 1e+15" for node in range(50)]
-    assert list(progress.answered("train", [], refusals)) == []
+    assert list(progress.counted("train", [], refusals)) == []
     quoted = [f"refused reply: {refusal}" for refusal in refusals[:3]]
     said = "and 47 more were refused (strategy.refusals has the reasons)"
     assert lines(logged) == [*quoted, said]

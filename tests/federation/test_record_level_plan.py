@@ -1,4 +1,4 @@
-"""Uploads of clients of DP-Ditto and its rivals, and the trainings that the strategy refuses."""
+"""Uploads of clients of DP-Ditto and its baselines, and the trainings that the strategy refuses."""
 
 import math
 

@@ -1,13 +1,15 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Error, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.federation import RefusedReply, records
 from flower_ext.federation.arrays import UnsentArray
+from flower_ext.federation.model_checks import shared_arrays
+from flower_ext.federation.replies import read_bytes, read_metrics, read_update
 from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
-from tests.support.replies import reply
+from tests.support.replies import reply, requests_of, training_message
 
 BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
 
@@ -18,7 +20,7 @@ def update(**changes: np.ndarray) -> RecordDict:
 
 
 def read(content: RecordDict | Error, *, trust_models: bool = False) -> records.Update:
-    return records.read_update(reply(content), base=BASE, trust_models=trust_models)
+    return read_update(reply(content), base=BASE, trust_models=trust_models)
 
 
 def test_tensors_survive_the_wire_bit_for_bit():
@@ -98,38 +100,38 @@ def test_whole_models_are_read_as_differences_only_where_the_server_bounds():
 def test_metrics_that_are_not_finite_numbers_are_refused(value):
     content = RecordDict({"metrics": MetricRecord({"accuracy": value})})
     with pytest.raises(RefusedReply, match="expected a finite number"):
-        records.read_metrics(reply(content))
+        read_metrics(reply(content))
 
 
 def test_lists_of_numbers_are_left_out_of_metrics():
     """Flower's strategies average them; a reply is not lost for them."""
     metrics = MetricRecord({"losses": [1.0, float("nan")], "accuracy": 0.5})
-    assert records.read_metrics(reply(RecordDict({"metrics": metrics}))) == {"accuracy": 0.5}
+    assert read_metrics(reply(RecordDict({"metrics": metrics}))) == {"accuracy": 0.5}
 
 
 def test_a_number_of_examples_is_no_list():
     with pytest.raises(RefusedReply, match="num-examples.*expected a finite number"):
-        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": [3]})})))
+        read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": [3]})})))
 
 
 @pytest.mark.parametrize("name", ["bn.running_mean", "bn.num_batches_tracked"])
 def test_running_statistics_may_not_be_shared(name):
     with pytest.raises(UnshareableModel, match="GroupNorm in layer 'bn'"):
-        records.shared_arrays(ArrayRecord({name: Array(np.zeros(2, np.float32))}))
+        shared_arrays(ArrayRecord({name: Array(np.zeros(2, np.float32))}))
 
 
 def test_half_precision_may_not_be_shared_beside_other_types_either():
     kinds = {"wide": np.float64, "single": np.float32, "half": np.float16}
     model = ArrayRecord({name: Array(np.zeros(2, kind)) for name, kind in kinds.items()})
     with pytest.raises(UnshareableModel, match="'half' has dtype float16.*float32 or float64"):
-        records.shared_arrays(model)
+        shared_arrays(model)
     del model["half"]
-    assert list(records.shared_arrays(model)) == ["wide", "single"]
+    assert list(shared_arrays(model)) == ["wide", "single"]
 
 
 def test_integer_arrays_may_not_be_shared():
     with pytest.raises(UnshareableModel, match="'count' has dtype int64"):
-        records.shared_arrays(ArrayRecord({"count": Array(np.zeros(2, np.int64))}))
+        shared_arrays(ArrayRecord({"count": Array(np.zeros(2, np.int64))}))
 
 
 def test_training_settings_survive_the_wire():
@@ -165,34 +167,29 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
 
 def test_bytes_travel_as_an_array_and_are_refused_in_any_other_length_or_type():
     sent = records.to_arrays(records.to_record({"key": records.to_bytes_array(b"\0\x01\xff")}))
-    assert records.read_bytes(sent, "key", 3) == b"\0\x01\xff"
+    assert read_bytes(sent, "key", 3) == b"\0\x01\xff"
     for wrong in (
         {},
         {"key": np.zeros(2, np.uint8)},
         {"key": np.zeros((3, 1), np.uint8)},
         {"key": np.zeros(3, np.int8)},
     ):
-        with pytest.raises(records.RefusedReply, match="'key': expected 3 bytes"):
-            records.read_bytes(wrong, "key", 3)
+        with pytest.raises(RefusedReply, match="'key': expected 3 bytes"):
+            read_bytes(wrong, "key", 3)
 
 
 @pytest.mark.parametrize(
     "error", [OverflowError, MemoryError, RecursionError, IndexError, KeyError]
 )
 def test_whatever_error_a_reply_provokes_refuses_that_reply_alone(error):
-    replies = [reply(update()) for _ in (1, 2)]
-    for node, one in enumerate(replies, start=1):
-        one.metadata.__dict__["_src_node_id"] = node
-    reasons = []
+    requests = requests_of(training_message(1), training_message(2))
+    replies = [Message(update(), reply_to=message) for message in requests.messages]
 
     def read(one):
         if one.metadata.src_node_id == 1:
             raise error("of its bytes")
         return "read"
 
-    accepted = records.accept(
-        replies, asked={0: 1, 1: 2}, server_round=1, read=read, refuse=reasons.append
-    )
-    assert list(accepted) == [(1, "read")]
-    (reason,) = reasons
+    assert list(requests.accepted(replies, read)) == [(1, "read")]
+    (reason,) = requests.clients.refusals
     assert f"node 1: the reply cannot be read: {error.__name__}" in reason

@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_ends_the_run_at_its_round_and_spends_no_more(
     kinds = [entry["kind"] for entry in Ledger.read(tmp_path / "ledger.jsonl")]
     assert kinds.count("reserve") == 2
     assert strategy.refusals == []  # no client is blamed
-    assert strategy.run.checkpoints.newest().round == 1
+    assert strategy.run.checkpoints.newest().values["round"] == 1
     facts = json.loads((run.path / "guarantee.json").read_text(encoding="utf-8"))
     assert facts
 

@@ -12,12 +12,11 @@ from flower_ext.privacy import (
     PrivacyUnit,
     Release,
 )
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from tests.support.guarantees import by_view, client_level
 from tests.support.plans import mechanism, plan
-from tests.support.run_facts import run_facts
+from tests.support.run_facts import run_facts, worst_case
 
 RELEASE = Release(
     sampling=PoissonSampling(100, 0.1),
@@ -28,7 +27,7 @@ RELEASE = Release(
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     guarantees = client_level(
         mechanism(noise_placement=placement), seen, not_covered=["test scores"]
     )
@@ -52,7 +51,7 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     ],
 )
 def test_a_statement_promises_no_more_than_holds(epsilon, delta, said):
-    (claim, *_) = client_level(mechanism(), Participations.worst_case(60, 10))
+    (claim, *_) = client_level(mechanism(), worst_case(60, 10))
     assert said in replace(claim, epsilon=epsilon, delta=delta).statement()
 
 
@@ -64,7 +63,7 @@ def test_unknown_fields_of_a_guarantee_are_refused():
 
 @pytest.mark.parametrize(("delta", "large"), [(0.1, True), (1.1e-3, True), (1e-3, False)])
 def test_a_delta_that_promises_little_is_said_to(delta, large):
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
         said = "is large: with that probability all of one client's data may be revealed"
         assert (said in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
@@ -75,7 +74,7 @@ def test_a_delta_that_promises_little_is_said_to(delta, large):
     [(1e-5, 100_000, True), (9.9e-6, 100_000, False), (1e-4, 100_000, True), (1e-3, 100, False)],
 )
 def test_a_delta_of_one_over_the_units_or_more_is_said_to_be_large(delta, units, large):
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     for guarantee in by_view(mechanism(FullParticipation(100), delta=delta), seen).values():
         said = f"is large for {units} clients" in replace(guarantee, units=units).statement()
         assert said == (large and math.isfinite(guarantee.epsilon))
@@ -84,7 +83,7 @@ def test_a_delta_of_one_over_the_units_or_more_is_said_to_be_large(delta, units,
 
 def test_guarantees_and_releases_survive_json_text():
     by_server = mechanism(noise_placement="server")  # with infinite ε
-    for guarantee in client_level(by_server, Participations.worst_case(10, 10)):
+    for guarantee in client_level(by_server, worst_case(10, 10)):
         text = json.dumps(guarantee.to_dict(), allow_nan=False)
         assert Guarantee.from_dict(json.loads(text)) == guarantee
     assert Release.from_dict(json.loads(json.dumps(RELEASE.to_dict()))) == RELEASE

@@ -78,7 +78,7 @@ def test_rounds_of_all_runs_compose_exactly_and_none_begins_that_exceeds_the_bud
     assert path.read_bytes() == before
 
 
-def test_what_is_known_by_its_epsilon_alone_is_added_up_with_its_delta(path):
+def test_what_is_known_by_its_epsilon_alone_is_total_counts_with_its_delta(path):
     budget = Budget(epsilon=5.0, delta=DELTA, ledger=path)
     for training, epsilon in ((1, 0.5), (2, 0.8), (3, 1.0)):
         charge(path, summed("a", training, epsilon), budget)
@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_is_charged_for_its_further_rounds_alone(path):
         {"relation": NeighboringRelation.REPLACE_ONE, "release": None},
     ],
 )
-def test_another_unit_or_relation_is_refused_rather_than_added_up(path, other):
+def test_another_unit_or_relation_is_refused_rather_than_total_counts(path, other):
     budget = Budget(epsilon=50.0, delta=DELTA, ledger=path)
     charge(path, sampled("a", 1), budget)
     with pytest.raises(DoesNotCompose, match="keep an account for each"):

@@ -8,11 +8,11 @@ import pytest
 
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished
 from tests.support.guarantees import client_level
+from tests.support.run_facts import worst_case
 
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
@@ -246,7 +246,7 @@ def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
 def test_guarantees_that_say_less_than_the_ledger_are_called_out(tmp_path):
     run = finished(tmp_path / "run")
     assert "holds more than this table" not in write_report(run).read_text(encoding="utf-8")
-    run.save_guarantees(client_level(PLAN.mechanism(), Participations.worst_case(2, 10)))
+    run.save_guarantees(client_level(PLAN.mechanism(), worst_case(2, 10)))
     assert "holds more than this table" in write_report(run).read_text(encoding="utf-8")
 
 
@@ -266,7 +266,7 @@ def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privac
 def test_only_a_run_that_accounted_for_all_says_so_where_it_failed(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     run.log(1, epsilon_provable=0.4)
-    run.save_guarantees(client_level(PLAN.mechanism(), Participations.worst_case(1, 10)))
+    run.save_guarantees(client_level(PLAN.mechanism(), worst_case(1, 10)))
     run.log(2)
     run.finish("failed", "disk full")
     write_report(run)

@@ -62,6 +62,10 @@ DP2_FEDSAM = App(
         "noise-multiplier": 0.5,
     },
 )
+DEMO = App(
+    folder=APPS / "demo",
+    small={"clients": 30, "sampling-rate": 0.5, "rounds": 2, "evaluate-every": 1},
+)
 UPCYCLED_FL = App(
     folder=APPS / "upcycled-fl",
     small={

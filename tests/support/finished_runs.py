@@ -1,11 +1,10 @@
 """Directories of finished runs with a ledger, guarantees and metrics."""
 
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.runs import RunDirectory
 from tests.support.guarantees import client_level
-from tests.support.run_facts import run_facts
+from tests.support.run_facts import run_facts, worst_case
 
 PLAN = ReleasePlan(
     sampling=PoissonSampling(100, 0.1),
@@ -24,7 +23,7 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
             with ledger.reserve(PLAN.mechanism().release, round=number) as entry:
                 entry.note(topped_up_stddev=0.1 if number == 2 else 0.0)
         ledger.close()
-        seen = Participations.worst_case(4, 10)
+        seen = worst_case(4, 10)
         guarantees = client_level(PLAN.mechanism(), seen, not_covered=["test scores"])
         run.save_guarantees([theorem2_of_plan(PLAN, run_facts(rounds=4))[0], *guarantees])
     for number in range(1, 5):

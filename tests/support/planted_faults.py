@@ -20,8 +20,8 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms import noise
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms import noise, noised_sum
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import in_cells
 from flower_ext.privacy.mechanisms.updates import total
@@ -87,6 +87,42 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
             self, task, names, clipping_norm=ENORMOUS, **more
         ),
     )
+    return experiment
+
+
+def arrays_clipped_apart(patch, experiment: Experiment) -> Experiment:
+    """Clip each array of an update or of a gradient by itself to the whole norm."""
+    total_clipped, rows_clipped = noised_sum.sum_clipped, silo_training.sum_clipped_rows
+    added = ClippedGradient._add
+
+    def each(clipped, update):
+        parts = {name: clipped({name: array}) for name, array in update.items()}
+        (bounded, *_), values = parts.values(), {n: p.value[n] for n, p in parts.items()}
+        return replace(bounded, value=values)
+
+    def clip_each(update, norm):
+        return each(lambda part: clip(part, norm), update)
+
+    def sum_each(uploads, norm, *, like):
+        uploads = [dict(upload) for upload in uploads]
+        return each(
+            lambda part: total_clipped(
+                [{name: upload[name] for name in part} for upload in uploads], norm, like=part
+            ),
+            like,
+        )
+
+    def rows_each(rows, norm, weights):
+        return each(lambda part: rows_clipped(part, norm, weights), rows)
+
+    def add_each(self, summed, parts, passes):
+        for name, part in parts.items():
+            added(self, summed, {name: part}, passes)
+
+    patch.setattr("flower_ext.privacy.mechanisms.protections.clip", clip_each)
+    patch.setattr(noised_sum, "sum_clipped", sum_each)
+    patch.setattr(silo_training, "sum_clipped_rows", rows_each)
+    patch.setattr(ClippedGradient, "_add", add_each)
     return experiment
 
 
@@ -177,7 +213,7 @@ def empty_round_discarded(patch, experiment: Experiment) -> Experiment:
     close = Round.close
 
     def discarding(self, replies, **options):
-        if not self.cohort.asked:
+        if not self.cohort.partitions:
             self._sum, self.discard_reason = None, "nobody was drawn"
         return close(self, replies, **options)
 
@@ -256,7 +292,7 @@ def noise_reused(patch, experiment: Experiment) -> Experiment:
 
 
 def part_unnoised(patch, experiment: Experiment) -> Experiment:
-    """Leave one number in a hundred without noise."""
+    """Leave the first number of every array without noise."""
     real = NoiseSource.add_gaussian
 
     def noised(self, update, stddev, *, grid=None):

@@ -17,6 +17,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -115,17 +116,21 @@ def _module(file: Path) -> str:
 
 def _importing(module: str) -> set[Path]:
     """Return the test modules that import ``module`` by its own name."""
-    parent, _, name = module.rpartition(".")
-    found = set()
+    return {test for test, names in _imported_names().items() if module in names}
+
+
+@cache
+def _imported_names() -> dict[Path, set[str]]:
+    """Return all names that each test module imports, with those of the modules that hold them."""
+    imported = {}
     for test in (ROOT / "tests").rglob("test_*.py"):
+        names = imported.setdefault(test.relative_to(ROOT), set())
         for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
-            direct = isinstance(node, ast.Import) and any(n.name == module for n in node.names)
-            origin = node.module if isinstance(node, ast.ImportFrom) else None
-            inside = origin == parent and any(n.name == name for n in node.names)
-            if direct or origin == module or inside:
-                found.add(test.relative_to(ROOT))
-                break
-    return found
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imported
 
 
 if __name__ == "__main__":

@@ -12,3 +12,11 @@ def run_facts(uploads=None, *, rounds=0, **facts):
     participations.rounds = rounds
     participations.uploads.update(uploads or {})
     return RunFacts(**{"method": METHOD, "participations": participations, **facts})
+
+
+def worst_case(rounds, cohort_size):
+    """Return the participations of units in every round, in cohorts that all answer."""
+    schedule = Participations()
+    for _ in range(rounds):
+        schedule.record(range(cohort_size), cohort_size)
+    return schedule

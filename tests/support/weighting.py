@@ -8,12 +8,12 @@ import numpy as np
 from gmpy2 import invert, mpz, powmod
 
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
-from flower_ext.secure.weighting.paillier_messages import (
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_settings import (
+    PaillierSettings,
     PaillierSum,
     PaillierWeights,
 )
-from flower_ext.secure.weighting.paillier_server import PaillierServer
-from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 
 KEY_BITS = 512

@@ -8,8 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.privacy import SecureNoise
-from flower_ext.training import LocalTraining, StepNoise
-from flower_ext.training.dp.dp_sgd import ClippedJob, train_clipped_steps
+from flower_ext.training import Job, LocalTraining, StepNoise, train
 from tests.support.jobs import problem, train_one
 
 ONE_STEP = LocalTraining(epochs=1, batch_size=20, learning_rate=0.1)
@@ -68,12 +67,12 @@ def test_the_loop_takes_the_plain_step(model, trained):
 def test_dp_sgd_takes_the_plain_step_where_nothing_is_clipped_or_noised(model, trained):
     params = problem(model).initial_params(0)
     noise = StepNoise(clipping_norm=1e6, stddev=0.0, source=SecureNoise())
-    job = ClippedJob(
+    job = Job(
         params=params,
         examples=images(),
         training=ONE_STEP,
         generator=torch.Generator(),
         noise=noise,
     )
-    found = train_clipped_steps(problem(model), job, trained)
+    found = train(problem(model), job, trained=trained)
     torch.testing.assert_close(found, one_step(model, params, trained), rtol=1e-4, atol=1e-5)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layers import ALIKE, KINDS, WAYS
 from tests.support.grids import grid
+from tests.support.layer_kinds import ALIKE, KINDS, WAYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layers.md").read_text(encoding="utf-8")
 DAILY = {
@@ -26,11 +26,12 @@ DAILY = {
 
 def documented(kind, way):
     """Return the cell of the page; for a refusal, its words."""
-    header, row = (
+    header, *rows = (
         [cell.strip() for cell in line.strip("|\n").split(" | ")]
         for line in PAGE.splitlines()
-        if line.startswith(("| layer ", f"| {kind} | "))
+        if line.startswith("| ")
     )
+    (row,) = (row for row in rows if kind in row[0].split("; "))
     told = row[header.index(way)]
     if numbered := re.fullmatch(r"refused \((\d+)\)", told):
         return re.search(rf"^{numbered[1]}\. (.*)$", PAGE, re.MULTILINE)[1]
@@ -44,4 +45,5 @@ def documented(kind, way):
 def test_a_layer_is_as_in_pytorch_or_refused_in_words_and_the_page_says_which(kind, way):
     cell = WAYS[way](KINDS[kind])
     assert cell.off <= ALIKE
-    assert documented(kind, way) == cell.how, "run python -m benchmarks.layers docs/layers.md"
+    how = "run python -m tests.support.layer_kinds docs/layers.md"
+    assert documented(kind, way) == cell.how, how

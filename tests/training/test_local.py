@@ -18,7 +18,8 @@ from flower_ext.training import (
     evaluate,
     minimise,
 )
-from flower_ext.training.local import batches, perturbation
+from flower_ext.training.job import batches
+from flower_ext.training.local import perturbation
 from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.problem import Linear, LocalProblem
 from tests.support.jobs import train_many, train_one

@@ -24,7 +24,7 @@ from flower_ext.training import (
     train_dp_sgd,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import batches
+from flower_ext.training.job import batches
 from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
 from tests.support.jobs import train_many, train_one

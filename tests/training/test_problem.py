@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, Task
-from flower_ext.training.local import batch_rows, batches
+from flower_ext.training.job import batch_rows, batches
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.seeding import seeded

@@ -9,7 +9,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import LocalResult
 from flower_ext.training import Job, LocalTraining, Task, difference
 from flower_ext.training.params import is_finite
-from flower_ext.training.side_by_side import local_training, side_by_side
+from flower_ext.training.side_by_side import Training, side_by_side
 
 PLAIN = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
 
@@ -31,8 +31,8 @@ def job(seed: int, *, broken: bool = False) -> Job:
 
 
 def run(own: Job):
-    model = yield local_training(task(), own, lambda name: True)
-    return (yield local_training(task(), replace(own, params=model), lambda name: True))
+    model = yield Training(task=task(), job=own, trained=lambda name: True)
+    return (yield Training(task=task(), job=replace(own, params=model), trained=lambda name: True))
 
 
 def test_an_error_is_of_its_own_run_and_all_others_end_as_alone():
@@ -59,11 +59,11 @@ def test_a_run_without_a_training_is_finished_before_the_next_one_is_made():
 
 
 def test_a_training_that_nobody_waits_for_is_refused_in_place_of_a_model():
-    waiting = local_training(task(), job(1), lambda name: True)
+    waiting = Training(task=task(), job=job(1), trained=lambda name: True)
     with pytest.raises(ValueError, match=r"model = yield work\.train"):
         LocalResult(model=waiting)
     with pytest.raises(ValueError, match=r"model = yield work\.train"):
-        local_training(task(), replace(job(1), params=waiting), lambda name: True)
+        Training(task=task(), job=replace(job(1), params=waiting), trained=lambda name: True)
 
 
 def test_the_difference_of_other_parts_of_a_model_says_which_are_missing():

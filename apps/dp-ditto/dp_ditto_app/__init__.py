@@ -1,1 +1,1 @@
-"""DP-Ditto and its rivals as one Flower app."""
+"""DP-Ditto and its baselines as one Flower app."""

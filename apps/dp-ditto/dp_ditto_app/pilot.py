@@ -11,9 +11,8 @@ from dp_ditto_app.loss_constants import LossConstants, estimate_constants
 from flower_ext.checks import require_positive
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.local import gradient
 from flower_ext.training.params import Params
-from flower_ext.training.problem import LocalProblem, local_problem
+from flower_ext.training.problem import LocalProblem, gradient, local_problem
 from flower_ext.training.task import Task
 
 _LARGEST = 2**28

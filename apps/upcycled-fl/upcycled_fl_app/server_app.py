@@ -5,13 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
-from flower_ext.algorithms.upcycled import (
-    Coefficient,
-    Constant,
-    Decaying,
-    half_lambda,
-    proximal_ratio,
-)
+from flower_ext.algorithms.upcycled import Coefficient, Decaying, proximal_ratio
 from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured
 from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
 from flower_ext.runs import RunDirectory
@@ -39,16 +33,16 @@ def main(grid: Grid, context: Context) -> None:
     configured.start(grid, context, Settings, task, strategy, facts=facts)
 
 
-def coefficient_of(settings: Settings) -> Coefficient:
+def coefficient_of(settings: Settings) -> float | Coefficient:
     """Return the coefficient of the schedule that the settings name."""
     value, weight = settings.coefficient, local_training(settings).proximal_weight
     match settings.schedule:
         case "constant":
-            return Constant(value)
+            return value
         case "decaying":
             return Decaying(value)
         case "half-lambda":
-            return half_lambda(value)
+            return value / 2
         case "proximal-ratio":
             return proximal_ratio(proximal_weight=weight, penalty=value)
 

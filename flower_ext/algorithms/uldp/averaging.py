@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from logging import getLogger
 
 import numpy as np
@@ -42,7 +41,6 @@ from flower_ext.algorithms.uldp.weights import (
     ask_silos,
     check_weighting,
     check_weights,
-    counts_of,
     owned,
     read_weights,
     user_weights,
@@ -93,9 +91,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     data = owned(work.data, num_users)
     total: WeightedTotal | silo_part.SiloPart
     if WEIGHTED in work.state:  # the protocol of a weighted sum weighs each user
-        part = silo_part.open_part(
-            work.state, work.vault, number=work.round, users=num_users, clipping_norm=bound
-        )
+        part = silo_part.open_part(work, users=num_users, clipping_norm=bound)
         if part is None:
             lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
             return LocalResult(update=lost)
@@ -110,16 +106,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 def answer(question: Question) -> Mapping[str, object]:
     """Answer a question before a round: take a step of a weighted sum, or describe this silo."""
-    if STEP not in question.asked:
-        return answer_server(question)
-    return silo_part.answer(
-        str(question.asked[STEP]),
-        question.arrays,
-        question.vault,
-        silo=question.partition,
-        may_simulate=question.may_simulate,
-        counts=partial(counts_of, question.data),
-    )
+    if STEP in question.values:
+        return silo_part.answer(question)
+    return answer_server(question)
 
 
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:

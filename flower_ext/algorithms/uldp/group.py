@@ -170,7 +170,7 @@ class UldpGroup(Method):
         """Send each silo the number of records of each user that it may use."""
         limits = state.server[LIMITS][LIMITS]
         requests = {
-            silo: {LIMITS: records.to_record({LIMITS: limits[silo]})} for silo in cohort.asked
+            silo: {LIMITS: records.to_record({LIMITS: limits[silo]})} for silo in cohort.partitions
         }
         return replace(cohort, requests=requests)
 

@@ -7,19 +7,22 @@ stored state, and stores its outcome before anything leaves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from flower_ext.algorithms.uldp.weights import owned
+from flower_ext.data import ClientData
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
-from flower_ext.federation import HiddenSum, records
+from flower_ext.federation import ClientWork, HiddenSum, Question, records
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTED, WEIGHTS, cores
+from flower_ext.federation.sums.weighted import LOST, STEP, SUM, WEIGHTED, WEIGHTS, cores
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.secure.weighting.agreement import BEGIN
 from flower_ext.secure.weighting.protocol import protocol_of
@@ -34,73 +37,72 @@ LOST_KEYS: Arrays = {LOST: np.zeros(1, dtype=np.uint8)}
 """A silo's reply to a training message if it has lost its keys."""
 
 
-def answer(
-    step: str,
-    arrays: Mapping[str, Arrays],
-    vault: ClientVault,
-    *,
-    silo: int,
-    may_simulate: bool,
-    counts: Callable[[int, int], Sequence[int]],
-) -> Arrays:
+def answer(question: Question) -> Arrays:
     """Take this silo's part of the set-up, or of a secret draw: one step per message.
-
-    Parameters
-    ----------
-    step : str
-        Value of the question's `STEP`.
-    arrays : Mapping[str, Arrays]
-        Records of the question.
-    silo : int
-        Number of this silo.
-    may_simulate : bool
-        True if this client accepts keys that protect nobody.
-    counts : Callable[[int, int], Sequence[int]]
-        Returns the records of each user in this silo, for a number of users, up to a limit.
 
     Raises
     ------
     ProtocolError
         The step is out of order or repeated.
     InvalidValue
-        The server's message is malformed.
+        The server's message is malformed, or the data have no owners.
     """
+    step = str(question.values[STEP])
     with _protocol_errors():
-        if WEIGHTED not in arrays or step not in arrays[WEIGHTED]:
+        silo = stored_silo(question.vault)
+        if step not in question.arrays.get(WEIGHTED, {}):
             raise ProtocolError(f"step={step!r}: expected a message of that name")
-        question, party = arrays[WEIGHTED][step].tobytes(), stored_silo(vault)
+        message = question.arrays[WEIGHTED][step].tobytes()
         if step == BEGIN:
-            party = _begin(question, vault, silo, party, may_simulate=may_simulate)
-        if party is None:
+            silo = _begin(question, message, silo)
+        if silo is None:
             raise ProtocolError(
-                f"silo {silo} has no keys of this run: name a state-folder in its node config, so "
-                "that keys outlive the SuperNode, and start the run anew"
+                f"silo {question.partition} has no keys of this run: name a state-folder in its "
+                "node config, so that keys outlive the SuperNode, and start the run anew"
             )
-        users = party.settings.users
-        reply = party.answer(step, question, lambda most: counts(users, most))
+        counts = partial(counts_of, question.data, silo.settings.users)
+        reply = silo.answer(step, message, counts)
     return {step: records.to_bytes_array(reply)} if reply else {}
 
 
 def _begin(
-    question: bytes,
-    vault: ClientVault,
-    silo: int,
-    before: SiloParty[Any, Any] | None,
-    *,
-    may_simulate: bool,
+    question: Question, message: bytes, before: SiloParty[Any, Any] | None
 ) -> SiloParty[Any, Any]:
     """Return a silo with fresh keys, of the protocol whose settings the server sent."""
     with knowing_no_data():
-        kind = protocol_of(question).silo_type
-        settings = kind.settings_type.from_bytes(question)
+        kind = protocol_of(message).silo_type
+        settings = kind.settings_type.from_bytes(message)
         if before is not None and before.settings.run == settings.run:
             raise ProtocolError("the set-up of this run began before: expected a new run")
-        if settings.insecurity and not may_simulate:
+        if settings.insecurity and not question.may_simulate:
             raise PermissionError(
                 f"the server asks for {settings.insecurity}: this client takes part only in "
                 "simulation (client_app(..., allow_seeded_noise=True))"
             )
-        return kind(settings, silo, save=vault.store, workers=cores())
+        return kind(settings, question.partition, save=question.vault.store, workers=cores())
+
+
+def counts_of(data: ClientData, users: int, most: int) -> list[int]:
+    """Return the number of records of each user in this silo, ``most`` for a user with more.
+
+    Refusing such a user would tell everybody that this silo has one. The weights of a user still
+    sum to one.
+
+    Raises
+    ------
+    ValueError
+        The data have no owners, or an owner is out of range.
+    """
+    counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
+    if above := int((counts > most).sum()):
+        log.warning(
+            "%d users have more records in this silo than the %d that the settings allow, and "
+            "weigh as if they had %d: agree with the other silos on larger limits",
+            above,
+            most,
+            most,
+        )
+    return [int(count) for count in counts.clamp(max=most)]
 
 
 def stored_silo(vault: ClientVault) -> SiloParty[Any, Any] | None:
@@ -120,30 +122,22 @@ def _protocol_errors() -> Iterator[None]:
         raise tellable(error) from None
 
 
-def open_part(
-    arrays: Mapping[str, Any], vault: ClientVault, *, number: int, users: int, clipping_norm: float
-) -> SiloPart | None:
-    """Begin this silo's part of round ``number``; return None if it has lost its keys.
-
-    Parameters
-    ----------
-    arrays : Mapping[str, Mapping[str, tensor]]
-        Records of the training message.
-    users : int
-        Number of users of the run.
+def open_part(work: ClientWork, *, users: int, clipping_norm: float) -> SiloPart | None:
+    """Begin this silo's part of a round among ``users``; return None if it has lost its keys.
 
     Raises
     ------
     ProtocolError
         The round was used before, or has other users than the set-up.
     """
-    if (silo := stored_silo(vault)) is None:
+    if (silo := stored_silo(work.vault)) is None:
         return None
     with _protocol_errors():
         if users != silo.settings.users:
             raise ProtocolError(f"{users} users: expected {silo.settings.users}")
-        weights = np.asarray(arrays[WEIGHTED][WEIGHTS]).tobytes()
-        return SiloPart(silo, number, partial(silo.open_sum, number, weights), clipping_norm)
+        weights = np.asarray(work.state[WEIGHTED][WEIGHTS]).tobytes()
+        begin = partial(silo.open_sum, work.round, weights)
+        return SiloPart(silo, work.round, begin, clipping_norm)
 
 
 class SiloPart:
@@ -171,7 +165,7 @@ class SiloPart:
         clipping_norm: float,
     ) -> None:
         self._silo, self._number, self._begin, self._norm = silo, number, begin, clipping_norm
-        self._sum = begin()
+        self._sum, self._counted = begin(), frozenset(silo.counted)
         self._error: Exception | None = None
         self._started, self._seconds = time.monotonic(), 0.0
 
@@ -188,10 +182,9 @@ class SiloPart:
         """
         started = time.monotonic()
         clipped = zip(users, flat_rows_of(clip_each_row(rows, self._norm)), strict=True)
-        counted = self._silo.counted
         try:
             if self._error is None:
-                self._sum.add({user: update for user, update in clipped if user in counted})
+                self._sum.add({user: update for user, update in clipped if user in self._counted})
         except Exception as error:
             self._error = error
         self._seconds += time.monotonic() - started

@@ -162,10 +162,10 @@ def users_updates(
             for row, index in enumerate(group):
                 by_silo[chosen[index][0]].append(row)
             for silo, members in by_silo.items():
-                own_rows = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
+                silo_rows = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
                 updates = {
-                    name: own_rows[name].sub_(received)
-                    if name in own_rows
+                    name: silo_rows[name].sub_(received)
+                    if name in silo_rows
                     else received.new_zeros((len(members), *received.shape))  # a buffer
                     for name, received in jobs[silo].params.items()
                 }

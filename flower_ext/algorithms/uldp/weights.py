@@ -16,7 +16,6 @@ weights that it sends to the silos in every round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from logging import getLogger
 from typing import get_args
 
 import numpy as np
@@ -26,10 +25,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
+from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_apart
-
-log = getLogger("flwr")
 
 USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
@@ -168,38 +166,15 @@ def answer_server(question: Question) -> Params:
 
     Users' numbers of records leave the silo only if the server asks for them.
     """
-    num_users, examples = int(question.asked[USERS]), question.data.train
+    num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
     apart = len(examples) > 0 and any(
         trains_apart(question.task, examples, training) for training in question.training.values()
     )
     answer = {ONE_BY_ONE: torch.tensor(int(apart))}
-    if question.asked[HISTOGRAM]:
+    if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
     return answer
-
-
-def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return the number of records of each user in this silo, ``most`` for a user with more.
-
-    Refusing such a user would tell everybody that this silo has one. The weights of a user still
-    sum to one.
-
-    Raises
-    ------
-    ValueError
-        The data have no owners, or an owner is out of range.
-    """
-    counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
-    if above := int((counts > most).sum()):
-        log.warning(
-            "%d users have more records in this silo than the %d that the settings allow, and "
-            "weigh as if they had %d: agree with the other silos on larger limits",
-            above,
-            most,
-            most,
-        )
-    return [int(count) for count in counts.clamp(max=most)]
 
 
 def ask_silos(
@@ -241,10 +216,12 @@ def ask_silos(
 
 
 def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
-    arrays = records.read_answer(reply)
+    arrays = read_answer(reply)
     expected = {ONE_BY_ONE, HISTOGRAM} if num_users else {ONE_BY_ONE}
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
+    if arrays[ONE_BY_ONE].dtype.kind not in "biu":
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a truth value")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

@@ -6,18 +6,14 @@ Computation" (TMLR 2024).
 
 from flower_ext.algorithms.upcycled.coefficients import (
     Coefficient,
-    Constant,
     Decaying,
-    half_lambda,
     proximal_ratio,
 )
 from flower_ext.algorithms.upcycled.wrapper import Upcycled
 
 __all__ = [
     "Coefficient",
-    "Constant",
     "Decaying",
     "Upcycled",
-    "half_lambda",
     "proximal_ratio",
 ]

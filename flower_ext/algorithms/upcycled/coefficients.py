@@ -1,13 +1,14 @@
 """The coefficient c_m of the m-th even round: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²).
 
-The paper writes one free coefficient in two ways; its theory is about `proximal_ratio`.
+The paper writes one free coefficient in two ways; its theory is about `proximal_ratio`. A number
+stands for the same coefficient in every even round; with 0, an even round repeats the model.
 
 ====================  ==================================  ================================
 coefficient           c_m                                 source
 ====================  ==================================  ================================
-``Constant(c)``       c                                   the experiments' tuned parameter
+a number c            c                                   the experiments' tuned parameter
 ``proximal_ratio``    μ / (μ + λ)                         Eq. 6
-``half_lambda``       λ / 2                               Algorithm 1, line 6
+a number λ / 2        λ / 2                               Algorithm 1, line 6
 ``Decaying(c)``       c / √m, i.e. λ_m = μ (√m / c − 1)   Corollary 5.8: increasing λ_m
 ====================  ==================================  ================================
 """
@@ -25,20 +26,6 @@ Coefficient = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Constant:
-    """The same coefficient in every even round; with 0, an even round repeats the model."""
-
-    value: float
-
-    def __post_init__(self) -> None:
-        require_not_negative("coefficient", self.value)
-
-    def __call__(self, m: int) -> float:
-        """Return c for every m."""
-        return self.value
-
-
-@dataclass(frozen=True)
 class Decaying:
     """c / √m: the increasing penalties under which Corollary 5.8's rate O(1/√M) holds."""
 
@@ -52,14 +39,8 @@ class Decaying:
         return self.first / math.sqrt(m)
 
 
-def proximal_ratio(*, proximal_weight: float, penalty: float) -> Constant:
+def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
     """Return μ / (μ + λ): the extrapolation that FedProx's first-order condition gives (Eq. 6)."""
     require_positive("proximal_weight", proximal_weight)
     require_not_negative("penalty", penalty)
-    return Constant(proximal_weight / (proximal_weight + penalty))
-
-
-def half_lambda(penalty: float) -> Constant:
-    """Return λ / 2, as Algorithm 1 prints it."""
-    require_not_negative("penalty", penalty)
-    return Constant(penalty / 2)
+    return proximal_weight / (proximal_weight + penalty)

@@ -18,7 +18,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
-from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
+from flower_ext.algorithms.upcycled.coefficients import Coefficient
+from flower_ext.checks import require_not_negative
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
@@ -75,9 +76,9 @@ class Upcycled(Strategy):
         self.base = base
         if not callable(coefficient) and not isinstance(coefficient, int | float):
             raise TypeError(f"coefficient={coefficient!r}: expected a number or a function of m")
-        self.coefficient: Coefficient = (
-            coefficient if callable(coefficient) else Constant(coefficient)
-        )
+        if not callable(coefficient):
+            require_not_negative("coefficient", coefficient)
+        self.coefficient = coefficient
         self._before: Arrays = {}
         self._after: Arrays = {}
         # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.
@@ -119,7 +120,9 @@ class Upcycled(Strategy):
             # Some of Flower's strategies read the replies twice.
             kept = replies if isinstance(self.base, FederatedStrategy) else list(replies)
             return self._base_aggregate(self._base_round(server_round), kept)
-        coefficient = self.coefficient(server_round // 2)
+        coefficient = self.coefficient
+        if callable(coefficient):
+            coefficient = coefficient(server_round // 2)
         if not 0 <= coefficient < float("inf"):
             raise InvalidValue(
                 f"coefficient({server_round // 2})={coefficient!r}: expected a finite number >= 0"

@@ -114,7 +114,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
         task=task,
         data=data_of(task, partition, hidden=True),
         partition=partition,
-        asked=dict(content.config_records[records.QUESTION]),
+        values=dict(content.config_records[records.QUESTION]),
         arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
         training=records.read_trainings(content),
         vault=ClientVault(context, side.method.name),

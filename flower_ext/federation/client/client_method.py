@@ -20,7 +20,7 @@ from flower_ext.federation.client.protecting import Contribution
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, difference
-from flower_ext.training.side_by_side import Steps, Training, check_yielded, local_training
+from flower_ext.training.side_by_side import Steps, Training, check_yielded
 
 
 @dataclass(kw_only=True)  # a frozen class would take six times as long to make
@@ -100,9 +100,9 @@ class ClientWork:
             training=self.training[phase],
             generator=self.generator,
             terms=[*self.terms, *terms],
+            noise=self.step_noise.get(phase),
         )
-        noise = self.step_noise.get(phase)
-        return local_training(self.task, job, trained, noise=noise, steady=self.steady)
+        return Training(task=self.task, job=job, trained=trained, steady=self.steady)
 
 
 @dataclass(kw_only=True)
@@ -169,7 +169,7 @@ class LocalResult:
 class Question:
     """A question of the server beside the rounds, and the data to answer it with.
 
-    ``asked`` has the plain values of the question, ``arrays`` the server's array records by name,
+    ``values`` has the plain values of the question, ``arrays`` the server's array records by name,
     ``training`` the phases of training that it describes. ``may_simulate`` is True if this client
     accepts what protects nobody (see `NodePolicy`).
     """
@@ -177,7 +177,7 @@ class Question:
     task: Task
     data: ClientData
     partition: int
-    asked: Mapping[str, Any]
+    values: Mapping[str, Any]
     arrays: Mapping[str, records.Arrays]
     training: Mapping[str, LocalTraining]
     vault: ClientVault

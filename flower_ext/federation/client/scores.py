@@ -11,6 +11,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.failures import each
+from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.training import Params, evaluate_each
 
 log = getLogger("flwr")
@@ -59,7 +60,7 @@ def _scores(
 def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
     """Return the reply with a client's finite scores and its number of test examples."""
     # A score may be undefined for these examples; the server would refuse the others with it.
-    finite = {n: v for n, v in scores.items() if abs(v) <= records.LARGEST_VALUE}
+    finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
         log.warning("the scores %s of a client are not finite, so they are left out", lacking)
     finite["num-examples"] = float(len(work.data.test))

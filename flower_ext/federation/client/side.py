@@ -55,16 +55,16 @@ from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked
-from flower_ext.federation.uploads import Update, content_of
+from flower_ext.federation.uploads import Update
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import MEMORY_LIMIT, Params, Task, difference
+from flower_ext.training.between_trainings import refuse_state_between_trainings
 from flower_ext.training.isolation import attempted
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
-from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 
 
 class Turn(NamedTuple):
@@ -91,7 +91,7 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
         alone: bool = False,
-    ) -> list[RecordDict | Update | Exception]:
+    ) -> list[Update | Exception]:
         """Train, protect, store memory and reply, in this order, so an error changes no memory.
 
         An error replaces the reply of its client only. ``alone`` means that the node trains no
@@ -106,7 +106,7 @@ class ClientSide:
                 return unmoved_by_errors(self.method.local_update, turn.work, protection)
             return self.method.local_update(turn.work)
 
-        def finish(index: int, result: LocalResult) -> RecordDict | Update:
+        def finish(index: int, result: LocalResult) -> Update:
             turn = turns[index]
             assert isinstance(turn, Turn)
             return self._finished(turn, result)
@@ -172,23 +172,18 @@ class ClientSide:
             _go_back(memory, request.facts["remembered"])
         return memory.load(before=request.round + (request.kind == "evaluate"))
 
-    def _finished(self, turn: Turn, result: LocalResult) -> RecordDict | Update:
+    def _finished(self, turn: Turn, result: LocalResult) -> Update:
         """Protect the client's update and store its memory, then return its reply."""
         request, protection = turn.request, turn.request.protection
         contribution, update = self._protected(turn, result)
-        metrics = _metrics(turn, result, contribution)
-        reply: RecordDict | Update
+        metrics, sent = _metrics(turn, result, contribution), arrays_of(update)
         if isinstance(protection, ClipToCells):
             of_sum = arrays_of(request.state[records.SECURE_SUM])
-            cells = arrays_of(update)
+            update = {name: value * protection.cell for name, value in sent.items()}
             # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
-            sealed = masked.seal(cells, of_sum, turn.context, self.method.name)
-            reply = content_of(sealed, metrics)
-            update = {name: value * protection.cell for name, value in cells.items()}
-        else:
-            reply = Update(arrays_of(update), metrics)
+            sent = masked.seal(sent, of_sum, turn.context, self.method.name)
         self._store_memory(turn, result, update)
-        return reply
+        return Update(sent, metrics)
 
     def _protected(self, turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
         """Return the client's update before and after its protection."""

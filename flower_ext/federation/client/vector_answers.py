@@ -104,7 +104,8 @@ def masked_vector(
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
     whole = {name: np.asarray(array) for name, array in cells.items()}
-    return RecordDict({records.UPDATE: masked.seal(whole, of_sum, context, method)})
+    sealed = masked.seal(whole, of_sum, context, method)
+    return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 
 def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -23,52 +23,15 @@ from uuid import uuid4
 
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.files import append_line, sync_to_disk, whole_lines, write_whole
 
 log = getLogger("flwr")
 
-FOLDER, ASKED, MODEL = "checkpoints", "asked.jsonl", "model"
-_METHOD = "method."
-"""Prefix of the names of a method's arrays on the server."""
+FOLDER, ASKED = "checkpoints", "asked.jsonl"
 _KEPT = 2
 QUERY = "query"
 """Name in ``asked.jsonl`` of a query beside the rounds."""
-
-
-@dataclass(kw_only=True)
-class RunState:
-    """The whole state of a run between two rounds.
-
-    Parameters
-    ----------
-    round : int
-        Number of the last finished round; 0 before the first.
-    model : Mapping[str, array]
-        The part of the model that clients share.
-    participations : Participations
-        Counts of the units whose data the rounds so far used.
-    num_examples : Mapping[int, int]
-        Numbers of examples by partition, as far as clients reported them.
-    client_metrics : Mapping[int, Mapping[str, float]]
-        Newest scores by partition.
-    remembered : Mapping[int, int]
-        By partition, the last training round that the client answered, and so remembers.
-    refusals : Sequence[str]
-        Replies that the server refused, with the reasons.
-    method : Mapping[str, Mapping[str, array]]
-        The method's state on the server, in named groups.
-    """
-
-    round: int = 0
-    model: Arrays = field(default_factory=dict)
-    participations: Participations = field(default_factory=Participations)
-    num_examples: Mapping[int, int] = field(default_factory=dict)
-    client_metrics: Mapping[int, dict[str, float]] = field(default_factory=dict)
-    remembered: Mapping[int, int] = field(default_factory=dict)
-    refusals: Sequence[str] = ()
-    method: Mapping[str, Arrays] = field(default_factory=dict)
 
 
 @dataclass
@@ -143,7 +106,7 @@ class Checkpoints:
             self._note(training=self.open.training, answered=number)
             self.open = None  # from here on the strategy counts the round
 
-    def save(self, state: RunState) -> None:
+    def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
         """Write the state after a round, and keep the checkpoint before it.
 
         Raises
@@ -153,16 +116,14 @@ class Checkpoints:
         """
         if self.run is None:
             return
-        groups = {_METHOD + group: members for group, members in state.method.items()}
-        packed = pack(_facts_of(state), {MODEL: state.model, **groups})
         if not self.repeats and self.run.metrics_path.exists():
             sync_to_disk(self.run.metrics_path)
         folder = self._folder()
-        write_whole(folder / f"{state.round}.checkpoint", packed, sync=not self.repeats)
+        write_whole(folder / f"{round}.checkpoint", pack(values, groups), sync=not self.repeats)
         for old in self._rounds()[:-_KEPT]:
             (folder / f"{old}.checkpoint").unlink()
 
-    def newest(self) -> RunState | None:
+    def newest(self) -> Packed | None:
         """Read the newest intact checkpoint; return None if there never was one.
 
         Raises
@@ -174,12 +135,10 @@ class Checkpoints:
         for number in reversed(self._rounds()):
             file = self._folder() / f"{number}.checkpoint"
             try:
-                packed = unpack(file.read_bytes())
+                return unpack(file.read_bytes())
             except Damaged as error:
                 damage.append(f"{file}: {error}")
                 log.warning("%s; the run continues from the checkpoint before it", damage[-1])
-            else:
-                return _state_of(packed)
         if damage:
             raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
         return None
@@ -230,32 +189,3 @@ class Checkpoints:
     def _note(self, **facts: Any) -> None:
         if self.run is not None and not self.repeats:
             append_line(self._folder() / ASKED, json.dumps(facts).encode())
-
-
-def _facts_of(state: RunState) -> dict[str, Any]:
-    return {
-        "round": state.round,
-        "participations": state.participations.to_dict(),
-        "num_examples": list(state.num_examples.items()),
-        "client_metrics": list(state.client_metrics.items()),
-        "remembered": list(state.remembered.items()),
-        "refusals": list(state.refusals),
-    }
-
-
-def _state_of(packed: Packed) -> RunState:
-    facts, arrays = packed.facts, dict(packed.arrays)
-    return RunState(
-        round=int(facts["round"]),
-        model=arrays.pop(MODEL),
-        participations=Participations.from_dict(facts["participations"]),
-        num_examples=dict(facts["num_examples"]),
-        client_metrics=dict(facts["client_metrics"]),
-        remembered=dict(facts["remembered"]),
-        refusals=facts["refusals"],
-        method={
-            name.removeprefix(_METHOD): group
-            for name, group in arrays.items()
-            if name.startswith(_METHOD)
-        },
-    )

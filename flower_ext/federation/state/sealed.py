@@ -1,4 +1,4 @@
-"""Pack arrays and facts into bytes with a checksum, which shows torn or altered files."""
+"""Pack arrays and plain values into bytes with a checksum, which shows torn or altered files."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Damaged(InvalidValue):
 
 @dataclass(frozen=True)
 class Packed:
-    """Plain facts, and arrays by group and name, in their original order."""
+    """Plain values, and arrays by group and name, in their original order."""
 
-    facts: dict[str, Any]
+    values: dict[str, Any]
     arrays: dict[str, Arrays]
 
 
-def pack(facts: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
-    """Return JSON-compatible facts and groups of arrays as bytes with a checksum."""
+def pack(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
+    """Return JSON-compatible values and groups of arrays as bytes with a checksum."""
     groups = {group: list(members) for group, members in arrays.items()}
     every = [array for members in arrays.values() for array in members.values()]
     body = save(
         {str(number): np.asarray(array, order="C") for number, array in enumerate(every)},
-        {"facts": json.dumps(dict(facts)), "groups": json.dumps(groups)},
+        {"values": json.dumps(dict(values)), "groups": json.dumps(groups)},
     )
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
 def unpack(content: bytes) -> Packed:
-    """Return the facts and arrays of packed bytes; the inverse of `pack`.
+    """Return the values and arrays of packed bytes; the inverse of `pack`.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def unpack(content: bytes) -> Packed:
         group: {name: arrays[str(next(numbers))] for name in names}
         for group, names in json.loads(header["groups"]).items()
     }
-    return Packed(json.loads(header["facts"]), groups)
+    return Packed(json.loads(header["values"]), groups)
 
 
 def _digest(body: bytes) -> bytes:

@@ -35,7 +35,9 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
+from flower_ext.federation.arrays import Arrays, flattened, shaped
 from flower_ext.federation.failures import printable
+from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import (
     Opening,
@@ -44,7 +46,6 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
-    shaped,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
@@ -106,7 +107,7 @@ class OpenMaskedSum(OpenSum):
     def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
         self._clients = opening.clients
-        self._partitions = list(opening.cohort.asked)
+        self._partitions = list(opening.cohort.partitions)
         self.parameters = parameters = mechanism.sum_parameters
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
@@ -130,7 +131,7 @@ class OpenMaskedSum(OpenSum):
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         ready = sorted(self._partitions[member] for member in self._deliveries)
-        self.cohort = replace(opening.cohort, asked=ready)
+        self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return the least number of answers, and the least number of honest ones among them.
@@ -147,7 +148,7 @@ class OpenMaskedSum(OpenSum):
 
     def read(self, reply: Message) -> SealedUpdate:
         """Read a masked contribution; raise `RefusedReply` for anything else."""
-        metrics = records.read_metrics(reply)
+        metrics = read_metrics(reply)
         message = self._read(reply, MaskedInput, records.UPDATE)
         return SealedUpdate({}, metrics, message)
 
@@ -170,7 +171,7 @@ class OpenMaskedSum(OpenSum):
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         finally:
-            self._report_bad_shares()
+            self._report_faults()
         signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
         return self._mechanism.aggregate_sum(
             shaped(signed.astype(np.int64), self._opening.like),
@@ -187,23 +188,19 @@ class OpenMaskedSum(OpenSum):
         return server.deliveries()
 
     def _ask(
-        self, stage: str, requests: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
+        self, stage: str, content: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
     ) -> list[T]:
         """Send members the messages of a stage, and return the accepted answers."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, request.to_bytes())}
-            for member, request in requests.items()
+            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
+            for member, message in content.items()
         }
-        number = self._opening.server_round
-        messages = self._clients.messages("query", contents, number)
-        answers = self._clients.accepted(
-            "query",
-            number,
-            self._clients.replies(messages),
-            sorted(contents),
+        requests = self._clients.request("query", contents, self._opening.server_round)
+        answers = requests.accepted(
+            self._clients.replies(requests.messages),
             lambda reply: self._read(reply, kind, records.ANSWER),
         )
-        return list(answers.values())
+        return [answer for _, answer in answers]
 
     def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
         for message in messages:
@@ -213,45 +210,33 @@ class OpenMaskedSum(OpenSum):
                 self._refuse(f"client {self._partitions[message.member]}: {error}")
 
     def _read(self, reply: Message, kind: type[T], record: str) -> T:
-        arrays = records.read_answer(reply, record)
+        arrays = read_answer(reply, record)
         if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
-            raise records.RefusedReply(
+            raise RefusedReply(
                 f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
             )
         message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
         partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
-            raise records.RefusedReply(
+            raise RefusedReply(
                 f"member={message.member}: expected {self._members[partition]}, the number of the "
                 "client that sent the message"
             )
         return message
 
-    def _report_bad_shares(self) -> None:
+    def _report_faults(self) -> None:
         """Name the clients whose shares could not be opened, or did not fit the others."""
-        for owner, holders in sorted(self._server.unopened.items()):
-            self._refuse(
-                f"client {self._partitions[owner]}: its sealed shares could not be opened by "
-                f"{self._named(holders)}"
-            )
-        for sender, owners in sorted(self._server.wrong.items()):
-            self._refuse(
-                f"client {self._partitions[sender]}: it revealed wrong shares of the secrets of "
-                f"{self._named(owners)}, unless these dealt them wrongly"
-            )
-
-        for owner in self._server.unfit:
-            self._refuse(
-                f"client {self._partitions[owner]}: no secret fits both its shares and what it "
-                "published, so the round is discarded"
-            )
-
-    def _named(self, members: Iterable[int]) -> str:
-        return "clients " + ", ".join(str(p) for p in sorted(self._partitions[m] for m in members))
+        for (member, fault), neighbours in sorted(
+            self._server.faults.items(), key=lambda entry: entry[0][0]
+        ):
+            partitions = sorted(self._partitions[neighbour] for neighbour in neighbours)
+            named = "clients " + ", ".join(map(str, partitions))
+            reason = fault.value.format(neighbours=named)
+            self._refuse(f"client {self._partitions[member]}: {reason}")
 
     def _refuse(self, reason: str) -> None:
         number = self._opening.server_round
-        refusal = printable(f"round {number}: {reason}"[: records.LONGEST_REASON])
+        refusal = printable(f"round {number}: {reason}"[:LONGEST_REASON])
         log.warning("%s", refusal)
         self._clients.refusals.append(refusal)
 
@@ -290,8 +275,8 @@ def answer(message: Message, context: Context, method: str) -> Message:
 
 def seal(
     cells: Mapping[str, np.ndarray], request: Mapping[str, Any], context: Context, method: str
-) -> Any:
-    """Return the record of a masked contribution.
+) -> Arrays:
+    """Return a masked contribution as the arrays of an upload.
 
     Parameters
     ----------
@@ -308,14 +293,14 @@ def seal(
     with knowing_no_data():
         vault = _vault(context, method)
         member = _stored(vault)
-        vector = np.concatenate([cells[name].reshape(-1) for name in sorted(cells)])
+        vector = flattened(cells)
         stage, data = _stage_of(request)
         if stage != DELIVERY:
             raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())
-    return bytes_record(SENT, upload.to_bytes())
+    return {SENT: records.to_bytes_array(upload.to_bytes())}
 
 
 def _vault(context: Context, method: str) -> ClientVault:

@@ -38,7 +38,7 @@ class _OpenPlainSum(OpenSum):
         like = self._opening.like
         aggregate = partial(
             self._mechanism.aggregate,
-            cohort_size=len(self.cohort.asked),
+            cohort_size=len(self.cohort.partitions),
             noise=self._opening.noise,
         )
         if not self._mechanism.weighs_examples:

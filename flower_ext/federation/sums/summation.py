@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.federation.arrays import Arrays
@@ -94,7 +93,7 @@ class OpenSum(ABC):
 
         ``answered`` is the number of contributions that arrived; None before the server asks.
         """
-        return len(self.cohort.asked), answered
+        return len(self.cohort.partitions), answered
 
 
 class Summation(ABC):
@@ -168,11 +167,3 @@ def message_of(update: Update) -> Any:
 def bytes_record(name: str, data: bytes) -> ArrayRecord:
     """Return a record with one array of bytes."""
     return to_record({name: to_bytes_array(data)})
-
-
-def shaped(vector: np.ndarray, like: Arrays) -> dict[str, np.ndarray]:
-    """Return a vector as arrays with the names, in ascending order, and shapes of ``like``."""
-    names = sorted(like)
-    ends = np.cumsum([like[name].size for name in names])[:-1]
-    parts = zip(names, np.split(vector, ends), strict=True)
-    return {name: part.reshape(like[name].shape) for name, part in parts}

@@ -34,10 +34,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
-from flower_ext.federation.records import RefusedReply, Update
+from flower_ext.federation.records import Update
+from flower_ext.federation.replies import RefusedReply, read_answer, read_bytes, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import (
     Opening,
@@ -46,7 +47,6 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
-    shaped,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -151,8 +151,8 @@ class WeightedSum(Summation):
         self.protocol.settings_of(self.mechanism, silos=self._num_silos, coordinates=1)
 
     def describe(self) -> str:
-        """Return the protocol's line for the log."""
-        return self.protocol.describe()
+        """Return the protocol's settings for the log."""
+        return f"private weighting: {self.protocol}"
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the protocol's assumptions."""
@@ -251,19 +251,19 @@ class OpenWeightedSum(OpenSum):
 
     def read(self, reply: Message) -> SealedUpdate:
         """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
-        arrays = records.read_answer(reply, records.UPDATE)
-        if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
+        arrays = read_answer(reply, records.UPDATE)
+        if set(arrays) == {LOST} and read_bytes(arrays, LOST, 1) == b"\0":
             return SealedUpdate({}, {})
         if set(arrays) != {SUM}:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
         server = self._summation.server
-        data = records.read_bytes(arrays, SUM, server.sum_type.size(server.settings))
+        data = read_bytes(arrays, SUM, server.sum_type.size(server.settings))
         try:
             silo = self._opening.clients.partition_of(reply)
             message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
-        return SealedUpdate({}, records.read_metrics(reply), message)
+        return SealedUpdate({}, read_metrics(reply), message)
 
     def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -345,10 +345,10 @@ def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
     speakers = {clients.nodes[silo] for silo in answering}
 
     def read(reply: Message) -> bytes:
-        arrays = records.read_answer(reply)
+        arrays = read_answer(reply)
         if reply.metadata.src_node_id not in speakers:
             return b""
-        return records.read_bytes(arrays, step.name, step.length)
+        return read_bytes(arrays, step.name, step.length)
 
     messages = {
         silo: {WEIGHTED: bytes_record(step.name, message)}

@@ -92,15 +92,23 @@ class Release:
             )
 
     @property
+    def relative_noise(self) -> float:
+        """Standard deviation of the noise, divided by the largest L2 distance of neighbours."""
+        return min(self.noise_multiplier / self.relation.sensitivity_factor, MOST_NOISE)
+
+    @property
+    def poisson_rate(self) -> float:
+        """The rate of Poisson sampling; 1 without it."""
+        return self.sampling.rate if isinstance(self.sampling, PoissonSampling) else 1.0
+
+    @property
     def event(self) -> dp_accounting.DpEvent:
         """Express the release as a dp-accounting event; replace-one is encoded as sensitivity 2."""
         import dp_accounting
 
-        gaussian = dp_accounting.GaussianDpEvent(
-            min(self.noise_multiplier / self.relation.sensitivity_factor, MOST_NOISE)
-        )
-        if isinstance(self.sampling, PoissonSampling) and self.sampling.rate < 1:
-            return dp_accounting.PoissonSampledDpEvent(self.sampling.rate, gaussian)
+        gaussian = dp_accounting.GaussianDpEvent(self.relative_noise)
+        if self.poisson_rate < 1:
+            return dp_accounting.PoissonSampledDpEvent(self.poisson_rate, gaussian)
         if (
             isinstance(self.sampling, FixedSizeSampling)
             and self.sampling.size < self.sampling.population

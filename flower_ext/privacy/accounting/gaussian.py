@@ -40,10 +40,7 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
 
 def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     """Compose Gaussians of multipliers σ_i to one of (Σ σ_i⁻²)^(−1/2), which is exact."""
-    precision = sum(
-        count * (release.relation.sensitivity_factor / release.noise_multiplier) ** 2
-        for release, count in counts
-    )
+    precision = sum(count / release.relative_noise**2 for release, count in counts)
     return _one_gaussian(1 / math.sqrt(precision), delta)
 
 

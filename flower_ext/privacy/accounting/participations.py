@@ -109,12 +109,3 @@ class Participations:
             if in_sums is not None:
                 participations._in_sums[unit] = in_sums
         return participations
-
-    @classmethod
-    def worst_case(cls, rounds: int, cohort_size: int) -> Participations:
-        """Return the schedule of a unit in every round, in cohorts that all answer."""
-        schedule = cls()
-        schedule.rounds = rounds
-        schedule._in_sums[0] = float(rounds)
-        schedule._in_uploads[0] = float(rounds * cohort_size)
-        return schedule

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flower_ext.privacy.accounting.events import MOST_NOISE, PrivacyLoss, Release
-from flower_ext.privacy.accounting.sampling import PoissonSampling
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
     import dp_accounting
@@ -43,8 +42,7 @@ def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
     """
     widest = 0.0
     for release, count in counts:
-        shift = release.relation.sensitivity_factor / min(release.noise_multiplier, MOST_NOISE)
-        rate = release.sampling.rate if isinstance(release.sampling, PoissonSampling) else 1.0
+        shift, rate = 1 / release.relative_noise, release.poisson_rate
         if rate == 1:
             shift *= math.sqrt(count)
         log_absent = math.log1p(-rate) if rate < 1 else -math.inf

@@ -18,8 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from flower_ext.privacy.accounting.events import MOST_NOISE, PrivacyLoss, Release
-from flower_ext.privacy.accounting.sampling import PoissonSampling
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 RDP_ORDERS = (
     *(1 + tenth / 10 for tenth in range(1, 100)),
@@ -45,12 +44,8 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 
     curve = np.zeros(len(RDP_ORDERS))
     for release, count in counts:
-        noise_multiplier = release.noise_multiplier / release.relation.sensitivity_factor
-        sampling = release.sampling
         curve += count * sampled_gaussian_renyi(
-            min(noise_multiplier, MOST_NOISE),
-            sampling.rate if isinstance(sampling, PoissonSampling) else 1.0,
-            RDP_ORDERS,
+            release.relative_noise, release.poisson_rate, RDP_ORDERS
         )
     epsilon = float(rdp.compute_epsilon(RDP_ORDERS, curve, delta)[0])
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")

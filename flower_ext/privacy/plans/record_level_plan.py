@@ -1,4 +1,4 @@
-"""The plan of DP-Ditto and its rivals: every client uploads a whole local model in every round."""
+"""The plan of DP-Ditto and its baselines: every client uploads a whole local model each round."""
 
 from __future__ import annotations
 

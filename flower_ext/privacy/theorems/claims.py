@@ -1,4 +1,4 @@
-"""A builder of the guarantees of one run, which share unit, relation, δ and assumptions."""
+"""A builder of the guarantees of one run, and sentences that several guarantees print."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
@@ -72,3 +73,79 @@ class Claims:
             conditions=conditions,
             not_covered=tuple(self.not_covered),
         )
+
+
+def noise_assumption(secure: bool) -> str:
+    """Return the assumption about noise, which is cryptographic or comes from a seed."""
+    if secure:
+        return "noise from a cryptographic generator keyed by the operating system"
+    return "SIMULATION: noise is reproducible from the seed, which the clients receive"
+
+
+def draw_assumption(drawn: str, secure: bool) -> str:
+    """Return the assumption about the draw of cohorts or users, as for noise."""
+    if secure:
+        return f"{drawn} are drawn by a cryptographic generator keyed by the operating system"
+    return f"SIMULATION: {drawn} are reproducible from the seed, which the clients receive"
+
+
+ON_A_GRID = (
+    "noise and the value that it protects are rounded to a public grid together, and the "
+    "generator's Gaussian is exact to the grid's resolution"
+)
+"""The assumption about Gaussian noise in floating point (see `privacy.mechanisms.noise`)."""
+NOT_PROVIDED = "which this run does not provide"
+"""End of an assumption that nothing in the run enforces."""
+NO_SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no upload"
+DISCRETE = (
+    "noise is discrete Gaussian on a public grid, and sums of its shares protect as a continuous "
+    "Gaussian does: proven up to a factor of 1 + 1e-120 (privacy.mechanisms.discrete_gaussian)"
+)
+"""The statement about noise in secure sums, where no float is rounded after noise is added."""
+SECURE_SUM = (
+    "the server follows the protocol of secure aggregation, the keys in its messages reach the "
+    "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
+    "a random oracle"
+)
+ONE_ANSWER = (
+    "resist_equivocation is off: the server calls no client answered to some neighbours and lost "
+    "to others, which could show it that client's upload"
+)
+"""The assumption about secure sums whose threshold is below the one that prevents this attack."""
+HONEST_COUNTS = (
+    "all silos and the server follow the protocol: one silo or server that lies about counts voids "
+    "ε for the users of all silos, whose updates then count up to N_max times"
+)
+"""The assumption about weights that nobody sees, and that nobody can therefore check."""
+NONE_OF_THEM = "the adversary is none of those who add noise: each could subtract its own share"
+WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
+"""The assumption about sums that are protected by noise in their parts."""
+OWN_GRADIENTS = (
+    "each gradient that a step clips belongs to one record alone, to the last bit: trials on usual "
+    "and on odd records confirm it for every place and any company in a pass of a fixed number of "
+    "records, and that model and loss keep nothing of a record, which is evidence and no proof"
+)
+"""The assumption about DP-SGD on models whose layers do not prove it."""
+LOADS = "no single record keeps a client from loading its data (Task.data)"
+"""The assumption where a client's answer, or its absence, must not reveal a single record."""
+OUTLIVES = (
+    "no data end a client's process, as a crash in native code or too little memory for the whole "
+    "process may do; an exception does not"
+)
+"""The assumption about failures that no client can hide, as an exception in its training can be."""
+TELLS = (
+    "the server's log and the run directory, except the model, reveal it (metrics.jsonl, "
+    "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, checkpoints, report and "
+    "figures) and stay with the server"
+)
+HIDDEN_DRAW = (
+    "the adversary knows neither who was drawn nor how many were: clients that are asked learn "
+    f"how many, and {TELLS}"
+)
+NOISE_OF_OTHERS = (
+    WHOLE_UPLOADS,
+    NONE_OF_THEM,
+    "no honest upload is refused for its norm: this fails for each with probability at most "
+    f"{IMPROBABLE:g}, which δ does not count",
+)
+"""The assumptions about released models if a server adds up noise of the clients."""

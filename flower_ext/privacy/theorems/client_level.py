@@ -14,7 +14,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
-from flower_ext.privacy.theorems.assumptions import (
+from flower_ext.privacy.theorems.claims import (
     DISCRETE,
     HIDDEN_DRAW,
     NO_SECURE_SUM,
@@ -26,10 +26,10 @@ from flower_ext.privacy.theorems.assumptions import (
     SECURE_SUM,
     TELLS,
     WHOLE_UPLOADS,
+    Claims,
     draw_assumption,
     noise_assumption,
 )
-from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 _ALWAYS = (

@@ -31,14 +31,14 @@ from collections.abc import Sequence
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.assumptions import (
+from flower_ext.privacy.theorems.claims import (
     LOADS,
     ON_A_GRID,
     OUTLIVES,
     OWN_GRADIENTS,
+    Claims,
     noise_assumption,
 )
-from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 

@@ -23,9 +23,8 @@ from collections.abc import Mapping, Sequence
 
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.privacy.theorems.assumptions import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES
-from flower_ext.privacy.theorems.assumptions import SECURE_SUM as PROTOCOL
-from flower_ext.privacy.theorems.claims import Claims
+from flower_ext.privacy.theorems.claims import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES, Claims
+from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 

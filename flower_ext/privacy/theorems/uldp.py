@@ -41,7 +41,7 @@ from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.privacy.theorems.assumptions import (
+from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
     NONE_OF_THEM,

@@ -22,7 +22,7 @@ import numpy as np
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.assumptions import OWN_GRADIENTS, noise_assumption
+from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, noise_assumption
 from flower_ext.privacy.theorems.silo_claims import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 

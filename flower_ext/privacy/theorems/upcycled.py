@@ -35,8 +35,7 @@ from flower_ext.privacy.mechanisms.protections import (
     Perturbation,
 )
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
-from flower_ext.privacy.theorems.assumptions import LOADS, ON_A_GRID, OUTLIVES, noise_assumption
-from flower_ext.privacy.theorems.claims import Claims
+from flower_ext.privacy.theorems.claims import LOADS, ON_A_GRID, OUTLIVES, Claims, noise_assumption
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -40,6 +41,16 @@ _STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 
 
+class ShareFault(Enum):
+    """What is wrong with a member's shares; the value is a sentence about the member."""
+
+    UNOPENED = "its sealed shares could not be opened by {neighbours}"
+    WRONG = (
+        "it revealed wrong shares of the secrets of {neighbours}, unless these dealt them wrongly"
+    )
+    UNFIT = "no secret fits both its shares and what it published, so the round is discarded"
+
+
 class SumServer:
     """The server of one round.
 
@@ -58,22 +69,15 @@ class SumServer:
 
     Attributes
     ----------
-    unopened : dict[int, set[int]]
-        For each member, the neighbours that could not open its shares.
-    wrong : dict[int, set[int]]
-        For each member, the neighbours of whose secrets it revealed a wrong share. The share was
-        wrong when the neighbour dealt it, or the member changed it.
-    unfit : set[int]
-        Members of which no secret fits both their shares and what they published.
+    faults : dict[tuple[int, ShareFault], set[int]]
+        The neighbours concerned, for each member and fault of its shares.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
         if graph_digest(graph) != context.graph or len(graph) != context.members:
             raise InvalidValue("graph: expected the one whose digest is in the context")
         self._context, self._graph = context, graph
-        self.unopened: dict[int, set[int]] = {}
-        self.wrong: dict[int, set[int]] = {}
-        self.unfit: set[int] = set()
+        self.faults: dict[tuple[int, ShareFault], set[int]] = {}
         self._stage = 0
         self._heard: set[int] = set()
         self._expected: Collection[int] = range(context.members)
@@ -207,12 +211,12 @@ class SumServer:
             )
         for other, kind in kinds.items():
             if other not in message.shares:
-                self.unopened.setdefault(other, set()).add(message.member)
+                self.faults.setdefault((other, ShareFault.UNOPENED), set()).add(message.member)
             elif self._is_right(message.member, other, message.shares[other]):
                 shares = self._revealed.setdefault((other, kind), {})
                 shares[message.member + 1] = message.shares[other][1:]
             else:
-                self.wrong.setdefault(message.member, set()).add(other)
+                self.faults.setdefault((message.member, ShareFault.WRONG), set()).add(other)
         self._heard.add(message.member)
 
     def total(self) -> Residues:
@@ -260,7 +264,7 @@ class SumServer:
             secret = combine(shares, self._context.threshold)
             if self._fits(member, kind, secret):
                 return secret
-        self.unfit.add(member)
+        self.faults[member, ShareFault.UNFIT] = set()
         raise IncompleteRound(
             f"{what} of member {member}: the shares do not fit what the member published; "
             "the round is discarded"

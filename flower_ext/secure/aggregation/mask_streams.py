@@ -76,7 +76,9 @@ def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
 def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: bytes) -> bytes:
     """Return a hash by which the server recognises the share of a secret that ``holder`` reveals.
 
-    It reveals nothing, because a share has 256 random bits as long as the secret is unknown.
+    To an adversary with t - 1 shares, all others and the secret itself are known linear functions
+    of one number of 256 unknown bits. Their hashes reveal nothing if HKDF-SHA256 is a random
+    oracle; a pseudorandom function alone need not hide keys that are related.
     """
     return derive(share, "sum: share", digest, owner, holder, kind)
 

@@ -39,6 +39,6 @@ records in it, so its running time reveals their approximate number.
 
 `PaillierServer` and `PaillierSilo` are the parties; their methods are the steps of the protocol,
 in order. What does not depend on the scheme is in `ServerParty` and `SiloParty`, so that another
-scheme adds its arithmetic only. `weighting_messages` and `paillier_messages` define the messages
-between them. This package uses neither torch nor Flower.
+scheme adds its arithmetic only. `agreement` and `paillier_settings` define the messages between
+them. This package uses neither torch nor Flower.
 """

@@ -1,4 +1,4 @@
-"""The settings that all parties of a run agree on, and the steps of their dialogue.
+"""The settings that all parties of a run agree on, the steps of their dialogue, and their sums.
 
 They are the same under every scheme. The steps come before and between the sums:
 
@@ -24,6 +24,7 @@ from typing import TypeAlias, TypeVar
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.json_record import JsonRecord
+from flower_ext.secure.messages import Message
 
 T = TypeVar("T")
 
@@ -130,6 +131,14 @@ class Step:
     questions: Mapping[int, bytes]
     length: int
     answering: Collection[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumMessage(Message):
+    """A silo's masked sum of one round, for the server. Each scheme adds the sum."""
+
+    round_number: int
+    silo: int
 
 
 Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]

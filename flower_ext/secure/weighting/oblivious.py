@@ -98,44 +98,44 @@ class Sender:
         ValueError
             ``answer`` does not hold one point of the group for each transfer.
         """
-        keys = self.keys(answer, [len(of_transfer) for of_transfer in texts], workers=workers)
+        keys = self.keys(answer, len(texts), len(texts[0]), workers=workers)
         return b"".join(
             ChaCha20Poly1305(joined[KEY_BYTES * at :][:KEY_BYTES]).encrypt(_NONCE, text, None)
             for joined, of_transfer in zip(keys, texts, strict=True)
             for at, text in enumerate(of_transfer)
         )
 
-    def keys(self, answer: bytes, places: Sequence[int], *, workers: int = 1) -> list[bytes]:
+    def keys(self, answer: bytes, transfers: int, places: int, *, workers: int = 1) -> list[bytes]:
         """Return the P keys of each transfer, joined. The receiver can compute one of each P.
 
         Parameters
         ----------
         answer : bytes
             `Receiver.answer`.
-        places : Sequence of int
-            P of each transfer.
+        transfers, places : int
+            Number of transfers, and P.
 
         Raises
         ------
         ValueError
             ``answer`` does not hold one point of the group for each transfer.
         """
-        answers = _points(answer, len(places), name="answer")
+        answers = _points(answer, transfers, name="answer")
         step = crypto_scalarmult_ed25519_noclamp(self._secret, self.public)
 
-        def derive_keys(transfers: Sequence[int]) -> list[bytes]:
+        def derive_keys(numbers: Sequence[int]) -> list[bytes]:
             joined = []
-            for transfer in transfers:
+            for transfer in numbers:
                 label = _label(self._run, self.public, answers[transfer], transfer)
                 shared = crypto_scalarmult_ed25519_noclamp(self._secret, answers[transfer])
                 keys = []
-                for place in range(places[transfer]):
+                for place in range(places):
                     shared = crypto_core_ed25519_sub(shared, step)
                     keys.append(_key(label, shared, place))
                 joined.append(b"".join(keys))
             return joined
 
-        return map_slices(derive_keys, range(len(places)), workers=workers)
+        return map_slices(derive_keys, range(transfers), workers=workers)
 
 
 class Receiver:

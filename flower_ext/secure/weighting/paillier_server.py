@@ -17,14 +17,14 @@ from flower_ext.secure.weighting.agreement import Dialogue
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
-from flower_ext.secure.weighting.paillier_messages import (
+from flower_ext.secure.weighting.paillier_settings import (
     PaillierKey,
+    PaillierSettings,
     PaillierSum,
     PaillierWeights,
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.server_party import ServerParty
 
 

@@ -22,14 +22,14 @@ from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.encoding import FixedPoint
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey
-from flower_ext.secure.weighting.paillier_messages import (
+from flower_ext.secure.weighting.paillier_settings import (
     PaillierKey,
+    PaillierSettings,
     PaillierSum,
     PaillierWeights,
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
 
 _SUM = "sum"

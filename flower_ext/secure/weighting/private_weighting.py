@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.privacy.theorems.claims import HONEST_COUNTS
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
@@ -97,17 +97,6 @@ class PrivateWeighting(WeightingProtocol):
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""
         return tuple(filter(None, (HONEST_COUNTS, self.assumed_totals)))
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        totals = self.allowed_totals
-        return (
-            f"private weighting: keys of {self.key_bits} bits"
-            + (" (INSECURE: simulation only)" if self.allow_insecure_key_size else "")
-            + f", precision {self.precision:g}, at most {self.max_records_per_user} records a user"
-            + (f", one of {totals}" if totals else "")
-            + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
-        )
 
     def settings_of(
         self, mechanism: NoisedSum, *, silos: int, coordinates: int

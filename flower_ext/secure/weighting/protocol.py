@@ -84,10 +84,6 @@ class WeightingProtocol(ABC):
         return ()
 
     @abstractmethod
-    def describe(self) -> str:
-        """Return one line for the log."""
-
-    @abstractmethod
     def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
         """Return the settings of a new run, under a name that no other run has.
 

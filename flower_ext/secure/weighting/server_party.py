@@ -22,11 +22,12 @@ from flower_ext.secure.weighting.agreement import (
     Dialogue,
     PartySettings,
     Step,
+    SumMessage,
 )
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
-SumT = TypeVar("SumT", bound=Message)
+SumT = TypeVar("SumT", bound=SumMessage)
 
 
 class ServerParty(ABC, Generic[SettingsT, SumT]):
@@ -43,7 +44,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         Number of threads.
     """
 
-    sum_type: ClassVar[type[Message]]
+    sum_type: ClassVar[type[SumMessage]]
     """Message with a silo's masked sum."""
 
     def __init__(self, settings: SettingsT, *, workers: int = 1) -> None:
@@ -74,19 +75,19 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         _check_keys(keys)
         public = self.public_key.to_bytes() + b"".join(keys[silo] for silo in silos)
         of_seeds = SEALED_SEED_BYTES * (settings.silos - 1)
-        length = of_seeds + self._added_bytes
+        length = of_seeds + self._attachment_bytes
         answers = yield Step(
             name=KEYS, questions=dict.fromkeys(silos, public), length=length, answering=(0,)
         )
         sealed = answers[0]
         check_length("sealed seeds", sealed, length)
-        self._take_added(sealed[of_seeds:])
+        self._take_attachment(sealed[of_seeds:])
         seeds = {0: b""} | {
             silo: sealed[SEALED_SEED_BYTES * (silo - 1) :][:SEALED_SEED_BYTES] for silo in silos[1:]
         }
         length = settings.users * settings.count_bytes
         counts = yield Step(name=COUNT, questions=seeds, length=length)
-        self._take_totals(self._added_up(counts))
+        self._take_totals(self._total_counts(counts))
         self._is_set_up = True
 
     @abstractmethod
@@ -150,7 +151,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             self._check_round_of(message)
             message.check(self.settings)
         self._expect_open()
-        senders = sorted(vars(message)["silo"] for message in messages)
+        senders = sorted(message.silo for message in messages)
         everyone = list(range(self.settings.silos))
         if missing := sorted(set(everyone) - set(senders)):
             raise IncompleteRound(
@@ -171,17 +172,18 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
         self._expect_open()
-        number = vars(message)["round_number"]
-        if number != self._open_round:
-            raise ProtocolError(f"sum of round {number}: expected round {self._open_round}")
+        if message.round_number != self._open_round:
+            raise ProtocolError(
+                f"sum of round {message.round_number}: expected round {self._open_round}"
+            )
 
     @property
-    def _added_bytes(self) -> int:
-        """Length of what silo 0 adds to the sealed seeds."""
+    def _attachment_bytes(self) -> int:
+        """Length of `SiloParty._attachment`."""
         return 0
 
-    def _take_added(self, data: bytes) -> None:
-        """Take what silo 0 added to the sealed seeds; nothing by default."""
+    def _take_attachment(self, data: bytes) -> None:
+        """Take the attachment to silo 0's sealed seeds; by default it is empty."""
 
     def _expect_set_up(self) -> None:
         if not self._is_set_up:
@@ -191,7 +193,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         if self._open_round is None:
             raise ProtocolError("no round is open: open one and send its message to the silos")
 
-    def _added_up(self, counts: Mapping[int, bytes]) -> list[int]:
+    def _total_counts(self, counts: Mapping[int, bytes]) -> list[int]:
         """Add up the masked counts of all silos; the masks cancel."""
         settings, modulus = self.settings, self._count_modulus
         totals = [0] * settings.users

@@ -245,8 +245,8 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     def _check_draw(self, number: int) -> None:
         """Raise a ProtocolError if a draw is for a round or epoch that was used."""
 
-    def _added(self) -> bytes:
-        """Return what silo 0 adds to the sealed seeds; a scheme may add something."""
+    def _attachment(self) -> bytes:
+        """Return silo 0's attachment to the sealed seeds; empty unless a scheme has one."""
         return b""
 
     def _expect(self, stage: SetUpStage) -> None:
@@ -273,7 +273,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
             others = range(1, settings.silos)
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
-            answer += self._added()
+            answer += self._attachment()
         self._store()
         # A warning, so that no setting of the log hides it.
         log.warning(

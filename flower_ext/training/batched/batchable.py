@@ -17,7 +17,8 @@ from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Stack, unstacked
 from flower_ext.training.batched.form import MEMORY_LIMIT, Form
-from flower_ext.training.local import SGD, Job, LocalTraining, train
+from flower_ext.training.job import SGD, Job, LocalTraining
+from flower_ext.training.local import train
 from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
@@ -43,6 +44,8 @@ def why_unusual(jobs: Sequence[Job]) -> str | None:
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
             return f"{part} are no single tensor"
+    if any(job.noise is not None for job in jobs):
+        return "steps are clipped and noised one by one"
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
     if any(job.training.optimizer != SGD for job in jobs):

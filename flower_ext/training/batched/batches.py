@@ -9,7 +9,7 @@ from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack
 from flower_ext.training.batched.grouping import longest_first, together
 from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.local import Job
+from flower_ext.training.job import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 

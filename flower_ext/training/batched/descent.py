@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.mapped import Loss, MappedModel, Target, stacked
 from flower_ext.training.dropout import Draws
-from flower_ext.training.local import Job, batch_rows
+from flower_ext.training.job import Job, batch_rows
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.problem import affine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from flower_ext.training.local import Job
+from flower_ext.training.job import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.local import Job
+from flower_ext.training.job import Job
 from flower_ext.training.task import Task
 
 _CACHE = 12 * 2**20

@@ -28,7 +28,7 @@ from flower_ext.training.batched.batchable import random_job, trains_alike, why_
 from flower_ext.training.batched.descent import IGNORED, MiniBatches, Stack
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import longest_first, together
-from flower_ext.training.local import Job, LocalTraining
+from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.problem import Proximal
 from flower_ext.training.rounding import products_are_reproducible

@@ -23,7 +23,8 @@ from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
 from flower_ext.training.batched.grouping import alike, longest_first
 from flower_ext.training.batched.invariant import invariant_batches
 from flower_ext.training.isolation import isolated
-from flower_ext.training.local import Job, LocalTraining, train
+from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.local import train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_not_negative, require_positive
+from flower_ext.checks import require_positive
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import DpSgd, NoiseSource
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import Job, batches, gradient
+from flower_ext.training.job import Job, batches
 from flower_ext.training.params import Params
-from flower_ext.training.problem import LocalProblem, Term, local_problem
+from flower_ext.training.problem import LocalProblem, Term, gradient, local_problem
 from flower_ext.training.seeding import draws_seed, seeded
 from flower_ext.training.task import Task
 
@@ -111,37 +111,10 @@ def train_dp_sgd(
     return problem.whole(weights, like=params)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepNoise:
-    """Protection of the records in each step of a local training.
-
-    Parameters
-    ----------
-    clipping_norm : float
-        L2 bound G on one record's gradient over all trained parameters.
-    stddev : float
-        Noise that every step adds to each weight, in the unit of the weights.
-    source : NoiseSource
-    """
-
-    clipping_norm: float
-    stddev: float
-    source: NoiseSource
-
-    def __post_init__(self) -> None:
-        require_positive("clipping_norm", self.clipping_norm)
-        require_not_negative("stddev", self.stddev)
-
-
-@dataclass(kw_only=True)
-class ClippedJob(Job):
-    """A local training by clipped and noised steps; its terms must not depend on any record."""
-
-    noise: StepNoise
-
-
 def train_clipped_steps(
-    task: Task, job: ClippedJob, trained: Callable[[str], bool] = lambda name: True
+    task: Task,
+    job: Job,
+    trained: Callable[[str], bool] = lambda name: True,
 ) -> Params:
     """Return the model after steps w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
 
@@ -154,18 +127,17 @@ def train_clipped_steps(
     Raises
     ------
     ValueError
-        ``trained`` selects nothing, there are no examples, or they have no gradient of their own
-        (see `ClippedGradient`). Also if the training asks for more than plain steps.
+        ``trained`` selects nothing, examples have no gradient of their own (see `ClippedGradient`),
+        or the training asks for more than plain steps.
     """
     training, noise = job.training, job.noise
+    assert noise is not None
     if extras := set(training.beyond_sgd) - {"proximal_weight"}:
         name = min(extras)
         raise InvalidValue(
             f"{name}={getattr(training, name)!r}: expected plain steps of SGD where each is "
             "clipped and noised"
         )
-    if len(job.examples) == 0:
-        raise InvalidValue("cannot train on a client without examples: leave it out")
     problem = local_problem(task, job.params, trained=trained)
     clipped_gradient = ClippedGradient(
         task,

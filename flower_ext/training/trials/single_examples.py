@@ -24,6 +24,7 @@ from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import UnlikeTypes, call_with
 from flower_ext.training.model_factory import in_training, suits_channels_last
 from flower_ext.training.params import Params, clone, is_finite, shaken
+from flower_ext.training.problem import gradient
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
@@ -94,15 +95,11 @@ def gradient_alone(
     model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
 ) -> Params:
     """Return the gradient of one example; the next one finds the model's buffers as they were."""
-    leaves = {name: params[name].detach().requires_grad_() for name in names}
-    point = {**params, **clone(dict(model.named_buffers())), **leaves}
-    gradient = torch.autograd.grad(
-        loss_alone(model, point, loss, x, y),
-        list(leaves.values()),
-        allow_unused=True,
-        materialize_grads=True,
+    point = {**params, **clone(dict(model.named_buffers()))}
+    return gradient(
+        lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),
+        {name: params[name] for name in names},
     )
-    return dict(zip(leaves, gradient, strict=True))
 
 
 def require_single_examples(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.messages import Message, check_later
-from flower_ext.secure.weighting.agreement import SEED_BYTES
+from flower_ext.secure.weighting.agreement import SEED_BYTES, SumMessage
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import RESIDUE_BYTES
@@ -93,7 +93,7 @@ class RoundOpening(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatticeSum(Message):
+class LatticeSum(SumMessage):
     """A silo's weighted, noised and masked sum of updates, for the server.
 
     ``first`` holds a word of c0 for each coordinate, and none for the padding of the last block.
@@ -102,9 +102,7 @@ class LatticeSum(Message):
 
     kind = b"LWsu"
 
-    round_number: int
     epoch: int
-    silo: int
     first: bytes
     second: bytes
 

@@ -150,13 +150,13 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return self.settings.table_size
 
     @property
-    def _added_bytes(self) -> int:
+    def _attachment_bytes(self) -> int:
         return self.settings.users * POINT_BYTES
 
-    def _take_added(self, data: bytes) -> None:
+    def _take_attachment(self, data: bytes) -> None:
         """Take the silos' choices and compute the keys of all places, which takes seconds."""
-        places = [self.settings.table_size] * self.settings.users
-        self._keys = self._sender.keys(data, places, workers=self._workers)
+        users, size = self.settings.users, self.settings.table_size
+        self._keys = self._sender.keys(data, users, size, workers=self._workers)
 
     def _take_totals(self, totals: list[int]) -> None:
         self._shifted = totals

@@ -154,7 +154,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _check_draw(self, number: int) -> None:
         check_later("epoch", number, self._state.last_epoch)
 
-    def _added(self) -> bytes:
+    def _attachment(self) -> bytes:
         """Return the silos' choices ρ_u, which all silos derive from their seed."""
         return self._transfer.answer
 

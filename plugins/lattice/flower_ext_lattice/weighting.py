@@ -15,7 +15,7 @@ from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.privacy.theorems.claims import HONEST_COUNTS
 from flower_ext.secure.weighting.protocol import (
     HIDDEN_BY_TRANSFER,
     WeightingProtocol,
@@ -96,17 +96,9 @@ class LatticeWeighting(WeightingProtocol):
             return _EXPERIMENTAL, hints, _TRANSFER, "ChaCha20 is not broken", *common
         return _EXPERIMENTAL, *common
 
-    def describe(self) -> str:
-        """Return a line for the log: the protocol, its warning and its record limits."""
-        limits = self.silo_record_limits
-        most = (
-            f"at most {self.max_records_per_user} records of a user in a silo"
-            if limits is None
-            else f"at most {', '.join(map(str, limits))} records of a user in the silos"
-        )
-        drawn = "" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}"
-        name = "private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed)"
-        return f"{name}: {most}{drawn}"
+    def __str__(self) -> str:
+        """Return the settings and a warning, for the log."""
+        return f"{self!r} over ring-LWE (EXPERIMENTAL, not externally reviewed)"
 
     def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> LatticeSettings:
         """Return the settings of a new run.

@@ -34,7 +34,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.assumptions import HONEST_COUNTS
+from flower_ext.privacy.theorems.claims import HONEST_COUNTS
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_server import PaillierServer
@@ -187,7 +187,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
 
     def told(self, rng):
         drawn = users[next(places)]
-        return Cohort(asked=range(self.num_silos), units=drawn, population=USERS)
+        return Cohort(partitions=range(self.num_silos), units=drawn, population=USERS)
 
     monkeypatch.setattr(UsersInSilos, "draw", told)
     _, expected = start(make_openly(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))

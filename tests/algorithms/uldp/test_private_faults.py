@@ -9,7 +9,8 @@ from flwr.app import ArrayRecord
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import UldpAvg, averaging
-from flower_ext.algorithms.uldp.weights import counts_of, user_weights
+from flower_ext.algorithms.uldp.silo_part import counts_of
+from flower_ext.algorithms.uldp.weights import user_weights
 from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
@@ -332,7 +333,7 @@ def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
 
 
 def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
-    added_up = PaillierServer._added_up
+    added_up = PaillierServer._total_counts
 
     def divided(self, counts):  # no silo knows p: the server itself plays it
         n, size = self._key.public.n, self.settings.count_bytes
@@ -340,7 +341,7 @@ def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
         first = int((self._key.p - rest) % n).to_bytes(size, "big")
         return added_up(self, {**counts, 0: first + counts[0][size:]})
 
-    monkeypatch.setattr(PaillierServer, "_added_up", divided)
+    monkeypatch.setattr(PaillierServer, "_total_counts", divided)
     with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
         start(make())
 

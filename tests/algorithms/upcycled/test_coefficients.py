@@ -4,14 +4,9 @@ import math
 
 import pytest
 
-from flower_ext.algorithms.upcycled import Constant, Decaying, half_lambda, proximal_ratio
+from flower_ext.algorithms.upcycled import Decaying, proximal_ratio
 
 ROUNDS = range(1, 101)
-
-
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.9, 1.7])
-def test_a_constant_is_the_same_in_every_round(value):
-    assert {Constant(value)(m) for m in ROUNDS} == {value}
 
 
 @pytest.mark.parametrize("mu", [0.01, 1.0, 30.0])
@@ -19,7 +14,7 @@ def test_a_constant_is_the_same_in_every_round(value):
 def test_the_proximal_ratio_solves_the_first_order_condition_of_the_even_round(mu, penalty):
     # Eq. 5 in one dimension, with w_i = w̄ = after: its derivative is zero at the extrapolation.
     before, after = 2.0, -1.5
-    c = proximal_ratio(proximal_weight=mu, penalty=penalty)(3)
+    c = proximal_ratio(proximal_weight=mu, penalty=penalty)
     w = after + c * (after - before)
     derivative = mu * (before - after) + penalty * (w - after) + mu * (w - after)
     assert derivative == pytest.approx(0, abs=1e-12 * (mu + penalty))
@@ -27,27 +22,22 @@ def test_the_proximal_ratio_solves_the_first_order_condition_of_the_even_round(m
 
 
 def test_without_a_penalty_the_proximal_ratio_repeats_the_whole_step():
-    assert proximal_ratio(proximal_weight=0.3, penalty=0.0)(1) == 1
+    assert proximal_ratio(proximal_weight=0.3, penalty=0.0) == 1
 
 
 def test_a_larger_penalty_means_a_smaller_proximal_ratio_and_a_larger_weight_a_larger_one():
     def ratio(mu, penalty):
-        return proximal_ratio(proximal_weight=mu, penalty=penalty)(1)
+        return proximal_ratio(proximal_weight=mu, penalty=penalty)
 
     assert ratio(1, 3) < ratio(1, 2) < ratio(2, 2)
     assert ratio(5, 10) == pytest.approx(ratio(1, 2))  # only λ/μ matters
-
-
-@pytest.mark.parametrize("penalty", [0.0, 0.2, 1.0, 5.0])
-def test_half_lambda_is_half_of_it_as_algorithm_1_prints(penalty):
-    assert {half_lambda(penalty=penalty)(m) for m in ROUNDS} == {0.5 * penalty}
 
 
 @pytest.mark.parametrize(("c", "mu"), [(0.2, 0.5), (1.0, 2.0)])
 def test_decaying_is_the_proximal_ratio_of_penalties_that_grow_with_the_root_of_m(c, mu):
     for m in ROUNDS:
         penalty = mu * (math.sqrt(m) / c - 1)
-        expected = proximal_ratio(proximal_weight=mu, penalty=penalty)(m)
+        expected = proximal_ratio(proximal_weight=mu, penalty=penalty)
         assert Decaying(c)(m) == pytest.approx(expected, rel=1e-12)
 
 
@@ -71,9 +61,7 @@ def test_the_mean_of_decaying_coefficients_is_of_the_order_that_corollary_5_8_as
 @pytest.mark.parametrize(
     ("schedule", "field"),
     [
-        (Constant, "coefficient"),
         (Decaying, "first"),
-        (lambda value: half_lambda(penalty=value), "penalty"),
         (lambda value: proximal_ratio(proximal_weight=1.0, penalty=value), "penalty"),
         (lambda value: proximal_ratio(proximal_weight=value, penalty=1.0), "proximal_weight"),
     ],

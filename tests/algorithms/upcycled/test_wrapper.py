@@ -36,7 +36,7 @@ from flower_ext.algorithms import (
     Scaffold,
     Upcycled,
 )
-from flower_ext.algorithms.upcycled import Constant, Decaying, half_lambda
+from flower_ext.algorithms.upcycled import Decaying
 from flower_ext.algorithms.upcycled.wrapper import extrapolated
 from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
 from flower_ext.federation.method import State
@@ -187,7 +187,8 @@ def by_hand(server, *, rounds, coefficient):
     for t in range(1, rounds + 1):
         w = models[-1]
         if t % 2 == 0:
-            models.append(w + coefficient(t // 2) * (w - models[-2]))
+            c = coefficient(t // 2) if callable(coefficient) else coefficient
+            models.append(w + c * (w - models[-2]))
         else:
             local = [towards_own_point(w, i) for i in range(CLIENTS)]
             models.append(server((t + 1) // 2, w, local))
@@ -211,7 +212,7 @@ def same(ours, theirs, tolerance=1e-5):
     np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("schedule", [Constant(0.6), Decaying(0.9)], ids=["constant", "decaying"])
+@pytest.mark.parametrize("schedule", [0.6, Decaying(0.9)], ids=["constant", "decaying"])
 @pytest.mark.parametrize("name", BASES)
 def test_foreign_strategies_and_clients_follow_algorithm_1(name, schedule):
     base, server = BASES[name]
@@ -242,7 +243,7 @@ def test_odd_rounds_are_the_bases_own_whatever_it_is(base, monkeypatch):
         arrays, _ = driven.aggregate_train(number, grid.send_and_receive(asked))
         return flat(arrays).astype(np.float64)
 
-    theirs = by_hand(server, rounds=4, coefficient=Constant(0.6))
+    theirs = by_hand(server, rounds=4, coefficient=0.6)
     same(models_of(Upcycled(base(), 0.6), rounds=4), theirs)
 
 
@@ -272,7 +273,7 @@ def test_a_coefficient_of_zero_repeats_every_model_of_the_base(name):
 def test_flowers_fedavgm_goes_on_from_the_extrapolated_model_not_from_its_own_copy():
     base = FedAvgM(server_learning_rate=0.9, server_momentum=0.5)
     models = models_of(Upcycled(base, 0.8), rounds=7)
-    same(models, by_hand(momentum(0.9, 0.5), rounds=7, coefficient=Constant(0.8)))
+    same(models, by_hand(momentum(0.9, 0.5), rounds=7, coefficient=0.8))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_flowers_fedavgm_goes_on_from_the_extrapolated_model_not_from_its_own_co
 def test_a_fedavgm_inside_flowers_own_wrappers_goes_on_from_the_extrapolated_model(wrap):
     base = wrap(FedAvgM(server_learning_rate=0.9, server_momentum=0.5))
     models = models_of(Upcycled(base, 0.8), rounds=4)
-    same(models, by_hand(momentum(0.9, 0.5), rounds=4, coefficient=Constant(0.8)))
+    same(models, by_hand(momentum(0.9, 0.5), rounds=4, coefficient=0.8))
 
 
 # Messages
@@ -460,7 +461,7 @@ def test_even_rounds_send_nothing_in_the_rows_of_a_run_too_and_are_evaluated(bas
 
 
 def test_flowers_evaluation_scores_the_extrapolated_model_in_even_rounds():
-    theirs = by_hand(averaging(), rounds=4, coefficient=Constant(0.7))
+    theirs = by_hand(averaging(), rounds=4, coefficient=0.7)
     result = Upcycled(FedAvg(), 0.7).start(flower_recorder(), packed(START), num_rounds=4)
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2, 3, 4]
     for t in range(1, 5):
@@ -773,12 +774,12 @@ def test_a_wrapper_runs_again_from_the_start():
 
 def test_a_run_may_end_with_an_odd_round():
     models = models_of(Upcycled(FedAvg(), 0.5), rounds=3)
-    same(models, by_hand(averaging(), rounds=3, coefficient=Constant(0.5)))
+    same(models, by_hand(averaging(), rounds=3, coefficient=0.5))
 
 
 def test_what_the_base_offers_is_found_at_the_wrapper_and_nothing_else():
     base = private(DPFedAvg)
-    strategy = Upcycled(base, half_lambda(penalty=1.0))
+    strategy = Upcycled(base, 0.5)
     assert strategy.run.plan is base.run.plan
     assert strategy.stopped is None
     assert strategy.guarantees() == []
@@ -833,7 +834,7 @@ def test_a_run_keeps_the_type_of_its_model(dtype):
     models = models_of(Upcycled(FedAvg(), 0.6), rounds=4, start=START.astype(dtype))
     assert {model.dtype for model in models} == {np.dtype(dtype)}
     tolerance = 1e-2 if dtype == np.float16 else 1e-12
-    theirs = by_hand(averaging(), rounds=4, coefficient=Constant(0.6))
+    theirs = by_hand(averaging(), rounds=4, coefficient=0.6)
     same(models, theirs, tolerance)
 
 

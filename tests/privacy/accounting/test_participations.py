@@ -3,6 +3,7 @@ import json
 import pytest
 
 from flower_ext.privacy.accounting.participations import Participations
+from tests.support.run_facts import worst_case
 
 
 def test_the_most_exposed_unit_counts():
@@ -28,8 +29,8 @@ def test_a_refused_upload_was_seen_all_the_same():
     assert (seen.in_sums, seen.in_uploads) == (0.0, 3.0)
 
 
-def test_the_worst_case_takes_part_in_every_round():
-    worst = Participations.worst_case(rounds=7, cohort_size=3)
+def test_who_takes_part_in_every_round_counts_once_in_each_sum_and_for_each_upload():
+    worst = worst_case(rounds=7, cohort_size=3)
     assert (worst.rounds, worst.in_sums, worst.in_uploads) == (7, 7.0, 21.0)
 
 

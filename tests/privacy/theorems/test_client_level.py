@@ -13,6 +13,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from tests.support.guarantees import by_view, client_level
 from tests.support.losses import privacy_loss
 from tests.support.plans import mechanism, mechanism_of, plan
+from tests.support.run_facts import worst_case
 
 
 def test_a_stronger_adversary_is_promised_less():
@@ -67,7 +68,7 @@ def test_noise_that_the_server_topped_up_does_not_count_against_the_server():
 
 
 def test_server_side_noise_promises_nothing_against_the_server():
-    guarantees = by_view(mechanism(noise_placement="server"), Participations.worst_case(60, 10))
+    guarantees = by_view(mechanism(noise_placement="server"), worst_case(60, 10))
     assert math.isfinite(guarantees[AdversaryView.RELEASED_MODELS].epsilon)
     for view in (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD):
         assert math.isinf(guarantees[view].epsilon)
@@ -76,20 +77,20 @@ def test_server_side_noise_promises_nothing_against_the_server():
 
 def test_fixed_size_sampling_is_accounted_with_twice_the_bound():
     fixed = mechanism(FixedSizeSampling(100, 10), noise_multiplier=5.0)
-    models = by_view(fixed, Participations.worst_case(60, 10))[AdversaryView.RELEASED_MODELS]
+    models = by_view(fixed, worst_case(60, 10))[AdversaryView.RELEASED_MODELS]
     assert models.relation is NeighboringRelation.REPLACE_ONE
     assert "sensitivity 2C" in models.source
 
 
 def test_seeded_noise_is_named_as_simulation_in_every_guarantee():
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     for secure, word in ((True, "cryptographic generator"), (False, "SIMULATION")):
         for guarantee in client_level(mechanism(), seen, secure_noise=secure):
             assert any(word in text for text in guarantee.assumptions)
 
 
 def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     for secure in (True, False):
         models = by_view(mechanism(), seen, secure_cohorts=secure)[AdversaryView.RELEASED_MODELS]
         warned = any(text.startswith("SIMULATION: cohorts") for text in models.assumptions)
@@ -108,7 +109,7 @@ def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
 def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
     sampling, memory, assumed
 ):
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     for view, guarantee in by_view(mechanism(sampling), seen, memory=memory).items():
         found = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
         assert found == (assumed and view is AdversaryView.RELEASED_MODELS)
@@ -126,7 +127,7 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
 )
 def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):
     with pytest.raises(ValueError, match=said):
-        client_level(mechanism_of(plan(), **changes), Participations.worst_case(60, 10))
+        client_level(mechanism_of(plan(), **changes), worst_case(60, 10))
 
 
 PROTOCOL, OTHERS, CLIENTS = "follows the protocol", "none of those who add noise", "clients clip"
@@ -177,7 +178,7 @@ MODELS, SUMS, UPLOADS = (
 def test_each_promise_names_what_it_rests_on_and_nothing_else_and_what_it_leaves_out(
     placement, rests_on, sampling, secret
 ):
-    seen = Participations.worst_case(60, 10)
+    seen = worst_case(60, 10)
     guarantees = by_view(
         mechanism(sampling, noise_placement=placement), seen, not_covered=["scores"]
     )

@@ -15,7 +15,6 @@ from flower_ext.privacy import (
     ReleasePlan,
     gaussian_loss,
 )
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.uldp import (
     check_user_plan,
@@ -26,7 +25,7 @@ from flower_ext.privacy.theorems.uldp import (
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
-from tests.support.run_facts import run_facts
+from tests.support.run_facts import run_facts, worst_case
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
@@ -60,7 +59,7 @@ def averaging_guarantees(
 ):
     """Return the guarantees of a run in which one user was drawn so many times."""
     method = MethodTraits(name="UldpAvg", num_silos=num_silos, weighting=weighting)
-    seen = Participations.worst_case(rounds if drawn is None else drawn, 1)
+    seen = worst_case(rounds if drawn is None else drawn, 1)
     seen.rounds = rounds
     run = RunFacts(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)

@@ -7,6 +7,7 @@ import pytest
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import member
+from flower_ext.secure.aggregation.aggregation_server import ShareFault
 from tests.support.secure_sum import LOW_ORDER, Round, round_context
 
 
@@ -45,7 +46,7 @@ def test_wrong_shares_do_not_spoil_a_sum_of_enough_right_ones_and_their_senders_
     one = Round(round_context(20, 19, 10, 12))
     wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars)
     assert (one.server.total() == one.plain_sum()).all()
-    assert set(one.server.wrong) == set(liars)
+    assert set(one.server.faults) == {(liar, ShareFault.WRONG) for liar in liars}
 
 
 @pytest.mark.parametrize("lost", [(), (5,)], ids=["seeds", "and a mask key"])
@@ -53,7 +54,7 @@ def test_one_wrong_share_is_found_with_a_single_one_to_spare(lost):
     one = Round(round_context(6, 5, 3, 3))
     wrong_shares(one, one.mask(one.share(one.advertise()), lost=lost), liars=(0,))
     assert (one.server.total() == one.plain_sum()).all()
-    assert set(one.server.wrong) == {0}
+    assert set(one.server.faults) == {(0, ShareFault.WRONG)}
 
 
 def test_too_many_wrong_shares_discard_the_round():
@@ -77,7 +78,30 @@ def test_shares_of_no_secret_discard_the_round_and_their_owner_is_named(lost, mo
     wrong_shares(one, one.mask(one.share(keys), lost=lost), liars=())
     with pytest.raises(IncompleteRound, match="of member 5: the shares do not fit"):
         one.server.total()
-    assert one.server.unfit == {5}
+    assert one.server.faults == {(5, ShareFault.UNFIT): set()}
+
+
+@pytest.mark.parametrize(("spared", "is_enough"), [(3, True), (2, False)])
+@pytest.mark.parametrize("lost", [(), (5,)], ids=["seeds", "and a mask key"])
+def test_an_owner_that_publishes_wrong_hashes_can_lose_the_round_and_never_spoils_its_sum(
+    spared, is_enough, lost, monkeypatch
+):
+    hashed = member.share_hash
+
+    def forged(*share, owner, holder, kind):
+        if owner == 5 and holder >= spared:
+            return bytes(32)
+        return hashed(*share, owner=owner, holder=holder, kind=kind)
+
+    monkeypatch.setattr(member, "share_hash", forged)
+    one = Round(round_context(6, 5, 3, 3))
+    requests = one.mask(one.share(one.advertise()), lost=lost)
+    if is_enough:
+        assert (one.unmask(requests) == one.plain_sum()).all()
+    else:
+        with pytest.raises(IncompleteRound, match="of member 5: 2 right shares, expected 3"):
+            one.unmask(requests)
+    assert one.server.faults == {(holder, ShareFault.WRONG): {5} for holder in range(spared, 5)}
 
 
 def test_the_other_kind_of_share_is_refused():

@@ -8,6 +8,7 @@ import pytest
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import Keys, Member
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_server import ShareFault
 from tests.support.secure_sum import LOW_ORDER, Round, round_context, stored
 
 
@@ -100,7 +101,7 @@ def test_shares_that_cannot_be_opened_are_reported_and_cost_nobody_the_round(at)
     revealed = one.members[0].unmask(unmask_requests[0])
     assert set(revealed.shares) == set(range(1, 20)) - {4}
     np.testing.assert_array_equal(one.unmask(unmask_requests), one.plain_sum())
-    assert one.server.unopened == {4: set(range(10)) - {4}}
+    assert one.server.faults == {(4, ShareFault.UNOPENED): set(range(10)) - {4}}
 
 
 @pytest.mark.parametrize("value", LOW_ORDER)

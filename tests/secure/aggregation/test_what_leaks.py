@@ -1,6 +1,7 @@
 """The server's view of a single upload, and the threshold of a collusion."""
 
 from contextlib import suppress
+from itertools import product
 
 import numpy as np
 import pytest
@@ -76,6 +77,28 @@ def test_t_colluding_neighbours_rebuild_a_mask_key_and_fewer_do_not():
         combine(held, 4)
     with suppress(InvalidValue):  # the polynomial through three shares may exceed 2^256 at zero
         assert combine(held, 3) != private
+
+
+def test_equal_shares_of_other_rounds_owners_holders_and_kinds_have_other_hashes():
+    """Equal hashes would tell the server that two shares are equal."""
+    labels = [*product((b"1" * 32, b"2" * 32), range(3), range(3), (OF_SEED, OF_KEY))]
+    hashes = {
+        mask_streams.share_hash(digest, bytes(33), owner=owner, holder=holder, kind=kind)
+        for digest, owner, holder, kind in labels
+    }
+    assert len(hashes) == len(labels)
+
+
+def test_the_hashes_of_shares_reach_nobody_but_the_server():
+    one = Round(round_context())
+    deliveries = one.share(one.advertise())
+    published = [
+        data[SEALED_BYTES:] for m in one.server._shared.values() for data in m.sealed.values()
+    ]
+    everything = b"".join(delivery.to_bytes() for delivery in deliveries.values())
+    hashes = {half for both in published for half in (both[:32], both[32:])}
+    assert len(hashes) == 2 * sum(map(len, one.graph))
+    assert not any(hashed in everything for hashed in hashes)
 
 
 def test_no_two_streams_of_rounds_and_members_have_one_key(monkeypatch):

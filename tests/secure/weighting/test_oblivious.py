@@ -137,7 +137,7 @@ def test_a_key_belongs_to_one_run_one_answer_and_one_place():
     with pytest.raises(ValueError, match="expected those sealed for this answer"):
         other.open(sealed, SIZE)
     moved = crypto_core_ed25519_add(points(receiver.answer)[0], sender.public)
-    one, beside = (sender.keys(data, [2])[0] for data in (receiver.answer[:POINT_BYTES], moved))
+    one, beside = (sender.keys(data, 1, 2)[0] for data in (receiver.answer[:POINT_BYTES], moved))
     # B + A at place 1 has the same point as B at place 0.
     assert len({one[:32], one[32:], beside[:32], beside[32:]}) == 4
 

@@ -8,12 +8,12 @@ from gmpy2 import mpz, next_prime
 from flower_ext.secure import IncompleteRound, ProtocolError
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
-from flower_ext.secure.weighting.paillier_messages import (
+from flower_ext.secure.weighting.paillier_server import PaillierServer
+from flower_ext.secure.weighting.paillier_settings import (
     PaillierKey,
     PaillierSum,
     PaillierWeights,
 )
-from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weigh, weighting_settings

@@ -9,7 +9,7 @@ from scipy import stats
 
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
-from flower_ext.secure.weighting.paillier_messages import (
+from flower_ext.secure.weighting.paillier_settings import (
     PaillierSum,
     PaillierWeights,
 )

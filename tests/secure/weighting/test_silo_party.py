@@ -4,7 +4,7 @@ import numpy as np
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure.weighting.paillier_messages import PaillierKey
+from flower_ext.secure.weighting.paillier_settings import PaillierKey
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo, user_blinds
 from flower_ext.secure.weighting.silo_party import user_order
 from tests.support.weighting import key, weighting_settings

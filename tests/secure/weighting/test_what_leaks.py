@@ -11,7 +11,7 @@ from scipy import stats
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting import paillier_silo
 from flower_ext.secure.weighting.encoding import from_residue
-from flower_ext.secure.weighting.paillier_messages import PaillierSum, PaillierWeights
+from flower_ext.secure.weighting.paillier_settings import PaillierSum, PaillierWeights
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo, dithered
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 

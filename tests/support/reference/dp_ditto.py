@@ -1,4 +1,4 @@
-"""DP-Ditto and its four rivals as the plainest loops, with or without noise on uploads.
+"""DP-Ditto and its four baselines as the plainest loops, with or without noise on uploads.
 
 Models are flat vectors, and the gradients of all added terms are written out by hand. The loops
 take from the package only what a comparison needs in common: batch orders, the initial model and

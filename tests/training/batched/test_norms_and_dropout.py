@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_each
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.dropout import Draws, Dropout
+from tests.support.grids import grid
 from tests.support.jobs import UNEVEN, one_by_one, problem, same, train_many
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
@@ -98,14 +100,20 @@ def jobs(which, settings, sizes=UNEVEN, seed=0):
     return made
 
 
-@pytest.mark.parametrize("sizes", [[16] * 5, UNEVEN], ids=["alike", "uneven"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("which", MODELS)
+SIZES = {"alike": [16] * 5, "uneven": UNEVEN}
+STACKS = [*product(MODELS, WAYS, SIZES)]
+"""Every model in one way; two models, with all that these layers do, in all ways and sizes."""
+DAILY = {(which, way, "uneven") for which, way in zip(MODELS, 4 * [*WAYS], strict=True)} | {
+    stack for stack in STACKS if stack[0] in ("a block", "groups of channels")
+}
+
+
+@pytest.mark.parametrize(("which", "way", "sizes"), grid(STACKS, DAILY.__contains__))
 def test_a_stack_of_models_is_the_same_one_by_one(batched, which, way, sizes):
-    task = problem(MODELS[which])
-    ours = train_many(task, jobs(which, WAYS[way], sizes))
-    same(ours, one_by_one(task, jobs(which, WAYS[way], sizes)))
-    assert sum(batched) == len(sizes)
+    task, counts = problem(MODELS[which]), SIZES[sizes]
+    ours = train_many(task, jobs(which, WAYS[way], counts))
+    same(ours, one_by_one(task, jobs(which, WAYS[way], counts)))
+    assert sum(batched) == len(counts)
 
 
 class Read(nn.Module):

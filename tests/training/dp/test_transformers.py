@@ -1,6 +1,7 @@
 """DP-SGD of Hugging Face's models, whole and with LoRA, in one pass of padded texts."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def bert(attention, dropout):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
     config = transformers.BertConfig(
         vocab_size=WORDS,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         max_position_embeddings=LENGTH,
         attn_implementation=attention,
         hidden_dropout_prob=dropout,
@@ -35,7 +36,7 @@ def gpt2(attention, dropout):
     config = transformers.GPT2Config(
         vocab_size=WORDS,
         n_embd=16,
-        n_layer=2,
+        n_layer=1,
         n_head=2,
         n_positions=LENGTH,
         attn_implementation=attention,
@@ -48,6 +49,7 @@ def gpt2(attention, dropout):
     return transformers.GPT2ForSequenceClassification(config), ["c_attn"]
 
 
+@cache  # trials of a task count for all tests of it
 def task_of(model, attention, lora, dropout=0.0):
     def build():
         torch.manual_seed(0)

@@ -13,10 +13,10 @@ from flower_ext.data import Examples
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import (
     ClippedGradient,
-    ClippedJob,
     DpSgdTraining,
+    Job,
     StepNoise,
-    train_clipped_steps,
+    train,
     train_dp_sgd,
 )
 from tests.support.jobs import SGD, problem
@@ -189,17 +189,17 @@ def test_dp_sgd_and_clipped_steps_on_trees_are_those_on_packed_records(which):
         return train_dp_sgd(own, start, examples, training, sampling=draws, noise=noise)
 
     def stepped(own, examples):
-        job = ClippedJob(
+        job = Job(
             params=start,
             examples=examples,
             training=SGD,
             generator=torch.Generator().manual_seed(5),
             noise=StepNoise(clipping_norm=0.4, stddev=0.01, source=SeededNoise(6)),
         )
-        return train_clipped_steps(own, job)
+        return train(own, job)
 
-    for train in (private, stepped):
-        ours, theirs = train(task, form(data)), train(PACKED, data)
+    for trained in (private, stepped):
+        ours, theirs = trained(task, form(data)), trained(PACKED, data)
         for name in start:
             assert not torch.equal(ours[name], start[name])
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)

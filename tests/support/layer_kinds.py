@@ -1,6 +1,6 @@
 """Kinds of layers, and how a model with each of them trains: alone, in a batch, and by DP-SGD.
 
-    python -m benchmarks.layers docs/layers.md
+    python -m tests.support.layer_kinds docs/layers.md
 
 Every cell is measured. A model with the layer is compared with a plain loop of PyTorch, trained
 among other clients, and compared example by example with PyTorch's own gradients.
@@ -427,18 +427,20 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
             refusals.append(cell.how)
         return f"refused ({refusals.index(cell.how) + 1})"
 
-    rows = [(name, *(told(cell) for cell in own.values())) for name, own in cells.items()]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, of_kind in cells.items():
+        alike.setdefault(tuple(told(cell) for cell in of_kind.values()), []).append(name)
+    rows = [("; ".join(names), *texts) for texts, names in alike.items()]
     notes = [f"{number}. {text}" for number, text in enumerate(refusals, start=1)]
-    return "\n\n".join([INTRODUCTION, table(("layer", *WAYS), rows), "\n".join(notes)]) + "\n"
+    return "\n\n".join([INTRODUCTION, table(("layers", *WAYS), rows), "\n".join(notes)]) + "\n"
 
 
 INTRODUCTION = """# Layers of your own model
 
-Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* means equal
-up to rounding: to a plain loop of PyTorch on the same model and mini-batches; for DP-SGD, to the
-sum of each example's own clipped gradient. *One by one* (clients or examples) gives the same result
-and takes longer. Dropout uses the masks that this package draws. Numbers in brackets refer to the
-refusals that are quoted below."""
+Written by `python -m tests.support.layer_kinds docs/layers.md`, which runs every cell. *Equal*
+means equal up to rounding to a plain loop of PyTorch; for DP-SGD, to the sum of each example's own
+clipped gradient. *One by one* (clients or examples) takes longer. Numbers in brackets refer to the
+refusals below."""
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""The dialogue of private weighting between parties of one process."""
+"""The dialogue of private weighting between parties of one process, and its processor time."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -10,6 +11,13 @@ from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.silo_party import SiloParty
 
 T = TypeVar("T")
+
+
+def timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
+    """Return the result of ``work`` and its processor seconds, of all threads."""
+    started = time.process_time()
+    result = work(*arguments)
+    return result, time.process_time() - started
 
 
 def converse(dialogue: Dialogue[T], ask: Callable[[Step], Mapping[int, bytes]]) -> T:

@@ -1,6 +1,6 @@
-"""Measure private weighting over ring-LWE on this machine.
+"""Private weighting over ring-LWE: the cost of a round, an epoch and a set-up.
 
-    python -m benchmarks.lattice [--large] [--curve] [--paillier 20000]
+    python -m benchmarks ring-lwe [--large] [--curve] [--paillier 20000]
 
 One round runs in one process. Every user has records in every silo, and N_max = 2000. The table has
 CPU seconds of all threads of one silo: transforms and products of its users' updates (adding), then
@@ -8,7 +8,7 @@ randomness, masks and words (finishing). All silos do the same work, so the fast
 epoch lasts until other users are drawn; its columns are the costs of the server and of silo 0.
 
 * ``--large`` adds 11,181,642 parameters, the size of ResNet-18.
-* ``--curve`` adds 1,000 and 10,000 users, and draws ``lattice-users.svg``. It takes ten minutes.
+* ``--curve`` adds 1,000 and 10,000 users. It takes ten minutes.
 * ``--paillier`` adds the protocol over Paillier with that many coordinates, beside ring-LWE with as
   many; 20,000 take a quarter of an hour.
 """
@@ -18,41 +18,39 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib.pyplot as plt
 import numpy as np
 import typer
 
-from benchmarks.lattice import paillier
-from benchmarks.lattice.runs import Cost, round_cost
+from benchmarks.weighting import paillier
+from benchmarks.weighting.lattice_round import Cost, round_cost
 from flower_ext.runs.page import table
 
 RESNET_18 = 11_181_642
-CURVE = {
-    users: {"coordinates": 147_000, "users": users, "silos": 3} for users in (100, 1000, 10_000)
-}
+CURVE = [{"coordinates": 147_000, "users": users, "silos": 3} for users in (100, 1000, 10_000)]
 HEAD = ["protocol", "d", "users", "silos", "draw", "threads", "a silo, CPU s", "adding, finishing"]
 HEAD += ["elapsed, s", "server, CPU s", "MB up", "MB down, an epoch", "largest error, C"]
 HEAD += ["plain sum, CPU s", "set-up: server, silo 0", "epoch: server, silo 0"]
 
 
-def _row(facts: Mapping[str, int], cost: Cost) -> list[str]:
+def _row(case: Mapping[str, int], cost: Cost) -> list[str]:
     return [
         "ring-LWE",
-        f"{facts['coordinates']:,}",
-        f"{facts['users']:,}",
-        f"{facts['silos']}",
-        f"1 of {facts['draw_choices']}, hidden" if "draw_choices" in facts else "–",
-        f"{facts.get('workers', 1)}",
+        f"{case['coordinates']:,}",
+        f"{case['users']:,}",
+        f"{case['silos']}",
+        f"1 of {case['draw_choices']}, hidden" if "draw_choices" in case else "–",
+        f"{case.get('workers', 1)}",
         f"{cost.silo:.3f}",
         f"{cost.adding:.3f}, {cost.finishing:.3f}",
         f"{cost.elapsed:.3f}",
         f"{cost.closing:.3f}",
         f"{cost.up / 1e6:.2f}",
         f"{cost.down / 1e6:.2f}",
-        "–" if "draw_choices" in facts else f"{cost.largest_error:.1e}",
+        "–" if "draw_choices" in case else f"{cost.largest_error:.1e}",
         f"{cost.plain:.3f}",
         f"{cost.set_up_server:.1f}, {cost.set_up_silo:.1f}",
         f"{cost.weights_server:.2f}, {cost.weights_silo:.2f}",
@@ -60,33 +58,11 @@ def _row(facts: Mapping[str, int], cost: Cost) -> list[str]:
 
 
 def _paillier_row(coordinates: int) -> list[str]:
-    silo, server, up = paillier.round_cost(coordinates=coordinates, users=100, silos=3)
-    facts = ["Paillier", f"{coordinates:,}", "100", "3", "–", "1", f"{silo:.0f}", "–", "–"]
-    return [*facts, f"{server:.0f}", f"{up / 1e6:.2f}", *["–"] * 5]
-
-
-def draw(costs: Mapping[int, Cost], path: Path) -> None:
-    """Draw CPU seconds against the number of users."""
-    users = sorted(costs)
-    lines = {
-        "a silo, every round": [costs[many].silo for many in users],
-        "server, every round": [costs[many].closing for many in users],
-        "server, every epoch": [costs[many].weights_server for many in users],
-        "a silo, every epoch": [costs[many].weights_silo for many in users],
-        "server, set-up": [costs[many].set_up_server for many in users],
-        "silo 0, set-up": [costs[many].set_up_silo for many in users],
-    }
-    figure, axes = plt.subplots(figsize=(7.5, 4))
-    for (name, values), mark in zip(lines.items(), "os^v+x", strict=True):
-        axes.loglog(users, values, marker=mark, label=name)
-    axes.set_xlabel("users")
-    axes.set_ylabel("CPU seconds")
-    axes.set_title("Private weighting over ring-LWE, 147,000 parameters, three silos", fontsize=9)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
-    with plt.rc_context({"svg.hashsalt": "lattice-users", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    settings = replace(paillier.BASE, coordinates=coordinates)
+    done = paillier.Parties(settings).round(1)
+    silo = done.silos / settings.silos
+    cells = ["Paillier", f"{coordinates:,}", "100", "3", "–", "1", f"{silo:.0f}", "–", "–"]
+    return [*cells, f"{done.server:.0f}", f"{done.upload / 1e6:.2f}", *["–"] * 5]
 
 
 def main(
@@ -109,20 +85,15 @@ def main(
     if large:
         cases.append({"coordinates": RESNET_18, "users": 100, "silos": 3, "workers": 2})
     if curve:
-        cases += CURVE.values()
+        cases += CURVE
     if with_paillier:
         cases.append({"coordinates": with_paillier, "users": 100, "silos": 3})
     output.mkdir(parents=True, exist_ok=True)
     round_cost(coordinates=5000, users=2, silos=2)  # compiles
-    rows, costs = [], {}
-    for facts in cases:
-        cost = round_cost(**facts)
-        rows.append(_row(facts, cost))
+    rows = []
+    for case in cases:
+        rows.append(_row(case, round_cost(**case)))
         print(" | ".join(rows[-1]), flush=True)
-        if facts in CURVE.values():
-            costs[facts["users"]] = cost
-    if curve:
-        draw(costs, output / "lattice-users.svg")
     if with_paillier:
         rows.append(_paillier_row(with_paillier))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, NumPy {np.__version__}"

@@ -23,7 +23,8 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.isolation import attempted
-from flower_ext.training.local import Job, LocalTraining, train
+from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.local import train
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.seeding import seeded

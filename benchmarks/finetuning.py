@@ -1,6 +1,6 @@
 """Private fine-tuning on CIFAR-10: a head or an adapter on a frozen backbone, by each method.
 
-    python -m benchmarks.finetuning --data-folder DATA --output RESULTS
+    python -m benchmarks finetuning --data-folder DATA --output RESULTS
 
 100 clients of two classes, provable ε against the released models, δ = 1e-5. The backbone's
 features of all pictures are computed once, in a quarter of an hour on one core, and kept in the
@@ -12,16 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
-from statistics import mean, stdev
 
-from benchmarks.finetuning.timing import timing
-from benchmarks.runs import Config, Experiment, parser_of, settings
+from benchmarks.runs import (
+    Config,
+    Experiment,
+    differences,
+    last,
+    mean_and_error,
+    over_seeds,
+    parser_of,
+)
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
-APP = Path(__file__).parents[2] / "apps" / "private-finetuning"
-SEARCHED_ON = 100
+ACCURACY = "accuracy_mean"
+"""Mean over clients, each on its own test examples."""
 PERSONAL = ("centaur", "dp2-fedsam", "p-fedsam", "own-head")
 WITHOUT_PRIVACY = ("fedavg", "p-fedsam", "own-head")
 METHODS = ("dp-fedavg", "dp-fedavg-ft", "dp-fedsam", "dp-fedsam-ft", "fedavg", *PERSONAL)
@@ -82,81 +87,75 @@ TUNED: dict[str, Config] = {
 
 def main() -> None:
     """Run missing runs, print the tables, and write ``results.md``."""
-    parser = parser_of("benchmarks.finetuning", __doc__)
+    parser = parser_of("finetuning", __doc__)
     parser.set_defaults(workers=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--search", nargs="*", choices=SEARCH, help="search settings instead")
     arguments = parser.parse_args()
-
-    output = arguments.output.absolute()
-    folder = arguments.data_folder and str(Path(arguments.data_folder).absolute())
-    base = settings(APP) | BASE | {"evaluate-every": BASE["rounds"], "data-folder": folder}
-    experiment = Experiment(
-        app=APP,
-        folder=output,
-        base=base | {"features-folder": str(output / "features")},
-        workers=arguments.workers,
-    )
+    features: Config = {"features-folder": str(arguments.output.absolute() / "features")}
+    changes = BASE | features | {"evaluate-every": BASE["rounds"]}
+    experiment = Experiment.of(arguments, "private-finetuning", changes)
     if arguments.search is not None:
-        for name in arguments.search or SEARCH:
-            print(searched(experiment, name))
+        experiment.write("search", *searched(experiment, arguments.search or list(SEARCH)))
         return
     seeds = range(1, arguments.seeds + 1)
-    text = "\n\n".join([*results(experiment, arguments.methods, seeds), timing()])
-    (output / "results.md").write_text(text + "\n")
-    print(text)
+    experiment.write("results", *results(experiment, arguments.methods, seeds))
 
 
-def searched(experiment: Experiment, name: str) -> str:
+def searched(experiment: Experiment, names: Sequence[str]) -> list[str]:
     """Return the accuracy of each setting, on the search's own seed."""
-    tune, method, grid = SEARCH[name]
-    fixed: Config = {"tune": tune, "method": method, "epsilon": EPSILONS[0], "seed": SEARCHED_ON}
-    if method == "p-fedsam":
-        fixed["head-learning-rate"] = HEAD_RATE
-    tried = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    configs = [
-        experiment.config(
-            "-".join(map(str, ("search", name.replace(" ", "-"), *trial.values()))),
-            {**fixed, **trial},
+    trials: dict[str, list[Config]] = {}
+    fixed: dict[str, Config] = {}
+    for name in names:
+        tune, method, grid = SEARCH[name]
+        trials[name] = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+        fixed[name] = {"tune": tune, "method": method, "epsilon": EPSILONS[0]}
+        if method == "p-fedsam":
+            fixed[name]["head-learning-rate"] = HEAD_RATE
+    scores = experiment.scores(trials, accuracy, "fine-tuning", fixed=fixed)
+    return [
+        f"{name} ({SEARCH[name][1]})\n\n"
+        + table(
+            [*SEARCH[name][2], "accuracy"],
+            [[*trial.values(), f"{score:.4f}"] for score, trial in tried],
         )
-        for trial in tried
+        for name, tried in scores.items()
     ]
-    runs = experiment.run(configs, f"search, {name}")
-    rows = [
-        [*trial.values(), f"{accuracy(run):.4f}"] for trial, run in zip(tried, runs, strict=True)
-    ]
-    return f"{name} ({method})\n\n" + table([*grid, "accuracy"], rows)
+
+
+def accuracy(run: RunDirectory) -> float:
+    """Return the accuracy after the last round."""
+    return last(run, ACCURACY)
 
 
 def results(experiment: Experiment, methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
     """Return accuracies, and differences between methods on the same clients and cohorts."""
-    cases = [
-        (tune, method, epsilon)
+    cases = {
+        f"{tune}-{method}-{epsilon:g}": settings_of(tune, method, epsilon)
         for tune in ("head", "adapter")
         for method in METHODS
         if method in methods and (tune == "adapter" or method not in PERSONAL)
         for epsilon in ((0.0,) if method in WITHOUT_PRIVACY else EPSILONS)
-    ]
-    every = [(case, seed) for seed in seeds for case in cases]
-    configs = [config_of(experiment, *case, seed) for case, seed in every]
-    runs = dict(zip(every, experiment.run(configs, "fine-tuning"), strict=True))
-    of = {case: [runs[case, seed] for seed in seeds] for case in cases}
+    }
+    groups = experiment.grouped(cases, seeds, "fine-tuning")
     rows = []
-    for tune, method in dict.fromkeys((tune, method) for tune, method, _ in cases):
-        found = [of.get((tune, method, epsilon), []) for epsilon in (*EPSILONS, 0.0)]
-        cells = [spread([accuracy(run) for run in group]) if group else "–" for group in found]
-        rows.append([tune, method, *cells, f"{bytes_up(next(filter(None, found))[0]):,}"])
+    for tune, method in dict.fromkeys((str(c["tune"]), str(c["method"])) for c in cases.values()):
+        columns = [groups.get(f"{tune}-{method}-{e:g}", []) for e in (*EPSILONS, 0.0)]
+        cells = [
+            mean_and_error(over_seeds(runs, ACCURACY), sign="") if runs else "–" for runs in columns
+        ]
+        rows.append([tune, method, *cells, f"{bytes_up(next(filter(None, columns))[0]):,}"])
     header = ["trains", "method", *(f"ε = {e:g}" for e in EPSILONS), "no privacy", "bytes up"]
-    differences = []
+    gains = []
     for epsilon in EPSILONS:
-        for other in (("adapter", "centaur", epsilon), ("adapter", "own-head", 0.0)):
-            ours = of.get(("adapter", "dp2-fedsam", epsilon), [])
-            pairs = zip(ours, of.get(other, []), strict=False)
-            gained = [accuracy(one) - accuracy(two) for one, two in pairs]
-            if gained:
-                differences.append([f"{epsilon:g}", other[1], spread(gained, sign="+")])
-    return [table(header, rows), table(["ε", "dp2-fedsam minus", "by seed"], differences)]
+        ours = groups.get(f"adapter-dp2-fedsam-{epsilon:g}")
+        for method, budget in (("centaur", epsilon), ("own-head", 0.0)):
+            others = groups.get(f"adapter-{method}-{budget:g}")
+            if ours and others:
+                gain = mean_and_error(differences(ours, others, ACCURACY))
+                gains.append([f"{epsilon:g}", method, gain])
+    return [table(header, rows), table(["ε", "dp2-fedsam minus", "by seed"], gains)]
 
 
 def bytes_up(run: RunDirectory) -> int:
@@ -165,25 +164,12 @@ def bytes_up(run: RunDirectory) -> int:
     return round(row["bytes_up"] / row["answered"])
 
 
-def config_of(experiment: Experiment, tune: str, method: str, epsilon: float, seed: int) -> Config:
-    """Return the settings of one run."""
+def settings_of(tune: str, method: str, epsilon: float) -> Config:
+    """Return the settings of a method; an ``epsilon`` of 0 stands for no privacy."""
     kind = "personal" if method in PERSONAL else "ft" if method.endswith("-ft") else "shared"
     free = "free " if method in ("fedavg", "p-fedsam") else ""
-    own: Config = {"tune": tune, "method": method, "seed": seed, **TUNED[f"{free}{kind} {tune}"]}
-    if epsilon:
-        own["epsilon"] = epsilon
-    return experiment.config(f"{tune}-{method}-{epsilon:g}-{seed}", own)
-
-
-def accuracy(run: RunDirectory) -> float:
-    """Return the mean over clients, each on its own test examples, after the last round."""
-    return float(run.metrics()[-1]["accuracy_mean"])
-
-
-def spread(values: Sequence[float], sign: str = "") -> str:
-    """Return mean and standard error over seeds."""
-    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{mean(values):{sign}.4f} ± {error:.4f}"
+    budget: Config = {"epsilon": epsilon} if epsilon else {}
+    return {"tune": tune, "method": method, **TUNED[f"{free}{kind} {tune}"], **budget}
 
 
 if __name__ == "__main__":

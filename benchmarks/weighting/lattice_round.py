@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.uldp.dialogue import answers, converse
+from benchmarks.weighting.dialogue import answers, converse, timed
 from flower_ext.privacy import seeded_generator
 from flower_ext.secure.weighting.agreement import Step
 from flower_ext_lattice.messages import LatticeWeights
@@ -19,7 +18,6 @@ from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
 
-Result = TypeVar("Result")
 _TOGETHER = 16
 """Number of users whose updates are in memory at once."""
 _LIMIT = 2000
@@ -46,13 +44,6 @@ class Cost:
     def silo(self) -> float:
         """CPU seconds of one silo in a round, without its checks of other silos."""
         return self.adding + self.finishing
-
-
-def timed(work: Callable[..., Result], *arguments: Any) -> tuple[Result, float]:
-    """Return the result of ``work`` and its CPU seconds."""
-    start = time.process_time()
-    found = work(*arguments)
-    return found, time.process_time() - start
 
 
 class _Updates:
@@ -166,8 +157,8 @@ def round_cost(
     # All silos do the same work, so take the one that was disturbed least.
     cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
     cost.up = len(sums[0].to_bytes())
-    found, cost.closing = timed(server.close_round, sums)
-    error = float(np.abs(found - expected).max())
+    total, cost.closing = timed(server.close_round, sums)
+    error = float(np.abs(total - expected).max())
     cost.largest_error = math.nan if draw_choices else error
     return cost
 

@@ -1,0 +1,1 @@
+"""Training alone, together with privacy, and together without, as one Flower app."""

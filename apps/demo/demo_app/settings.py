@@ -1,0 +1,21 @@
+"""The settings of this app; ``pyproject.toml`` holds their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flower_ext.runs.settings import Count, setting
+from flower_ext.runs.shared_settings import CohortSettings, ReleaseSettings, TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ReleaseSettings, CohortSettings, TrainingSettings):
+    """Many clients with a few digits each: alone, together with privacy, together without."""
+
+    method: Literal["alone", "dp-fedavg", "fedavg"] = setting(
+        "alone: each client trains on its own digits only; fedavg: without privacy"
+    )
+    dataset: Literal["digits", "mnist"] = setting("digits come with the package")
+    digits_per_client: Count = setting("to train on")
+    epochs_alone: Count = setting("alone: passes over the client's digits")

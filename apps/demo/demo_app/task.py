@@ -1,0 +1,95 @@
+"""Clients with a few handwritten digits each, and held-out digits that test all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Context
+from torch import Tensor
+from torch.nn import functional
+
+from demo_app.settings import Settings
+from flower_ext.data import ClientData, Examples, load, split
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import settings_of
+from flower_ext.privacy import seeded_generator
+from flower_ext.training import Task
+from flower_ext.training.models import build
+
+SOURCES = {
+    "digits": "scikit-learn's digits. Each client's are copies of some of 1,438 digits, turned, "
+    "scaled, moved and inked a little, because there are too few for all clients. Tests are on "
+    "359 other digits, as they are",
+    "mnist": "MNIST. No digit is with two clients; tests are on 500 others",
+}
+TEST_SHARE, MOST_TESTS = 0.2, 500
+"""Share of the digits that are held out to test on, and the most that are used."""
+
+
+def task_of(context: Context) -> Task:
+    """Return the task of a run, for its clients and its server alike."""
+    settings = settings_of(Settings, context)
+    return Task(
+        model=partial(build, f"{settings.dataset}-logistic"),
+        data=partial(client_data, settings),
+    )
+
+
+@cache
+def client_data(settings: Settings, client: int) -> ClientData:
+    """Return one client's digits to train on, and the held-out digits, which are the same for all.
+
+    Digits of MNIST are with one client only. The few digits that come with the package are drawn
+    for each client anew, and varied.
+
+    Raises
+    ------
+    InvalidValue
+        MNIST has too few digits for so many clients.
+    """
+    pool, tests = digits(settings.dataset, settings.data_folder, settings.seed)
+    count = settings.digits_per_client
+    if settings.dataset == "digits":
+        rng = seeded_generator(settings.seed, "digits", client)
+        drawn = pool.subset(rng.integers(len(pool), size=count))
+        return ClientData(train=Examples(varied(drawn.features, rng), drawn.targets), test=tests)
+    if settings.clients * count > len(pool):
+        raise InvalidValue(
+            f"run-config digits-per-client={count} with clients={settings.clients}: expected at "
+            f"most {len(pool)} digits in all; choose fewer clients, or fewer digits for each"
+        )
+    return ClientData(train=pool.subset(range(client * count, (client + 1) * count)), test=tests)
+
+
+@cache
+def digits(dataset: str, folder: str, seed: int) -> tuple[Examples, Examples]:
+    """Return the digits to train on, and those to test on, in random order."""
+    everything = load(dataset, Path(folder) if folder else None)
+    rng, rows = seeded_generator(seed, "tests"), np.arange(len(everything))
+    targets = everything.targets.numpy()
+    train, test = split(rows, targets, train_fraction=1 - TEST_SHARE, rng=rng)
+    kept = rng.permutation(test)[:MOST_TESTS]
+    return everything.subset(rng.permutation(train)), everything.subset(kept)
+
+
+def varied(images: Tensor, rng: np.random.Generator) -> Tensor:
+    """Turn, scale, move and ink each image a little.
+
+    By up to 15 degrees, a tenth, three quarters of a pixel of eight, and three tenths.
+    """
+
+    def uniform(bound: float, *shape: int) -> Tensor:
+        return torch.from_numpy(rng.uniform(-bound, bound, (len(images), *shape))).float()
+
+    angles, scales = uniform(math.radians(15)), 1 + uniform(0.1)
+    turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)
+    turns = (turns * scales[:, None]).reshape(-1, 2, 2)
+    # An image is two units wide here, so that three quarters of eight pixels are 0.1875.
+    moves = torch.cat([turns, uniform(0.1875, 2)[:, :, None]], dim=2)
+    grid = functional.affine_grid(moves, list(images.shape), align_corners=False)
+    moved = functional.grid_sample(images, grid, align_corners=False)
+    return (moved * (1 + uniform(0.3, 1, 1, 1))).clamp(0, 1)

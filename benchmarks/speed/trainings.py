@@ -1,0 +1,164 @@
+"""Local trainings: a batch of them, one by one, and a loop of plain PyTorch written by hand.
+
+    python -m benchmarks trainings          # or with a part of the names
+
+Clients hold 50 examples each, one epoch of SGD in batches of 10. Tiny trainings (people inside a
+silo) hold one to three and train for two epochs. People with norms and dropout hold 30 to 100 rows
+of a table, in batches of 32, as for fraud; *batch-invariant*: no bit of one depends on the others,
+as where a guarantee bounds each update. The loop by hand keeps one model and copies the numbers
+into it. One thread; by turns; the fastest of three, in processor time, which other work disturbs
+less.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from benchmarks.speed.workload import convolutional, logistic_regression, perceptron
+from flower_ext.data import ClientData, Examples
+from flower_ext.runs.page import table
+from flower_ext.training import Job, LocalTraining, Task, train, train_each
+from flower_ext.training.models import mnist_cnn
+
+CLASSES, TURNS = 10, 3
+ALONE = 100
+"""Trainings that are timed one by one: each takes as long as any other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A number of trainings of one model."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    trainings: int
+    examples: tuple[int, ...]
+    epochs: int
+    shape: tuple[int, ...] = (1, 28, 28)
+    batch_size: int = 10
+    batch_invariant: bool = False
+
+    def jobs(self, task: Task, most: int) -> list[Job]:
+        """Return up to ``most`` jobs with random examples, each with a fresh batch order."""
+        classes = self.build()(torch.zeros(2, *self.shape)).shape[1]
+        start = task.initial_params(0)
+        training = LocalTraining(epochs=self.epochs, batch_size=self.batch_size, learning_rate=0.05)
+        jobs = []
+        for client in range(min(most, self.trainings)):
+            draw = torch.Generator().manual_seed(client)
+            count = self.examples[client % len(self.examples)]
+            examples = Examples(
+                features=torch.randn(count, *self.shape, generator=draw),
+                targets=torch.randint(classes, (count,), generator=draw),
+            )
+            job = Job(params=start, examples=examples, training=training, generator=draw)
+            jobs.append(job)
+        return jobs
+
+
+def small_perceptron() -> nn.Module:
+    """Return a perceptron of 19,885 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 25), nn.ReLU(), nn.Linear(25, CLASSES))
+
+
+def fraud() -> nn.Module:
+    """Return two blocks of 64 neurons on 30 features, and two classes: 6,530 parameters."""
+
+    def block(wide: int) -> list[nn.Module]:
+        return [nn.Linear(wide, 64), nn.GroupNorm(8, 64), nn.ReLU(), nn.Dropout(0.2)]
+
+    return nn.Sequential(*block(30), *block(64), nn.Linear(64, 2))
+
+
+FRAUD = Case(
+    name="1,000 people, norms and dropout, 6,530",
+    build=fraud,
+    trainings=1_000,
+    examples=tuple(range(30, 101)),
+    epochs=2,
+    shape=(30,),
+    batch_size=32,
+)
+CASES = [
+    Case(name="clients, " + name, build=build, trainings=100, examples=(50,), epochs=1)
+    for name, build in (
+        ("logistic regression, 7,850", logistic_regression),
+        ("perceptron, 50,890", perceptron),
+        ("convolutional, 147,146", convolutional),
+    )
+]
+CASES += [
+    Case(name="tiny, " + name, build=build, trainings=10_000, examples=(1, 2, 3), epochs=2)
+    for name, build in (
+        ("perceptron, 19,885", small_perceptron),
+        ("convolutional, 19,988", mnist_cnn),
+    )
+]
+CASES += [FRAUD, replace(FRAUD, name=f"{FRAUD.name}, batch-invariant", batch_invariant=True)]
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    part = "".join(sys.argv[1:])
+    columns = ("trainings, parameters", "by hand, µs", "one by one, µs", "together, µs")
+    rows = [row(case) for case in CASES if part in case.name]
+    print(table((*columns, "one by one / together", "by hand / together"), rows))
+
+
+def row(case: Case) -> tuple[str, ...]:
+    """Return the microseconds of a training, each way, and their ratios."""
+    task = Task(model=case.build, data=no_partitions, device="cpu")
+    model = case.build()
+    ways: list[tuple[int, Callable[[list[Job]], object]]] = [
+        (ALONE, lambda jobs: by_hand(model, jobs)),
+        (ALONE, lambda jobs: [train(task, job) for job in jobs]),
+        (case.trainings, lambda jobs: in_batches(task, jobs, case.batch_invariant)),
+    ]
+    best = [float("inf")] * len(ways)
+    for _ in range(TURNS):
+        for at, (most, way) in enumerate(ways):
+            jobs = case.jobs(task, most)
+            started = time.process_time()
+            way(jobs)
+            best[at] = min(best[at], (time.process_time() - started) / len(jobs))
+    manual, alone, together = best
+    ratios = (f"{alone / together:.1f}", f"{manual / together:.1f}")
+    return case.name, *(f"{1e6 * seconds:,.0f}" for seconds in best), *ratios
+
+
+def no_partitions(partition: int) -> ClientData:
+    """Refuse every partition: jobs carry their examples, so the task has none."""
+    raise LookupError(partition)
+
+
+def by_hand(model: nn.Module, jobs: list[Job]) -> None:
+    """Train one model in place, from each job's parameters."""
+    parameters = dict(model.named_parameters())
+    for job in jobs:
+        for name, parameter in parameters.items():
+            parameter.data.copy_(job.params[name])
+        data, training = job.examples, job.training
+        for _ in range(training.epochs):
+            for rows in torch.split(torch.randperm(len(data)), training.batch_size):
+                outputs = model(data.features[rows])
+                loss = nn.functional.cross_entropy(outputs, data.targets[rows])
+                gradient = torch.autograd.grad(loss, list(parameters.values()))
+                for parameter, slope in zip(parameters.values(), gradient, strict=True):
+                    parameter.data.sub_(slope, alpha=training.learning_rate)
+
+
+def in_batches(task: Task, jobs: list[Job], batch_invariant: bool) -> None:
+    """Train all jobs; each model is dropped at once, as by a caller that adds them up."""
+    for _ in train_each(task, jobs, steady=batch_invariant):
+        pass
+
+
+if __name__ == "__main__":
+    main()

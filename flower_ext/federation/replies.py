@@ -1,0 +1,227 @@
+"""Read and check the clients' replies.
+
+The server refuses a reply that fails a check. It counts and reports the reply, never aggregates it,
+and treats its client as a dropout in the privacy plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.arrays import Arrays, read_array, to_arrays
+from flower_ext.federation.failures import said
+from flower_ext.federation.records import ANSWER, MODEL
+from flower_ext.federation.uploads import UPDATE, Update, UploadReply
+
+LARGEST_VALUE = 1e15
+"""Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
+LARGEST_SIZE = 2**40
+"""Largest number of examples that a client may report."""
+LONGEST_NAME = 100
+"""Most characters of a metric's name."""
+LONGEST_REASON = 1_000
+"""Most characters of a refusal, because a client wrote part of it."""
+_NAMES_SHOWN = 3
+"""Most names of arrays in a refusal."""
+_WRAPPED = (
+    "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
+    "state_dict of the model itself"
+)
+"""Likely reason why a ClientApp returns arrays of other names."""
+_DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
+
+
+class RefusedReply(InvalidValue):
+    """A reply that must not be aggregated; the message says why."""
+
+
+def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> bytes:
+    """Undo `to_bytes_array`.
+
+    Raises
+    ------
+    RefusedReply
+        ``name`` is missing or does not hold ``length`` bytes.
+    """
+    array = arrays.get(name)
+    if array is None or array.dtype != np.uint8 or array.shape != (length,):
+        kind = "nothing" if array is None else f"{array.dtype}{array.shape}"
+        raise RefusedReply(f"{name!r}: expected {length} bytes, got {kind}")
+    return array.tobytes()
+
+
+def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
+    """Return the update in a training reply.
+
+    Parameters
+    ----------
+    reply : Message
+    base : Mapping[str, np.ndarray]
+        The global model that was sent. The update must have its names, shapes and dtypes.
+    trust_models : bool
+        True to accept a whole model (record ``arrays``) in place of an update, so that any
+        ClientApp can take part. Use it only if the server bounds and noises.
+
+    Raises
+    ------
+    RefusedReply
+        The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
+        unreadable, not finite or beyond `LARGEST_VALUE`.
+    """
+    if isinstance(reply, UploadReply) and (update := reply.update) is not None:
+        return Update(_checked(update.arrays, base), _checked_metrics(update.metrics.items()))
+    content = _content(reply)
+    if isinstance(record := content.get(UPDATE), ArrayRecord):
+        arrays = _checked(record, base)
+    elif trust_models and isinstance(model := content.get(MODEL), ArrayRecord):
+        arrays = moved_by(model, base)
+    else:
+        expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
+        raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
+    return Update(arrays, _metrics(content))
+
+
+def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
+    """Return a trained model minus the ``base`` that its ClientApp received.
+
+    Raises
+    ------
+    RefusedReply
+        The model lacks an array of ``base``, or its arrays are not like those. It may have more.
+    """
+    if missing := sorted(base.keys() - model.keys()):
+        raise RefusedReply(
+            f"the ClientApp returned {_names_in(model)}, but no {missing[0]!r}: expected every "
+            f"array that it received{_WRAPPED}"
+        )
+    trained = _checked({name: model[name] for name in base}, base)
+    return {name: np.asarray(trained[name] - base[name]) for name in base}
+
+
+def _names_in(arrays: Iterable[str]) -> str:
+    """Return the first names of a model's arrays, for a message."""
+    names = sorted(arrays)
+    shown = [repr(name[:LONGEST_NAME]) for name in names[:_NAMES_SHOWN]]
+    return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "no arrays"
+
+
+def read_metrics(reply: Message) -> dict[str, float]:
+    """Return the finite scalar metrics of a reply; lists of numbers are left out.
+
+    Raises
+    ------
+    RefusedReply
+        The reply is an error; a name is not printable or is longer than `LONGEST_NAME`; a value is
+        not a finite number or is beyond `LARGEST_VALUE`; or ``num-examples`` is not a whole number.
+    """
+    return _metrics(_content(reply))
+
+
+def _metrics(content: RecordDict) -> dict[str, float]:
+    records = (record for record in content.values() if isinstance(record, MetricRecord))
+    return _checked_metrics(item for record in records for item in record.items())
+
+
+def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for name, value in items:
+        if not (name.isprintable() and 0 < len(name) <= LONGEST_NAME):
+            raise RefusedReply(
+                f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
+            )
+        # Flower's own strategies average lists. They are no scores, so no reply is lost for one.
+        if isinstance(value, list) and name != "num-examples":
+            continue
+        # Compare, because neither NumPy nor float() accepts every integer.
+        if not isinstance(value, int | float) or not -math.inf < value < math.inf:
+            raise RefusedReply(f"metric {name!r} is {value!r}: expected a finite number")
+        if abs(value) > LARGEST_VALUE:
+            raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
+        merged[name] = float(value)
+    size = merged.get("num-examples", 0.0)
+    if not (0 <= size <= LARGEST_SIZE and size.is_integer()):
+        raise RefusedReply(f"num-examples={size!r}: expected an integer, 0 … {LARGEST_SIZE}")
+    return merged
+
+
+def read_scores(reply: Message) -> dict[str, float]:
+    """Return the metrics of an evaluation.
+
+    Raises
+    ------
+    RefusedReply
+        As `read_metrics`, or the reply has no metric.
+    """
+    scores = read_metrics(reply)
+    if not scores:
+        raise RefusedReply("the reply has no metric: expected at least one")
+    return scores
+
+
+def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
+    """Return the arrays in a client's answer to a question, or in another record of a reply.
+
+    Raises
+    ------
+    RefusedReply
+        The reply is an error, lacks the record or holds unreadable data.
+    """
+    answered = _content(reply).get(record)
+    if not isinstance(answered, ArrayRecord):
+        raise RefusedReply(f"no array record {record!r}")
+    try:
+        return to_arrays(answered)
+    except Exception as error:  # a hostile payload may provoke any error
+        raise RefusedReply(f"the answer cannot be read: {error}") from error
+
+
+def _content(reply: Message) -> RecordDict:
+    if reply.has_error():
+        raise RefusedReply(said(reply.error))
+    if not reply.has_content():
+        raise RefusedReply("the reply is empty")
+    return reply.content
+
+
+def _checked(
+    record: Mapping[str, Array] | Mapping[str, np.ndarray], base: Mapping[str, np.ndarray]
+) -> Arrays:
+    if record.keys() != base.keys():
+        missing, extra = sorted(set(base) - set(record)), sorted(set(record) - set(base))
+        raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")
+    arrays: Arrays = {}
+    for name, expected in base.items():
+        try:
+            sent = record[name]
+            array = sent if isinstance(sent, np.ndarray) else read_array(sent)
+        except Exception as error:  # a hostile payload may provoke any error
+            raise RefusedReply(f"{name!r} cannot be read: {error}") from error
+        if array.shape != expected.shape or array.dtype != expected.dtype:
+            raise RefusedReply(
+                f"{name!r} is {array.dtype}{array.shape}, expected {expected.dtype}{expected.shape}"
+            )
+        _check_values(name, array)
+        arrays[name] = array
+    return arrays
+
+
+def _check_values(name: str, array: np.ndarray) -> None:
+    most = _largest(array.dtype)
+    if float(np.vdot(array, array)) <= most**2:  # then each value is; this takes half the time
+        return
+    largest = float(max(array.max(), -array.min()))
+    if not math.isfinite(largest):
+        raise RefusedReply(f"{name!r} holds NaN or infinite values: {_DIVERGES}")
+    if largest > most:
+        raise RefusedReply(f"{name!r} holds values above {most:g}: {_DIVERGES}")
+
+
+@lru_cache(maxsize=64)
+def _largest(dtype: np.dtype) -> float:
+    return min(LARGEST_VALUE, float(np.finfo(dtype).max) / 16)

@@ -1,0 +1,225 @@
+"""A local training as a value: its settings, where it starts, and its mini-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flower_ext.checks import (
+    is_number,
+    require_at_least_one,
+    require_count,
+    require_not_negative,
+    require_positive,
+    require_rate,
+)
+from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import NoiseSource
+from flower_ext.training.model_calls import fewest_rows
+from flower_ext.training.problem import Proximal, Term
+from flower_ext.training.task import Task
+
+SGD = "SGD"
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    name: optimizer
+    for name, optimizer in vars(torch.optim).items()
+    if isinstance(optimizer, type)
+    and issubclass(optimizer, torch.optim.Optimizer)
+    # These need more than a gradient for a step, or another kind of gradient.
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+}
+"""Optimisers of `torch.optim` that step by a gradient, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """Settings for training one part of a model on one client in one round.
+
+    Parameters
+    ----------
+    epochs : int
+        Passes over the client's training examples; 0 leaves the part as it is.
+    steps : int, optional
+        Number of mini-batches instead of ``epochs``.
+    batch_size : int
+    learning_rate : float
+        In round 1; round t uses ``learning_rate * learning_rate_decay**(t-1)``.
+    momentum : float
+        Heavy-ball momentum in [0, 1), reset at the start of every local training.
+    sam_radius : float
+        Perturbation radius q of sharpness-aware minimisation; 0 is plain SGD.
+    proximal_weight : float
+        μ of the term (μ/2)‖w − w₀‖² around the parameters that training starts from (FedProx).
+    optimizer : str
+        ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
+        ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
+        whose theorem or control variate assumes steps of SGD refuse other optimisers.
+    weight_decay : float
+        Weight decay of an optimiser other than SGD.
+    tolerance : float
+        Above 0, training finds the exact minimiser, to this norm of the gradient (see
+        `newton`). It then ignores all settings above except ``proximal_weight``. For small
+        strongly convex problems.
+    """
+
+    epochs: int = 2
+    steps: int | None = None
+    batch_size: int = 32
+    learning_rate: float = 0.1
+    learning_rate_decay: float = 1.0
+    momentum: float = 0.0
+    sam_radius: float = 0.0
+    proximal_weight: float = 0.0
+    optimizer: str = SGD
+    weight_decay: float = 0.0
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+        require_count("epochs", self.epochs)
+        if self.steps is not None:
+            require_count("steps", self.steps)
+        require_at_least_one("batch_size", self.batch_size)
+        require_positive("learning_rate", self.learning_rate)
+        require_rate("learning_rate_decay", self.learning_rate_decay)
+        momentum = is_number(self.momentum) and 0 <= self.momentum < 1
+        require("momentum", momentum, "a number in [0, 1)")
+        for name in ("sam_radius", "proximal_weight", "weight_decay", "tolerance"):
+            require_not_negative(name, getattr(self, name))
+        require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
+        known = self.optimizer in OPTIMIZERS
+        require("optimizer", known, f"one of {', '.join(sorted(OPTIMIZERS))}")
+        if self.optimizer == SGD:
+            require("weight_decay", not self.weight_decay, "0 with optimizer='SGD'")
+        else:
+            require("momentum", not self.momentum, f"0 with optimizer={self.optimizer!r}")
+            require("tolerance", not self.tolerance, f"0 with optimizer={self.optimizer!r}")
+
+    @property
+    def beyond_sgd(self) -> list[str]:
+        """Names of the settings in use that plain SGD does not have."""
+        extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
+        used = [name for name in extras if getattr(self, name)]
+        return used if self.optimizer == SGD else [*used, "optimizer"]
+
+    def in_round(self, number: int) -> LocalTraining:
+        """Return the same training with the learning rate of training round ``number`` (from 1)."""
+        rate = self.learning_rate * self.learning_rate_decay ** (number - 1)
+        return replace(self, learning_rate=rate, learning_rate_decay=1.0)
+
+    def num_steps(self, num_examples: int) -> int:
+        """Return the number of mini-batches of one local training; 0 without examples."""
+        if self.steps is not None:
+            return self.steps if num_examples else 0
+        return self.epochs * math.ceil(num_examples / self.batch_size)
+
+    def effective_steps(self, num_examples: int) -> float:
+        """Return how often, in all, the gradients of one local training move the model.
+
+        Without momentum this is the number of steps K. With momentum β a gradient acts again in all
+        later steps, and the result is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
+        """
+        steps, beta = self.num_steps(num_examples), self.momentum
+        return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNoise:
+    """Protection of the records in each step of a local training.
+
+    Parameters
+    ----------
+    clipping_norm : float
+        L2 bound G on one record's gradient over all trained parameters.
+    stddev : float
+        Noise that every step adds to each weight, in the unit of the weights.
+    source : NoiseSource
+    """
+
+    clipping_norm: float
+    stddev: float
+    source: NoiseSource
+
+    def __post_init__(self) -> None:
+        require_positive("clipping_norm", self.clipping_norm)
+        require_not_negative("stddev", self.stddev)
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One local training: where it starts, on which examples, and how.
+
+    ``generator`` draws the mini-batches, and a seed of the model's own draws, such as dropout. With
+    ``noise`` every step is clipped and noised; the terms must then not depend on any record.
+    """
+
+    params: Mapping[str, Tensor]
+    examples: Examples
+    training: LocalTraining
+    generator: torch.Generator
+    terms: Sequence[Term] = ()
+    noise: StepNoise | None = None
+
+    @property
+    def objective(self) -> Sequence[Term]:
+        """All terms that are added to the loss, including the proximal one around the start."""
+        if not self.training.proximal_weight:
+            return self.terms
+        return [*self.terms, Proximal(weight=self.training.proximal_weight, anchor=self.params)]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of mini-batches of the job."""
+        return self.training.num_steps(len(self.examples))
+
+
+def batch_rows(
+    count: int, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
+) -> Iterator[Tensor]:
+    """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
+
+    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it shares its rows and those
+    of the one before evenly, so the number of steps stays.
+    """
+    left = training.num_steps(count)
+    while left > 0:
+        order = torch.randperm(count, generator=generator)
+        parts = [*torch.split(order, training.batch_size)]
+        if len(parts) > 1 and len(parts[-1]) < fewest:
+            both = torch.cat(parts[-2:])
+            half = len(both) // 2
+            parts[-2:] = both[: len(both) - half], both[-max(half, fewest) :]
+        yield from parts[:left]
+        left -= len(parts)
+
+
+def batches(
+    examples: Examples, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
+) -> Iterator[tuple[Tree, Tree]]:
+    """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
+
+    ``fewest`` is the least number of rows of a mini-batch (see `fewest_rows`).
+    """
+    features, targets = examples.features, examples.targets
+    device = trees.first(targets).device
+    for rows in batch_rows(len(examples), training, generator, fewest=fewest):
+        chosen = rows.to(device)
+        x, y = trees.rows(features, chosen), trees.rows(targets, chosen)
+        # Detached, so that in-place operations of the model stay out of the next gradient.
+        yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
+
+
+def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
+    """Yield the mini-batches of a job on the task's device, each of as many rows as it needs."""
+    data, training = job.examples.to(task.torch_device()), job.training
+    fewest = fewest_rows(task, data.features, training.batch_size)
+    return batches(data, training, job.generator, fewest=fewest)

@@ -1,0 +1,55 @@
+"""What experiments share: settings of a command line, and the choice of a search."""
+
+import math
+
+import pytest
+
+from benchmarks.runs import Experiment, mean_and_error, overrides_of, parser_of
+
+
+def test_an_override_has_the_type_of_the_default_of_its_app():
+    parser = parser_of("dp2-fedsam", None)
+    texts = ["clients=10", "epsilon=4", "seeded-noise=true", "model=mnist-cnn"]
+    assert overrides_of(parser, "dp2-fedsam", texts) == {
+        "clients": 10,
+        "epsilon": 4.0,
+        "seeded-noise": True,
+        "model": "mnist-cnn",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("client=10", "'client': expected one of"), ("clients=ten", "clients:")]
+)
+def test_an_override_that_the_app_cannot_read_is_an_error_of_the_command(text, error, capsys):
+    with pytest.raises(SystemExit):
+        overrides_of(parser_of("dp2-fedsam", None), "dp2-fedsam", [text])
+    assert error in capsys.readouterr().err
+
+
+def test_a_search_takes_the_best_mean_score_and_never_a_run_that_diverged(tmp_path, monkeypatch):
+    """The runs are numbers: only their scores are tested."""
+    scores = {
+        ("a", 0.1): [1.0, 2.0],
+        ("a", 0.2): [3.0, 1.0],
+        ("b", 0.1): [9.0, math.nan],
+        ("b", 0.2): [0.0, 0.0],
+    }
+    tried = []
+
+    def grouped(self, cases, seeds, title):
+        tried.extend(cases.values())
+        return dict(zip(cases, scores.values(), strict=True)) if len(seeds) == 2 else {}
+
+    monkeypatch.setattr(Experiment, "grouped", grouped)
+    experiment = Experiment(app=tmp_path, folder=tmp_path, base={}, workers=1)
+    trials = {name: [{"rate": 0.1}, {"rate": 0.2}] for name in "ab"}
+    fixed = {name: {"method": name} for name in "ab"}
+    best = experiment.best(trials, lambda run: run, "rates", fixed=fixed, seeds=2)
+    assert best == {"a": {"rate": 0.2}, "b": {"rate": 0.2}}
+    assert tried == [{"method": name, "rate": rate} for name, rate in scores]
+
+
+def test_a_difference_has_the_standard_error_of_its_mean():
+    assert mean_and_error([1.0, 2.0, 3.0], digits=2) == "+2.00 ± 0.58"
+    assert mean_and_error([0.5], digits=1) == "+0.5 ± nan"
