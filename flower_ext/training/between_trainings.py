@@ -56,18 +56,22 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
     Exception
         Examples of this kind, such as quantised ones, cannot be made at random.
     """
-    for device in dict.fromkeys((str(task.torch_device()), "cpu")):
-        kind = kind_of(replace(task, device=device), examples.features, examples.targets, {})
-        # The trial runs once in a process: its draws must not move those that follow.
-        with seeded(0, devices=device != "cpu"):
-            place = _shared_place(kind)
-        if place is not None:
+    kind = kind_of(task, examples.features, examples.targets, {})
+    on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
+    for one in dict.fromkeys((kind, on_cpu)):
+        if (place := _shared_place(one)) is not None:
             raise tellable(InvalidValue(_KEEPS.format(place=place)))
 
 
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind) -> str | None:
     """Return the place that trainings share and change; None if a trial finds none."""
+    # The trial runs once in a process: its draws must not move those that follow.
+    with seeded(0, devices=kind.device.type != "cpu"):
+        return _place_by_trial(kind)
+
+
+def _place_by_trial(kind: TrainingKind) -> str | None:
     task, generator = kind.task, torch.Generator().manual_seed(0)
     start = shaken(task.factory.like_initial(0), generator)
     # A model that no training has: what changes in it, all models share.
