@@ -50,7 +50,7 @@ def agreed(private: bytes, public: bytes) -> bytes:
 
 
 def check_public(public: bytes) -> None:
-    """Raise the `InvalidValue` of `agreed` for a public key that nobody can agree with.
+    """Refuse a public key with which no key exchange works; raise `InvalidValue` as `agreed` does.
 
     Every private key is a multiple of 8, the order of the curve's small subgroup, so one exchange
     finds all keys of low order.

@@ -162,7 +162,7 @@ class UldpAvg(Method):
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that is not one of users among so many silos."""
+        """Refuse a plan that does not protect users whose records lie in this method's silos."""
         check_user_plan(plan, self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:

@@ -51,7 +51,7 @@ def answer(question: Question) -> Arrays:
     with _protocol_errors():
         silo = stored_silo(question.vault)
         if step not in question.arrays.get(WEIGHTED, {}):
-            raise ProtocolError(f"step={step!r}: expected a message of that name")
+            raise ProtocolError(f"step={step!r}: the server's request has no message of that name")
         message = question.arrays[WEIGHTED][step].tobytes()
         if step == BEGIN:
             silo = _begin(question, message, silo)
@@ -145,7 +145,7 @@ class SiloPart:
 
     Silos that lost their data, or whose users came or left since the set-up, still send a sum, in
     which users without an update count as zero. Silos that cannot encrypt their updates send a sum
-    of zeros. A missing sum would tell everybody that a record here is odd.
+    of zeros. A missing sum would reveal that this silo holds an unusual record.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, which leaves the silo with the silo's noise, masked."""
+        """The sum, which `seal` noises and masks before it leaves the silo."""
         return HiddenSum(bound=self._norm, encrypt=self.seal)
 
     def add(self, users: Sequence[int], rows: Params) -> None:

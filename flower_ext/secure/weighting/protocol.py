@@ -51,7 +51,7 @@ class WeightingProtocol(ABC):
     Parameters
     ----------
     max_records_per_user : int
-        The most records of one user; a protocol says where.
+        The most records of one user, in one silo or in all silos together, as the protocol says.
     silo_record_limits : tuple of int, optional
         The most records of one user in each silo.
     draw_choices : int, optional
@@ -76,7 +76,7 @@ class WeightingProtocol(ABC):
 
     @property
     def shown(self) -> Sequence[str]:
-        """Facts that a run reveals, and to whom, outside any guarantee: times, and drawn places."""
+        """Facts that a run reveals outside any guarantee, such as running times, and to whom."""
         return (SHOWN_TIME,) if self.hidden_draw else (SHOWN_PLACES, SHOWN_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
