@@ -290,7 +290,7 @@ def _check_origin(reply: Message, question: Message) -> None:
         return  # made in this process, for this message
     received, expected = reply.metadata, question.metadata
     if received.group_id != expected.group_id:
-        raise RefusedReply(f"answers round {received.group_id}")
+        raise RefusedReply(f"answers round {received.group_id}, expected {expected.group_id}")
     if received.message_type != expected.message_type:
         raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
     if expected.message_id and received.reply_to_message_id != expected.message_id:

@@ -76,7 +76,7 @@ class Round:
         return self.requests.messages
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return `OpenSum.exposure`; nobody is exposed without a sum."""
+        """Return `OpenSum.exposure`; 0 shares if the sum was never opened."""
         return (0, answered) if self._sum is None else self._sum.exposure(answered)
 
     def close(

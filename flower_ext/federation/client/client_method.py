@@ -56,7 +56,8 @@ class ClientWork:
     config : Mapping[str, object]
         The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
     steady : bool
-        True if no bit of the result may depend on trainings beside this one (see `train_groups`).
+        True if no bit of the result may depend on the trainings that share its batch (see
+        `train_groups`).
     """
 
     task: Task
@@ -107,7 +108,7 @@ class ClientWork:
 
 @dataclass(kw_only=True)
 class LocalResult:
-    """The result of a client's work: its upload before bound and noise, and its new memory.
+    """The result of a client's work: its upload before clipping and noise, and its new memory.
 
     Attributes
     ----------
@@ -141,11 +142,11 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question of the server beside the rounds, and the data to answer it with.
+    """A question that the server asks outside the rounds, and the data to answer it with.
 
     ``values`` has the plain values of the question, ``arrays`` the server's array records by name,
     ``training`` the phases of training that it describes. ``may_simulate`` is True if this client
-    accepts what protects nobody (see `NodePolicy`).
+    accepts settings that protect nobody, such as seeded noise (see `NodePolicy`).
     """
 
     task: Task

@@ -41,8 +41,8 @@ class NodePolicy:
 
     The owner of a SuperNode sets these values with ``--node-config``:
 
-    * ``require-secure-noise=true``: the client refuses anything that protects nobody, as seeded
-      noise does.
+    * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
+      noise.
     * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
@@ -59,7 +59,7 @@ class NodePolicy:
 
     @property
     def may_simulate(self) -> bool:
-        """True if this client accepts what protects nobody: seeded noise and small keys."""
+        """True if this client accepts settings that protect nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def check(self, protection: Protection) -> None:
