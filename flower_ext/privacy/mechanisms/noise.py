@@ -197,7 +197,7 @@ class SeededNoise(NoiseSource):
 
 def _check_grid(grid: float, stddev: float) -> None:
     if not sys.float_info.min <= grid:
-        raise InvalidValue(f"stddev={stddev!r}: expected one above 1e-300, or 0 for no noise")
+        raise InvalidValue(f"stddev={stddev!r}: expected a number above 1e-300, or 0 for no noise")
     if math.frexp(grid)[0] != 0.5 or not _FINEST <= grid / stddev <= _COARSEST:
         raise InvalidValue(
             f"grid={grid!r}: expected a power of two from {_FINEST:g} to {_COARSEST:g} times the "
