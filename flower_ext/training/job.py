@@ -187,8 +187,8 @@ def batch_rows(
 ) -> Iterator[Tensor]:
     """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
 
-    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it shares its rows and those
-    of the one before evenly, so the number of steps stays.
+    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it and the mini-batch before
+    it share their rows evenly, so the number of steps stays the same.
     """
     left = training.num_steps(count)
     while left > 0:

@@ -9,7 +9,7 @@ choose both, except for how many models there are and where among them the job's
 * PyTorch rounds the last numbers of an array, those that do not fill a register, in another way.
   Four models with eight rows each leave no such numbers, and one thread divides no array.
 
-What else may depend on size and position, such as matrix products, `_rounds_alike` tries.
+`_rounds_alike` tries whatever else may depend on size and position, such as matrix products.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class InvariantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train, and of as many others as fill a size."""
+        """Yield mini-batches of the jobs that still train, and of others that fill the batch up."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -92,10 +92,10 @@ class InvariantBatches:
         self._kind = kind
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups of jobs whose mini-batches have as many rows.
+        """Yield groups of jobs whose mini-batches have equally many rows.
 
-        A job is left out, by its own numbers alone, if 32 of its kind would not fit into the
-        processor's caches, where they gain nothing, or into the memory.
+        A job is left out if 32 jobs of its kind would not fit into memory, or not into the
+        processor's caches: such a batch would gain nothing. Only the job's own numbers decide this.
         """
         alike, most = defaultdict(list), _SIZES[-1]
         for index, job in enumerate(jobs):
