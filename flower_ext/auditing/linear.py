@@ -1,10 +1,10 @@
 """A linear problem for audits, whose updates are known for every model.
 
-The model and its loss are linear, so an update is a sum of the records' pulls for every model. The
-canary pulls with a force far above every bound, along one weight and the bias, so that an audit
-also finds a bound on each array by itself. All other records pull the other way, or not at all. The
-loss changes its sign in every round, but noise that is used twice does not, so an audit finds
-reused noise.
+The model and its loss are linear, so every record pulls the model by a fixed amount, whatever the
+model is, and an update is the sum of these pulls. The canary pulls with a force far above every
+bound, along one weight and the bias: an audit thus finds an implementation that bounds each array
+by itself. All other records pull the other way, or not at all. The loss changes its sign in every
+round, but noise that is used twice does not, so an audit finds reused noise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return records along the first axis, one per force with which it pulls the model."""
+    """Return one record per force, which says how strongly it pulls the first weight."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 
