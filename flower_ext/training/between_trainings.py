@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,6 @@ from flower_ext.training.trials.trial_examples import (
     kind_of,
     random_examples,
     unlike_examples,
-    zeros,
 )
 
 _KEEPS = (
@@ -58,35 +56,41 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
     Exception
         Examples of this kind, such as quantised ones, cannot be made at random.
     """
-    for device in dict.fromkeys((str(task.torch_device()), "cpu")):
-        kind = kind_of(replace(task, device=device), examples.features, examples.targets, {})
-        # The trial runs once in a process: its draws must not move those that follow.
-        with seeded(0, devices=device != "cpu"):
-            place = _shared_place(kind)
-        if place is not None:
+    kind = kind_of(task, examples.features, examples.targets, {})
+    on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
+    for one in dict.fromkeys((kind, on_cpu)):
+        if (place := _shared_place(one)) is not None:
             raise tellable(InvalidValue(_KEEPS.format(place=place)))
 
 
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind) -> str | None:
     """Return the place that trainings share and change; None if a trial finds none."""
+    # The trial runs once in a process: its draws must not move those that follow.
+    with seeded(0, devices=kind.device.type != "cpu"):
+        return _place_by_trial(kind)
+
+
+def _place_by_trial(kind: TrainingKind) -> str | None:
     task, generator = kind.task, torch.Generator().manual_seed(0)
     start = shaken(task.factory.like_initial(0), generator)
     # A model that no training has: what changes in it, all models share.
     bystander = in_training(task.model().to(task.torch_device()))
     usual, other = (
-        (random_examples(kind.features, 3, generator), zeros(kind.targets, 3)) for _ in range(2)
+        (random_examples(kind.features, 3, generator), trees.zeros(kind.targets, 3))
+        for _ in range(2)
     )
     on_cpu = kind.device.type == "cpu"
     unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
-    draws = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
+    positions = _positions()
+    states = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
     try:
         first = _trained(task, start, *usual)
-        if _positions() != _positions(*draws):
+        if _positions() != positions:
             return _GENERATORS
     finally:
-        np.random.set_state(draws[0])  # noqa: NPY002
-        random.setstate(draws[1])
+        np.random.set_state(states[0])  # noqa: NPY002
+        random.setstate(states[1])
     before = snapshot(model=bystander, loss=task.loss)
     for x, y in (other, *trees.split(unlike, 1)):
         _trained(task, start, x, y)
@@ -108,9 +112,9 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
     return None if isinstance(model, Exception) else model
 
 
-def _positions(of_numpy: Any = None, of_python: Any = None) -> tuple[object, ...]:
-    """Return what a draw changes in the global generators, or in earlier states of them."""
-    numpy_state = np.random.get_state(legacy=False) if of_numpy is None else of_numpy  # noqa: NPY002
-    state = numpy_state["state"]
-    drawn = state["pos"] if "pos" in state else repr(state), numpy_state["has_gauss"]
-    return (*drawn, random.getstate() if of_python is None else of_python)
+def _positions() -> tuple[object, ...]:
+    """Return what a draw changes in the global generators of NumPy and Python."""
+    generator = np.random.get_state(legacy=False)  # noqa: NPY002
+    state = generator["state"]
+    drawn = state["pos"] if "pos" in state else repr(state)
+    return drawn, generator["has_gauss"], random.getstate()

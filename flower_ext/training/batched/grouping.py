@@ -1,19 +1,16 @@
-"""Groups of trainings on stacked parameters: which jobs share a batch, and how many fit."""
+"""Groups of trainings on stacked parameters: which jobs are alike, and how many fit."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.job import Job
 from flower_ext.training.task import Task
 
@@ -21,41 +18,6 @@ _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
-
-
-def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
-    """Return groups of jobs that are best trained together, as indices, the longest job first.
-
-    All jobs of a group have examples of one shape and type. Jobs that gain nothing in a batch form
-    groups of one.
-    """
-    every: list[list[int]] = []
-    for members in alike(jobs):
-        every += _groups_of_alike(task, jobs, longest_first(jobs, members), memory_limit)
-    return every
-
-
-def _groups_of_alike(
-    task: Task, jobs: Sequence[Job], order: list[int], memory_limit: int
-) -> Iterator[list[int]]:
-    """Yield groups of jobs that are alike, given by their indices, the longest job first.
-
-    A batch narrows as its jobs end, so jobs that would outlast all others are left out.
-    """
-    start = len(order)
-    if len(order) > 1 and why_apart(task, [jobs[index] for index in order]) is None:
-        steps = [jobs[index].num_steps for index in order]
-        # From the first job on that would keep enough others busy until its own end.
-        worth = (
-            i for i in range(len(order)) if sum(steps[i:]) >= MappedModel.fewest * max(steps[i], 1)
-        )
-        start = next(worth, start)
-    yield from ([index] for index in order[:start])
-    left = order[start:]
-    while left:
-        size = together(task, jobs[left[0]], memory_limit)
-        yield left[:size]
-        left = left[size:]
 
 
 def longest_first(jobs: Sequence[Job], members: Sequence[int]) -> list[int]:

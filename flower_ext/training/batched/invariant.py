@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training.batched.batchable import random_job, why_apart
+from flower_ext.training.batched.batchable import random_job, trains_alike, why_apart
 from flower_ext.training.batched.descent import IGNORED, MiniBatches, Stack
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import longest_first, together
@@ -129,7 +129,8 @@ def invariant_batches(task: Task, job: Job) -> Form | None:
     # Other layers may turn weights, which have no rows of examples, into arrays of any length.
     if not task.factory.facts.known_holders or why_apart(task, [job]):
         return None
-    return _form(kind_of(task, job.examples.features, job.examples.targets, job.params))
+    form = _form(kind_of(task, job.examples.features, job.examples.targets, job.params))
+    return form if task.factory.facts.known or trains_alike(task, job, form) else None
 
 
 @lru_cache(maxsize=64)

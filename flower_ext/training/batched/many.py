@@ -17,9 +17,10 @@ from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.batchable import trains_alike, why_unusual
-from flower_ext.training.batched.descent import Stack, unstacked
+from flower_ext.training.batched.batches import Batches
+from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
-from flower_ext.training.batched.grouping import alike, groups, longest_first
+from flower_ext.training.batched.grouping import alike, longest_first
 from flower_ext.training.batched.invariant import invariant_batches
 from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job, LocalTraining
@@ -100,31 +101,17 @@ def _ways(
 ) -> Iterator[tuple[list[int], Minimise]]:
     """Yield groups of jobs, each with the fastest way to train it that leaves its results alone.
 
-    First choice is a form, of a plug-in or for steady jobs, and the second a batch of stacked
-    models. The numbers of the latter depend on how many they are, so ``steady`` jobs that no form
-    takes train one by one instead.
+    Jobs that no form takes train one by one.
     """
     for members in alike(jobs):
         left = members
-        for form in _offered(task, [jobs[index] for index in members], steady=steady):
+        for form in _forms(task, [jobs[index] for index in members], steady=steady):
             parts = form.groups([jobs[index] for index in left], memory_limit)
             taken = [[left[index] for index in part] for part in parts]
             yield from ((group, form.minimise) for group in taken)
             trained = {index for group in taken for index in group}
             left = [index for index in left if index not in trained]
-        rest = [jobs[index] for index in left]
-        if steady:
-            parts = ([index] for index in longest_first(rest, range(len(rest))))
-        else:
-            parts = groups(task, rest, memory_limit)
-        for part in parts:
-            way = _in_a_batch if len(part) > 1 else _alone
-            yield [left[index] for index in part], partial(way, task)
-
-
-def _in_a_batch(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-    like, weights = jobs[0].params, Stack(task, jobs, trained).minimise()
-    return {n: w.to(like[n].device, like[n].dtype) for n, w in weights.items()}
+        yield from (([index], partial(_alone, task)) for index in longest_first(jobs, left))
 
 
 def _alone(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
@@ -174,14 +161,11 @@ def train_surely(
                 parts += [untrained[half:], untrained[:half]]
 
 
-def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]:
+def _forms(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]:
     """Yield the forms for jobs that are alike: those of plug-ins first."""
     if why_unusual(jobs) is not None:
         return
-    offered = [*plugins.offered(GROUP)]
-    if steady:
-        offered.append(invariant_batches)
-    for form_for in offered:
+    for form_for in plugins.offered(GROUP):
         form = form_for(task, jobs[0])
         if form is None or (steady and not form.batch_invariant):
             continue
@@ -190,6 +174,9 @@ def _offered(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]
         # Known layers show all that they do, so the cost of a trial can be saved.
         if task.factory.facts.known or trains_alike(task, jobs[0], form):
             yield form
+    ours = invariant_batches(task, jobs[0]) if steady else Batches(task)
+    if ours is not None:
+        yield ours
 
 
 def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:
@@ -208,5 +195,5 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
         training=training,
         generator=torch.Generator(),
     )
-    forms = _offered(task, [job], steady=True)
+    forms = _forms(task, [job], steady=True)
     return not any(True for form in forms for _ in form.groups([job], MEMORY_LIMIT))
