@@ -51,6 +51,8 @@ $(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard 
 	$(BIN)/python -m flower_ext_kernels
 	touch $@
 
+# Its model is so small that further threads would only wait for one another.
+demo: export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.package
 	for method in alone dp-fedavg fedavg; do \
 		$(BIN)/flower-ext run apps/demo --in-process --runs "$(DEMO)" --set method=$$method $(DEMO_SETTINGS) || exit; \

@@ -55,7 +55,7 @@ _OF_MASKS = (
     "auditing/test_secure_rounds.py",
     "federation/client/test_vector_answers.py",
     "federation/sums/test_masked.py",
-    "federation/test_score_round.py",
+    "federation/test_evaluations.py",
 )
 _OF_RUNS = (
     "federation/test_frozen.py",
@@ -64,7 +64,7 @@ _OF_RUNS = (
     "federation/test_record_level_plan.py",
     "federation/test_odd_parameters.py",
     "federation/sums/test_masked.py",
-    "federation/test_score_round.py",
+    "federation/test_evaluations.py",
     *_OF_ROUNDS,
 )
 TESTS = {
@@ -132,7 +132,7 @@ TESTS = {
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
     "federation/round.py": ("federation/test_round.py", *_OF_ROUNDS),
     "federation/run.py": _OF_RUNS,
-    "federation/score_round.py": _OF_MASKS,
+    "federation/query_round.py": ("federation/test_query_round.py", *_OF_MASKS),
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,

@@ -11,13 +11,13 @@ the process grew by while it took them.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,15 +103,24 @@ def compete(
         "opacus": opacus,
         "ghost": ghost,
     }
+    few = torch.arange(4)
+    makers[contender](build, trees.rows(x, few), y[few])()  # modules that a first step imports
     step = makers[contender](build, x, y)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of imports
+    before = peak_megabytes()
+    step()  # compiles, and chooses a way
     best = float("inf")
     end = time.perf_counter() + SECONDS
     while (started := time.perf_counter()) < end:
         step()
         best = min(best, time.perf_counter() - started)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
-    print(json.dumps([best, grown]))
+    print(json.dumps([best, peak_megabytes() - before]))
+
+
+def peak_megabytes() -> float:
+    """Return this process's peak of memory, on Linux, since it was last forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1e3
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -136,7 +145,7 @@ def ours(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[],
 
     task = Task(model=build, data=no_partitions, device="cpu")
     params = task.initial_params(0)
-    clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM)
+    clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM, batch_size=len(y))
     return lambda: clipped(params, x, y)
 
 

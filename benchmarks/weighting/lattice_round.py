@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.weighting.dialogue import answers, converse, timed
 from flower_ext.privacy import seeded_generator
+from flower_ext.secure import threads
 from flower_ext.secure.weighting.agreement import Step
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
@@ -64,8 +65,9 @@ def set_up(
     settings: LatticeSettings, counts: NDArray[np.int64], workers: int, cost: Cost
 ) -> tuple[LatticeServer, list[LatticeSilo]]:
     """Exchange keys, seed and counts, and open an epoch."""
-    server, cost.set_up_server = timed(lambda: LatticeServer(settings, workers=workers))
-    silos = [LatticeSilo(settings, at, workers=workers) for at in range(settings.silos)]
+    threads.cores = lambda: workers
+    server, cost.set_up_server = timed(lambda: LatticeServer(settings))
+    silos = [LatticeSilo(settings, at) for at in range(settings.silos)]
     answering = 0.0
 
     def ask(step: Step) -> dict[int, bytes]:

@@ -20,6 +20,7 @@ import phe
 
 from benchmarks.weighting.dialogue import open_round, set_up, timed, weigh
 from flower_ext.runs.page import table
+from flower_ext.secure import threads
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import PaillierSettings
@@ -66,9 +67,10 @@ class Parties:
     """Server and silos after set-up, and an input."""
 
     def __init__(self, settings: PaillierSettings, key: PrivateKey | None = None) -> None:
+        threads.cores = lambda: 1
         self.settings = settings
-        self.server = PaillierServer(settings, key=key, workers=1)
-        self.silos = [PaillierSilo(settings, i, workers=1) for i in range(settings.silos)]
+        self.server = PaillierServer(settings, key=key)
+        self.silos = [PaillierSilo(settings, i) for i in range(settings.silos)]
         rng = np.random.default_rng(0)
         most = settings.max_records_per_user // settings.silos
         self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)

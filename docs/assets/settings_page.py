@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from flower_ext.cli.project import rows_of
+from flower_ext.cli.settings_table import rows_of
 from flower_ext.runs.page import Markup, escaped, table
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ Non-IID Data" (AAAI 2021), Algorithm 1 with the attention A(x) = 1 − e^{−x/�
 paper                 here
 ====================  =====================================================
 w_i, u_i              the client's memory, the model that it receives
-ξ_ij                  ``attention``: α A'(‖w_i − w_j‖²) for j ≠ i, and 1 − Σ_j ξ_ij for i itself
+ξ_ij                  `attention`: α A'(‖w_i − w_j‖²) for j ≠ i, and 1 − Σ_j ξ_ij for i itself
 σ                     ``attention_width``
-α_k                   ``attention_step``, by default σ/N, which keeps every ξ_ii at 0 or above
+α_k                   σ/N for N clients, with which no ξ_ii is negative
 λ/α_k                 ``attraction``
 ====================  =====================================================
 
@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.checks import require_positive
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
@@ -43,7 +42,6 @@ from flower_ext.federation import (
     require_unit_rate,
 )
 from flower_ext.federation.arrays import flattened, shaped
-from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")
@@ -62,17 +60,19 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=trained, memory=trained)
 
 
-def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDArray[np.float64]:
+def attention(models: NDArray[np.float64], *, width: float, population: int) -> NDArray[np.float64]:
     """Return ξ for all pairs of ``models``; every row sums to 1.
 
     Parameters
     ----------
     models : NDArray[np.float64]
         One flattened model in each row (clients × parameters).
-    step, width : float
-        α_k and σ.
+    width : float
+        σ.
+    population : int
+        N, which is at least the number of models.
     """
-    weights = step / width * np.exp(-_squared_distances(models) / width)
+    weights = np.exp(-_squared_distances(models) / width) / population
     np.fill_diagonal(weights, 0.0)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
     return np.asarray(weights)
@@ -99,8 +99,6 @@ class FedAMP(Method):
     ----------
     attention_width : float
         σ: scale of the squared distance over which attention between two models decays.
-    attention_step : float, optional
-        α: step of the mix; by default ``attention_width / population``.
     attraction : float
         λ/α: strength of the pull of a client's model towards its cloud model.
     local : LocalTraining
@@ -113,7 +111,6 @@ class FedAMP(Method):
     needs_each_update = True
 
     attention_width: float = 1.0
-    attention_step: float | None = None
     attraction: float = 1.0
     local: LocalTraining = LocalTraining()
 
@@ -122,17 +119,6 @@ class FedAMP(Method):
         require_positive("attention_width", self.attention_width)
         require_positive("attraction", self.attraction)
         require_unit_rate(self, "FedAMP's server stores each model as it arrives")
-
-    def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a step that may give a client's own model a negative weight."""
-        population = plan.sampling.population
-        step, most = self._mixing_step(population), self.attention_width / max(1, population - 1)
-        if not 0 < step <= most:
-            raise InvalidValue(
-                f"attention_step={step!r}: expected a number in (0, attention_width / "
-                f"(clients - 1)] = (0, {most:.4g}], because a larger step may give a client's own "
-                "model a negative weight"
-            )
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client its cloud model u_i; a client without one gets the shared model."""
@@ -158,9 +144,8 @@ class FedAMP(Method):
             }
         clients = sorted(uploaded, key=int)
         flat = np.stack([flattened(uploaded[client]).astype(np.float64) for client in clients])
-        step = self._mixing_step(released.population)
-        weights = attention(flat, step=step, width=self.attention_width)
-        has_warned = FADING in state.server or self._warns_of_fading(flat, weights, step)
+        weights = attention(flat, width=self.attention_width, population=released.population)
+        has_warned = FADING in state.server or self._warns_of_fading(flat, weights)
         groups = {UPLOADED + client: uploaded[client] for client in clients}
         for client, cloud in zip(clients, weights @ flat, strict=True):
             groups[CLOUD + client] = _shaped(cloud, model)
@@ -168,14 +153,7 @@ class FedAMP(Method):
             groups[FADING] = {}
         return _shaped(flat.mean(axis=0), model), State(server=groups)
 
-    def _mixing_step(self, population: int) -> float:
-        """Return α, by default σ/N."""
-        step = self.attention_step
-        return self.attention_width / population if step is None else step
-
-    def _warns_of_fading(
-        self, models: NDArray[np.float64], weights: NDArray[np.float64], step: float
-    ) -> bool:
+    def _warns_of_fading(self, models: NDArray[np.float64], weights: NDArray[np.float64]) -> bool:
         """Warn if every client's cloud model is almost its own model; return True if so."""
         most = 1.0 - float(np.diag(weights).min())
         if len(models) < 2 or most >= _LEAST_SHARE:
@@ -183,12 +161,10 @@ class FedAMP(Method):
         pairs = np.triu_indices(len(models), k=1)
         median = float(np.median(_squared_distances(models)[pairs]))
         log.warning(
-            "attention_width=%.4g, attention_step=%.4g: other clients make up at most %.1e of any "
-            "client's cloud model, so clients train almost alone. Take a larger attention_width, "
-            "such as the median squared distance of two models, now %.4g, and an attention_step "
-            "near attention_width / clients",
+            "attention_width=%.4g: other clients make up at most %.1e of any client's cloud model, "
+            "so clients train almost alone. Take a larger attention_width, such as the median "
+            "squared distance of two models, now %.4g",
             self.attention_width,
-            step,
             most,
             median,
         )

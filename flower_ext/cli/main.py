@@ -32,7 +32,7 @@ COMMANDS = {
     "audit": "audit",
     "ledger": "population_account",
     "export": "export",
-    "settings": "project",
+    "settings": "settings_table",
 }
 """Names of the commands, each with the module of this package that has a function of that name."""
 

@@ -87,6 +87,11 @@ def rows(tree: Tree, indices: Tensor) -> Tree:
     return mapped(lambda leaf: torch.index_select(leaf, 0, indices.to(leaf.device)), tree)
 
 
+def zeros(tree: Tree, count: int) -> Tree:
+    """Return ``count`` rows of zeros, with the shapes and types of the tree's rows."""
+    return mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), tree)
+
+
 def split(tree: Tree, sizes: int | list[int]) -> Sequence[Tree]:
     """Apply `torch.split` to all leaves; return a sequence of trees."""
     return _cut(lambda leaf: torch.split(leaf, sizes), tree)

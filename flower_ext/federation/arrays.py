@@ -174,6 +174,6 @@ def record_bytes(record: ArrayRecord) -> int:
 def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Return the bytes of one array as Flower serialises it: a header and its numbers."""
     file = BytesIO()
-    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, facts)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
     return file.tell() + math.prod(shape) * dtype.itemsize

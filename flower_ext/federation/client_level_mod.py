@@ -45,13 +45,13 @@ from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.model_checks import refuse_half_precision
-from flower_ext.federation.protection import check_facts
+from flower_ext.federation.protection import check_entries
 from flower_ext.federation.replies import moved_by
 from flower_ext.federation.roster import (
     FOR_MODS,
     asks_identity,
     check_addressee,
-    facts_for_mods,
+    entries_for_mods,
     identity,
     is_rehearsal,
 )
@@ -84,12 +84,12 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         if is_rehearsal(message):
             with hidden_errors(context), isolated():
                 received = records.to_arrays(message.content.array_records[records.MODEL])
-                l2_norm(_update(call_next(_without_facts(message), context), received))
+                l2_norm(_update(call_next(_without_entries(message), context), received))
             learned_nothing = records.to_record(_zeros(received))
             return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
             with knowing_no_data():
-                facts, protection, noise = _requested(message, context, allow_seeded_noise)
+                entries, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)
         except Exception as error:  # no client data was read yet: the server may see it
@@ -99,7 +99,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         still = _zeros(received)
         try:
             with isolated():
-                update = _update(call_next(_without_facts(message), context), received)
+                update = _update(call_next(_without_entries(message), context), received)
             norm = l2_norm(update)
         except Exception as error:  # a record may have caused any error
             log_unmoved(error)
@@ -107,7 +107,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         with hidden_errors(context):
             sent = {**still, **protection.released(update, noise)}
         content = RecordDict({records.UPDATE: records.to_record(sent)})
-        if facts.get("diagnostics"):
+        if entries.get("diagnostics"):
             content[records.METRICS] = records.metrics_record({"update-norm": norm})
         return Message(content, reply_to=message)
 
@@ -117,10 +117,10 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
-    """Return the facts, the protection and the noise that a training message asks for."""
+    """Return the entries, the protection and the noise that a training message asks for."""
     check_addressee(message, context)
-    facts = facts_for_mods(message)
-    protection = check_facts(facts) if facts else None
+    entries = entries_for_mods(message)
+    protection = check_entries(entries) if entries else None
     if type(protection) not in (ClipUpdate, ProtectedByServer):
         name = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
@@ -133,10 +133,10 @@ def _requested(
     assert protection is not None
     policy = NodePolicy(context, allow_seeded_noise)
     policy.check(protection)
-    return facts, protection, policy.noise(facts, OF_UPLOADS)
+    return entries, protection, policy.noise(entries, OF_UPLOADS)
 
 
-def _without_facts(message: Message) -> Message:
+def _without_entries(message: Message) -> Message:
     """Return the message as Flower's own strategies send it: the model and the user's config."""
     config = message.content.config_records.get(records.CONFIG, ConfigRecord())
     settings = {name: value for name, value in config.items() if not name.startswith(FOR_MODS)}

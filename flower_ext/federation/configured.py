@@ -285,7 +285,7 @@ def start(
     strategy_of: Callable[[AppSettings, RunDirectory], Strategy],
     *,
     planned_rounds: int | None = None,
-    facts: Mapping[str, Any] | None = None,
+    notes: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> None:
     """Run a strategy for ``rounds`` rounds in a run directory, and write its report there.
@@ -302,8 +302,8 @@ def start(
         strategy of this package, or a wrapper whose ``base`` is such a strategy.
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
-    facts : Mapping, optional
-        Further facts to record beside the settings.
+    notes : Mapping, optional
+        Further entries to record beside the settings.
     callbacks : Sequence[Callback]
         Callbacks that follow the run.
 
@@ -320,7 +320,7 @@ def start(
     # The settings are those that the noise was calibrated for; a resumed run may be longer.
     number: Any = context.run_config["rounds"]
     last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
-    rounds, recorded = last, {**config, **(facts or {})}
+    rounds, recorded = last, {**config, **(notes or {})}
     if planned_rounds is not None:
         rounds += planned_rounds - settings.rounds
         recorded["planned-rounds"] = planned_rounds

@@ -147,7 +147,7 @@ def _method(strategy: Strategy) -> str:
 
 
 def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return the facts that identify a run, as settings: plan, model, options and training."""
+    """Return what identifies a run, as settings: plan, model, options and training."""
     run, method = base.run, base.method
     plan = {name: _plain(getattr(run.plan, name)) for name in _names(run.plan)}
     plan["planned-rounds"] = plan.pop("rounds", 0)

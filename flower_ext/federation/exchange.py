@@ -195,7 +195,7 @@ class Clients:
         """
         refused_before = len(self.refusals)
         requests = self.request("query", contents, 0)
-        answers = dict(requests.accepted(self.replies(requests.messages), read))
+        answers = dict(sorted(requests.accepted(self.replies(requests.messages), read)))
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
@@ -313,7 +313,7 @@ def _for_any_app(kind: str, content: Content) -> Content:
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
-        round_facts: dict[str, Any] = dict(content.get(records.ROUND, {}))
-        settings |= {f"{FOR_MODS}{name}": value for name, value in round_facts.items()}
+        round_entries: dict[str, Any] = dict(content.get(records.ROUND, {}))
+        settings |= {f"{FOR_MODS}{name}": value for name, value in round_entries.items()}
     model = {name: content[name] for name in (records.MODEL,) if name in content}
     return {**model, records.CONFIG: ConfigRecord(settings)}

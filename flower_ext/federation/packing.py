@@ -13,8 +13,8 @@ TOGETHER = "together"
 Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
-def packed(contents: Sequence[RecordDict], facts: Mapping[str, Any]) -> RecordDict:
-    """Return contents and facts as one content; a record that several share is sent once."""
+def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
+    """Return contents and entries as one content; a record that several share is sent once."""
     numbers: dict[int, int] = {}
     every: dict[str, Record] = {}
     names: list[str] = []
@@ -24,7 +24,7 @@ def packed(contents: Sequence[RecordDict], facts: Mapping[str, Any]) -> RecordDi
                 numbers[id(record)] = len(numbers)
                 every[str(numbers[id(record)])] = record
         names.append("\n".join(f"{numbers[id(record)]} {name}" for name, record in content.items()))
-    every[TOGETHER] = ConfigRecord({**facts, "records": names})
+    every[TOGETHER] = ConfigRecord({**entries, "records": names})
     return RecordDict(every)
 
 

@@ -35,8 +35,8 @@ class Progress:
     message may still be evaluated.
     """
 
-    def __init__(self, run: RunDirectory | None = None) -> None:
-        self.run = run
+    def __init__(self, directory: RunDirectory | None = None) -> None:
+        self.directory = directory
         self.row: dict[str, float] = {}
         self._evaluated = 0
         self._seconds: list[float] = []
@@ -68,7 +68,9 @@ class Progress:
             log.warning("refused reply: %s", refusal)
         if (more := len(refusals) - MOST_SHOWN) > 0:
             where = (
-                "strategy.refusals" if self.run is None else "missing.jsonl in the run directory"
+                "strategy.refusals"
+                if self.directory is None
+                else "missing.jsonl in the run directory"
             )
             log.warning("and %d more were refused (%s has the reasons)", more, where)
 
@@ -77,8 +79,8 @@ class Progress:
     ) -> None:
         """Record which clients gave no usable answer, and the refusals of that phase."""
         log.warning("round %d, %s: no usable answer from %s", server_round, kind, partitions)
-        if self.run is not None:
-            self.run.log_missing(server_round, kind, partitions, refusals)
+        if self.directory is not None:
+            self.directory.log_missing(server_round, kind, partitions, refusals)
 
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
         """Return mean, std, variance, worst tenth and Jain's index of each score over clients.
@@ -107,8 +109,8 @@ class Progress:
         """Write one line to the log and one row to the run directory."""
         phrases = [f"round {server_round}/{num_rounds}", *describe_round(self.row)]
         self._seconds.append(monotonic() - self._began)
-        if rounds_left := num_rounds - server_round:
-            seconds = round(float(np.mean(self._seconds)) * rounds_left)
+        seconds = round(float(np.mean(self._seconds)) * (num_rounds - server_round))
+        if seconds > 0:
             phrases.append(f"{timedelta(seconds=seconds)} left")
         log.info(" · ".join(phrases))
         self.add(server_round)
@@ -117,13 +119,13 @@ class Progress:
         """Add the row to the run directory's row of this round."""
         if _EVALUATED in self.row:
             self._evaluated = server_round
-        if self.run is not None:
-            self.run.log(server_round, **self.row)
+        if self.directory is not None:
+            self.directory.log(server_round, **self.row)
 
     def evaluated(self, server_round: int) -> bool:
         """Return True if the server asked for scores after this round, the last one so far."""
-        if self.run is not None and self.run.resumed:
-            rounds, _ = self.run.series(_EVALUATED)
+        if self.directory is not None and self.directory.resumed:
+            rounds, _ = self.directory.series(_EVALUATED)
             return server_round in rounds
         return server_round == self._evaluated
 

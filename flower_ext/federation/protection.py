@@ -43,11 +43,11 @@ KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
     ("run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered", "query")
 )
-"""Facts of a round besides its protection."""
+"""Entries of a round's record besides its protection."""
 
 
-def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
-    """Return a protection as facts of a message.
+def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
+    """Return a protection as entries of a round's record.
 
     Raises
     ------
@@ -61,41 +61,43 @@ def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, 
         raise TypeError(f"{name}: no message may ask for it; add it to _KINDS in {__name__}")
     # Where the server adds the noise, how it draws is no business of the client.
     by_client = not isinstance(protection, ProtectedByServer)
-    facts: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
+    entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
     for part in _parts_of(type(protection)):
         if (value := getattr(protection, part.name)) is not None:
-            facts[_in_messages(part.name)] = value
-    return facts
+            entries[_in_messages(part.name)] = value
+    return entries
 
 
-def from_facts(facts: Mapping[str, Any]) -> Protection | None:
-    """Return the protection in the facts of a message; the inverse of `to_facts`.
+def from_entries(entries: Mapping[str, Any]) -> Protection | None:
+    """Return the protection in the entries of a message; the inverse of `to_entries`.
 
-    The function ignores the other facts of a round.
+    The function ignores the other entries of a round.
 
     Raises
     ------
     InvalidValue
         The protection is incomplete or unknown, or one of its numbers is out of range.
     TypeError
-        A fact has the wrong type.
+        An entry has the wrong type.
     """
-    kind = _KINDS.get(str(facts[KIND])) if KIND in facts else Protection
+    kind = _KINDS.get(str(entries[KIND])) if KIND in entries else Protection
     parts = {} if kind is None else {_in_messages(part.name): part for part in _parts_of(kind)}
-    unknown = set(facts) - _OF_ROUNDS - set(parts) - ({KIND, SEEDED} if KIND in facts else set())
+    unknown = (
+        set(entries) - _OF_ROUNDS - set(parts) - ({KIND, SEEDED} if KIND in entries else set())
+    )
     if kind is None or unknown:
         raise InvalidValue(
-            f"the server's message has {sorted(unknown)} and {KIND}={facts.get(KIND)!r}: expected "
-            "a known protection"
+            f"the server's message has {sorted(unknown)} and {KIND}={entries.get(KIND)!r}: "
+            "expected a known protection"
         )
     if kind is Protection:
         return None
-    if type(facts.get(SEEDED)) is not bool:
-        raise TypeError(f"{SEEDED}={facts.get(SEEDED)!r}: expected true or false")
+    if type(entries.get(SEEDED)) is not bool:
+        raise TypeError(f"{SEEDED}={entries.get(SEEDED)!r}: expected true or false")
     numbers: dict[str, float] = {}
     for name, part in parts.items():
-        if name in facts or part.default is MISSING:
-            value = numbers[part.name] = _number(facts, name)
+        if name in entries or part.default is MISSING:
+            value = numbers[part.name] = _number(entries, name)
             if not 0 < value < math.inf and value != part.default:
                 raise InvalidValue(
                     f"{name}={value!r} in the server's message: expected a finite number > 0"
@@ -103,23 +105,23 @@ def from_facts(facts: Mapping[str, Any]) -> Protection | None:
     return kind(**numbers)
 
 
-def check_facts(facts: Mapping[str, Any]) -> Protection | None:
-    """Check the facts of a round, and return the protection that they ask for.
+def check_entries(entries: Mapping[str, Any]) -> Protection | None:
+    """Check the entries of a round, and return the protection that they ask for.
 
     Raises
     ------
     InvalidValue
-        A fact is missing or out of range; the message names it.
+        An entry is missing or out of range; the message names it.
     TypeError
-        A fact has the wrong type.
+        An entry has the wrong type.
     """
-    numbers = {"remembered": 0, **facts}  # sent only to clients that may have to forget
+    numbers = {"remembered": 0, **entries}  # sent only to clients that may have to forget
     for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
         if type(numbers.get(name)) is not int or numbers[name] < least:
             raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
-    if type(facts.get("run", "")) is not str:
-        raise TypeError(f"run={facts['run']!r} in the server's message: expected a string")
-    return from_facts(facts)
+    if type(entries.get("run", "")) is not str:
+        raise TypeError(f"run={entries['run']!r} in the server's message: expected a string")
+    return from_entries(entries)
 
 
 def _parts_of(kind: type[Protection]) -> tuple[Field[Any], ...]:
@@ -130,8 +132,8 @@ def _in_messages(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _number(facts: Mapping[str, Any], name: str) -> float:
-    value = facts.get(name)
+def _number(entries: Mapping[str, Any], name: str) -> float:
+    value = entries.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} in the server's message: expected a number")
     return value

@@ -1,4 +1,7 @@
-"""A round of a query beside the training: one noised sum of a vector from every client."""
+"""Rounds beside the training: a query, which is one noised sum of vectors, and an evaluation.
+
+An evaluation is such a query, or each client reports its scores.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from logging import getLogger
 import numpy as np
 from flwr.app import ConfigRecord, Message
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Content
+from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.protection import to_facts
-from flower_ext.federation.replies import RefusedReply
+from flower_ext.federation.protection import to_entries
+from flower_ext.federation.replies import RefusedReply, read_scores
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
@@ -50,15 +54,7 @@ def use_records(run: Run) -> dict[str, ConfigRecord]:
 
 
 class QueryRound:
-    """One round of a query, over all clients.
-
-    Parameters
-    ----------
-    run : Run
-        Its plan has the query among its ``queries``.
-    server_round : int
-    query : VectorQuery
-    """
+    """One round of a query of the plan, over all clients."""
 
     def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
         assert isinstance(run.mechanism, ReleaseMechanism)
@@ -119,13 +115,59 @@ class QueryRound:
 
     def _query_records(self) -> Content:
         run = self._run
-        protection = to_facts(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
+        protection = to_entries(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
         last = max(1, run.participations.rounds)
         fields = json.dumps(asdict(self._query))
         return {
             records.ROUND: run.round_record(last, **protection, query=self._number),
             records.QUERY: ConfigRecord({"name": self._query.name, "fields": fields}),
         }
+
+
+class ReportedScores:
+    """An evaluation in which each client reports its scores, without noise."""
+
+    def __init__(self, run: Run, server_round: int) -> None:
+        self._run, self._server_round = run, server_round
+        self.requests: Requests | None = None
+        """The messages to all clients; None before `ask`."""
+
+    def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
+        """Return a message for every client."""
+        content = evaluation_content(self._run, model, config)
+        everyone = dict.fromkeys(self._run.clients.nodes, content)
+        self.requests = self._run.clients.request("evaluate", everyone, self._server_round)
+        return self.requests.messages
+
+    def close(self, replies: Iterable[Message]) -> dict[str, float]:
+        """Return mean, worst tenth, spread and Jain's index over clients, which all count alike."""
+        run = self._run
+        assert self.requests is not None
+        replied = sorted(self.requests.accepted(replies, read_scores))
+        scores = {p: scores for p, scores in replied if scores.get("num-examples") != 0}
+        if not scores:
+            return {}
+        run.client_metrics = scores
+        return run.progress.scores(scores.values())
+
+
+def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
+    """Return the evaluation after a round, of the kind that the plan asks for.
+
+    Raises
+    ------
+    InvalidValue
+        The run asks for losses on training records beside a noised sum.
+    """
+    query = next((each for each in run.queries if each.schedule == "in evaluations"), None)
+    if query is None:
+        return ReportedScores(run, server_round)
+    if run.training_loss:
+        raise InvalidValue(
+            f"training_loss=True with {type(query).__name__} in the plan: expected False; name "
+            "'training_loss' with its bounds in SecureScores"
+        )
+    return QueryRound(run, server_round, query)
 
 
 def _read_nothing(reply: Message) -> records.Update:

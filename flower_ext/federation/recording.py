@@ -193,7 +193,7 @@ def record(
         The strategy is not of this package, writes to another run directory, or has run already.
     """
     base = base_of(strategy)
-    if base.run.checkpoints.run is not run:
+    if base.run.checkpoints.directory is not run:
         base.run.attach(run)
     result = strategy.start(grid, initial_arrays, **options)
     run.save_model(result.arrays.to_torch_state_dict())

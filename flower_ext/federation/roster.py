@@ -208,10 +208,10 @@ def _by_partition(
 
 def asks_identity(message: Message) -> bool:
     """Return True if a plain training message only asks a mod for its node's partition."""
-    return _PARTITION_QUESTION in facts_for_mods(message)
+    return _PARTITION_QUESTION in entries_for_mods(message)
 
 
-def facts_for_mods(message: Message) -> dict[str, Any]:
+def entries_for_mods(message: Message) -> dict[str, Any]:
     """Return what a plain message says to the mods of this package."""
     config = message.content.get(_CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
@@ -224,7 +224,7 @@ def facts_for_mods(message: Message) -> dict[str, Any]:
 
 def is_rehearsal(message: Message) -> bool:
     """Return True if the server only wants to know whether a ClientApp can train."""
-    return REHEARSAL in facts_for_mods(message)
+    return REHEARSAL in entries_for_mods(message)
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:

@@ -141,7 +141,7 @@ class Run:
         return SecureNoise()
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record by which clients know the run and the round, with more of its facts."""
+        """Return the record by which clients know the run and the round, with ``more`` entries."""
         return ConfigRecord(
             {
                 "run": self.checkpoints.run_id,
@@ -279,7 +279,7 @@ class Run:
         InvalidValue
             The run writes to another directory already, or has begun.
         """
-        if (other := self.checkpoints.run) is not None:
+        if (other := self.checkpoints.directory) is not None:
             raise InvalidValue(
                 f"run={str(other.path)!r}: the strategy writes to this directory already; leave "
                 "out its option run="
@@ -294,7 +294,7 @@ class Run:
             self.spending.ledger = directory.open_ledger()
 
     def _write_to(self, directory: RunDirectory | None) -> None:
-        self.progress.run = directory
+        self.progress.directory = directory
         self.checkpoints = Checkpoints(directory, repeats=self.repeats)
         self.spending.repeatable = self.repeats
         self.spending.identity = {
@@ -334,6 +334,6 @@ class Run:
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""
-        directory = self.checkpoints.run
+        directory = self.checkpoints.directory
         if directory is not None and (guarantees := self.guarantees()):
             directory.save_guarantees(guarantees)

@@ -221,7 +221,7 @@ class RunLoop:
         LedgerCorrupt
             The ledger lacks releases that were made.
         """
-        run, directory = self.run, self.run.checkpoints.run
+        run, directory = self.run, self.run.checkpoints.directory
         if directory is None or not directory.resumed:
             return initial, 0
         kept = run.checkpoints.newest()

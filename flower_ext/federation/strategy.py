@@ -1,6 +1,6 @@
 """The one strategy: it has a method, a plan, a sum and a run, and plays rounds by Flower's methods.
 
-Everything that a guarantee depends on happens once, in `training_round`, `score_round` and `round`,
+Everything that a guarantee depends on happens once, in `training_round`, `query_round` and `round`,
 whatever the method.
 """
 
@@ -20,10 +20,9 @@ from flower_ext.federation.connection import connect, shared_part
 from flower_ext.federation.method import Method
 from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
-from flower_ext.federation.query_round import QueryRound
+from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
-from flower_ext.federation.score_round import ReportedScores, evaluation
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum

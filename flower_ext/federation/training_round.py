@@ -19,7 +19,7 @@ from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.federation.protection import to_facts
+from flower_ext.federation.protection import to_entries
 from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.federation.round import Round, Updates
 from flower_ext.federation.run import Run
@@ -43,11 +43,6 @@ class TrainingRound:
 
     Cohorts, stragglers, batches and learning rates are numbered by training rounds. A strategy that
     trains in some rounds only, as in `Upcycled`, thus trains as it would without the other rounds.
-
-    Parameters
-    ----------
-    run : Run
-    server_round : int
     """
 
     def __init__(self, run: Run, server_round: int) -> None:
@@ -134,7 +129,7 @@ class TrainingRound:
     def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
         """Return the content of the message to each client; equal requests share one object."""
         run, method, number = self.run, self.run.method, self.number
-        protection, slow = self._protection_facts(), self._stragglers()
+        protection, slow = self._protection_entries(), self._stragglers()
         trainings = {phase: t.in_round(number) for phase, t in method.training.items()}
         shared: Content = {
             records.MODEL: records.to_record(run.model),
@@ -146,8 +141,8 @@ class TrainingRound:
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
             done = {phase: shortened(each, progress) for phase, each in trainings.items()}
-            facts = protection if remembered is None else {**protection, "remembered": remembered}
-            of_round = {records.ROUND: run.round_record(number, **facts)}
+            entries = protection if remembered is None else {**protection, "remembered": remembered}
+            of_round = {records.ROUND: run.round_record(number, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
         # Such clients go back to the memory of the last round that the server used.
@@ -160,12 +155,12 @@ class TrainingRound:
             contents[partition] = {**common, **special} if special else common
         return contents
 
-    def _protection_facts(self) -> dict[str, Any]:
-        """Return the facts by which the message asks clients to protect their uploads."""
+    def _protection_entries(self) -> dict[str, Any]:
+        """Return the entries by which the message asks clients to protect their uploads."""
         run = self.run
         self._protection = run.mechanism.protection(run.facts, len(self.cohort.partitions))
-        facts = to_facts(self._protection, seeded_noise=run.seeded_noise)
-        return {"report-size": True, **facts} if run.mechanism.tells_sizes else facts
+        entries = to_entries(self._protection, seeded_noise=run.seeded_noise)
+        return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
 
     def _stragglers(self) -> Mapping[int, float]:
         """Return, for each straggler of the cohort, the fraction of its work that it completes."""

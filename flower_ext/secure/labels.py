@@ -24,6 +24,11 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)
 
 
+def public_of(private: bytes) -> bytes:
+    """Return the X25519 public key, 32 bytes, of a private one."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
 def agreed(private: bytes, public: bytes) -> bytes:
     """Return the shared secret of two X25519 keys, 32 bytes. Use it only to derive keys.
 

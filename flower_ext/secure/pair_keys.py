@@ -19,14 +19,13 @@ from collections.abc import Mapping
 
 import gmpy2
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import agreed, derive
+from flower_ext.secure.labels import agreed, derive, public_of
 
 _SURPLUS_BITS = 128
 _NONCE_BYTES = 12
@@ -77,7 +76,7 @@ class PairKeys:
     @property
     def public(self) -> bytes:
         """Raw public key, 32 bytes."""
-        return X25519PrivateKey.from_private_bytes(self.private).public_key().public_bytes_raw()
+        return public_of(self.private)
 
     def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:
         """Derive a key with every other silo.

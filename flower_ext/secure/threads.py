@@ -1,7 +1,8 @@
-"""Run big-integer work on several cores, in threads: gmpy2 can release Python's lock."""
+"""Run big-integer work on all cores, in threads: gmpy2 can release Python's lock."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,6 @@ from logging import getLogger
 from typing import TypeVar
 
 import gmpy2
-
-from flower_ext.checks import require_at_least_one
 
 log = getLogger("flwr")
 
@@ -22,23 +21,22 @@ _LARGEST_SLICE = 64
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def map_slices(
     work: Callable[[Sequence[Item]], Sequence[Result]],
     items: Sequence[Item],
     *,
-    workers: int = 1,
     name: str = "",
 ) -> list[Result]:
-    """Apply ``work`` to slices of ``items`` in ``workers`` threads, and return results in order.
+    """Apply ``work`` to slices of ``items``, in a thread for each core; return results in order.
 
     Work with a ``name`` that takes longer than ten seconds logs how much of it is left.
-
-    Raises
-    ------
-    ValueError
-        ``workers`` is below one.
     """
-    require_at_least_one("workers", workers)
+    workers = cores()
     size = min(_LARGEST_SLICE, max(1, len(items) // (_SLICES_PER_WORKER * workers)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
     results: list[Result] = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,6 @@ from flower_ext.training.trials.trial_examples import (
     kind_of,
     random_examples,
     unlike_examples,
-    zeros,
 )
 
 _KEEPS = (
@@ -79,18 +77,20 @@ def _place_by_trial(kind: TrainingKind) -> str | None:
     # A model that no training has: what changes in it, all models share.
     bystander = in_training(task.model().to(task.torch_device()))
     usual, other = (
-        (random_examples(kind.features, 3, generator), zeros(kind.targets, 3)) for _ in range(2)
+        (random_examples(kind.features, 3, generator), trees.zeros(kind.targets, 3))
+        for _ in range(2)
     )
     on_cpu = kind.device.type == "cpu"
     unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
-    draws = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
+    positions = _positions()
+    states = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
     try:
         first = _trained(task, start, *usual)
-        if _positions() != _positions(*draws):
+        if _positions() != positions:
             return _GENERATORS
     finally:
-        np.random.set_state(draws[0])  # noqa: NPY002
-        random.setstate(draws[1])
+        np.random.set_state(states[0])  # noqa: NPY002
+        random.setstate(states[1])
     before = snapshot(model=bystander, loss=task.loss)
     for x, y in (other, *trees.split(unlike, 1)):
         _trained(task, start, x, y)
@@ -112,9 +112,9 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
     return None if isinstance(model, Exception) else model
 
 
-def _positions(of_numpy: Any = None, of_python: Any = None) -> tuple[object, ...]:
-    """Return what a draw changes in the global generators, or in earlier states of them."""
-    numpy_state = np.random.get_state(legacy=False) if of_numpy is None else of_numpy  # noqa: NPY002
-    state = numpy_state["state"]
-    drawn = state["pos"] if "pos" in state else repr(state), numpy_state["has_gauss"]
-    return (*drawn, random.getstate() if of_python is None else of_python)
+def _positions() -> tuple[object, ...]:
+    """Return what a draw changes in the global generators of NumPy and Python."""
+    generator = np.random.get_state(legacy=False)  # noqa: NPY002
+    state = generator["state"]
+    drawn = state["pos"] if "pos" in state else repr(state)
+    return drawn, generator["has_gauss"], random.getstate()

@@ -133,9 +133,7 @@ def refusing_layer(
 
 def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
     def error_of(count: int) -> Any:
-        x = trees.mapped(
-            lambda leaf: torch.zeros((count, *leaf.shape[1:]), dtype=leaf.dtype), features
-        )
+        x = trees.to(trees.zeros(features, count), torch.device("cpu"))
         return attempted(call_model, model, x)
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():

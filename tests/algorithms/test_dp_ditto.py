@@ -61,9 +61,7 @@ OURS = {
         personal_training=LocalTraining(steps=3, learning_rate=0.1),
         **o,
     ),
-    "fedamp": lambda **o: strategy_of(
-        FedAMP, attention_width=4.0, attention_step=0.9, attraction=0.7, local=SGD, **o
-    ),
+    "fedamp": lambda **o: strategy_of(FedAMP, attention_width=4.0, attraction=0.7, local=SGD, **o),
     "apple": lambda **o: strategy_of(
         Apple, relation_learning_rate=0.05, penalty=0.4, penalty_rounds=3, local=SGD, **o
     ),
@@ -78,7 +76,7 @@ NUMBERS = {
         "weight": 0.6,
     },
     "pfedme": {"local": LOCAL, "attraction": 3.0, "inner_steps": 3, "inner_rate": 0.1},
-    "fedamp": {"local": LOCAL, "attraction": 0.7, "width": 4.0, "step": 0.9},
+    "fedamp": {"local": LOCAL, "attraction": 0.7, "width": 4.0, "step": 4.0 / CLIENTS},
     "apple": {"local": LOCAL, "rate": 0.05, "penalty": 0.4, "fade": 3},
     "fedala": {"local": LOCAL, "rate": 2.0, "share": 0.5, "first": 3},
 }

@@ -116,7 +116,7 @@ def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, 
 
 
 def test_a_method_without_sam_needs_no_radius(tmp_path):
-    run_ = run(tmp_path / "run", method="centaur", sam_radius=0.0, rounds=1)
+    run_ = run(tmp_path / "run", method="centaur", sam_radius=0.0, rounds=1, noise_multiplier=1.0)
     assert run_.status == "completed"
 
 
@@ -136,7 +136,8 @@ def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):
 
 def test_a_run_that_fails_says_so_in_its_directory(tmp_path):
     server, client = DP2_FEDSAM.parts()
-    settings = DP2_FEDSAM.config(run_directory=str(tmp_path / "run"), clients=8, rounds=1)
+    facts = {"clients": 8, "rounds": 1, "noise_multiplier": 1.0}
+    settings = DP2_FEDSAM.config(run_directory=str(tmp_path / "run"), **facts)
     with pytest.raises(RuntimeError, match="7 of 8|9 nodes"):
         run_in_process(server, client, num_clients=9, run_config=settings)
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

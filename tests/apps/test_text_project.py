@@ -26,7 +26,13 @@ def test_the_project_is_short():
     assert sum(len(path.read_text().splitlines()) for path in TEXTS.folder.glob("*/*.py")) <= 95
 
 
-@pytest.mark.parametrize("head", [False, True], ids=["shared head", "personal head"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(False, id="shared head", marks=pytest.mark.full),
+        pytest.param(True, id="personal head"),
+    ],
+)
 def test_adapters_are_all_that_is_shared_beside_the_head(head, tmp_path):
     done = run(tmp_path / "run", project_settings(tmp_path), **{"personal-head": head})
     assert done.status == "completed"

@@ -18,7 +18,7 @@ from flower_ext.training import Task
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 
-CONFIDENCE = 0.999
+TRIALS, CONFIDENCE, OF_A_FAULT = 64, 1 - 1e-6, 0.999
 
 
 class Based(nn.Module):
@@ -60,7 +60,7 @@ def experiment(noise: float = 1.0):
 
 
 def test_no_bound_exceeds_what_is_reported():
-    found = audit(experiment(), trials=200, confidence=CONFIDENCE)
+    found = audit(experiment(noise=2.0), trials=TRIALS, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
     assert all(view.best.terms.reported > 0 for view in found.views)
 
@@ -76,5 +76,6 @@ def test_no_bound_exceeds_what_is_reported():
     ),
 )
 def test_a_planted_fault_is_found(plant, monkeypatch):
-    found = audit(plant(monkeypatch, experiment(noise=2.0)), trials=200, confidence=CONFIDENCE)
+    planted = plant(monkeypatch, experiment(noise=2.0))
+    found = audit(planted, trials=TRIALS, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()

@@ -40,9 +40,10 @@ from tests.support.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.support.worlds import FEATURES, client_data, initial
 
 SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
-OTHERS, TRIALS, CONFIDENCE, DELTA = 12, 100, 0.999, 1e-5
-AUDITS = 2 * (4 + 1) + 21 + 18
-"""Number of audits in this module, which share its probability of failure."""
+OTHERS, TRIALS, DELTA = 12, 100, 1e-5
+FEW = 64
+"""Trials that suffice where a fault separates all scores."""
+CONFIDENCE, OF_A_FAULT = 1 - 1e-6, 0.999
 
 LOCAL = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 STEPS = ClippedSteps(learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=OTHERS + 1)
@@ -142,7 +143,7 @@ def with_a_record_that_raises(method):
 @pytest.mark.parametrize("method", grid(METHODS, ("uldp-avg", "ditto-steps").__contains__))
 def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
     experiment = with_a_record_that_raises(method)
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment, trials=FEW, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
 
 
@@ -168,7 +169,7 @@ def errors_of_one_are_errors_of_all(patch):
 def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
     errors_of_one_are_errors_of_all(monkeypatch)
     experiment = with_a_record_that_raises(method)
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment, trials=FEW, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()
 
 
@@ -264,7 +265,7 @@ FAILED = [
 @pytest.mark.parametrize(("setup", "kind"), grid(FAILED, "discard, a NaN".__eq__))
 def test_a_client_whose_training_fails_is_not_found(setup, kind):
     experiment = with_a_client_that_fails(setup, kind)
-    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment, trials=MANY, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
 
 
@@ -280,7 +281,7 @@ def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind
     monkeypatch.setattr(OutputPerturbation, "hides_missing_data", False)
     monkeypatch.setattr(unmoved, "log_unmoved", _raised)
     experiment = with_a_client_that_fails(setup, kind)
-    found = audit(experiment, trials=MANY, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment, trials=MANY, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()
 
 
@@ -360,7 +361,7 @@ def one_diverged_client():
 @pytest.mark.full
 def test_a_client_that_diverges_does_not_change_how_others_train():
     experiment = one_diverged_client()
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
 
 
@@ -381,5 +382,5 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
 
     monkeypatch.setattr(side_by_side, "_train_steadily", in_another_order)
     experiment = one_diverged_client()
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment, trials=TRIALS, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()

@@ -19,7 +19,7 @@ from tests.support.grids import grid
 from tests.support.strategies import group_strategy
 
 SIZE, CLASSES, HUGE, OTHERS = 100, 2, 1e3, 12
-DELTA, TRIALS, CONFIDENCE, AUDITS = 1e-5, 100, 0.999, 4
+DELTA, TRIALS, CONFIDENCE, OF_A_FAULT = 1e-5, 64, 1 - 1e-6, 0.999
 LOCAL = DpSgdTraining(
     steps=1,
     sampling_rate=1.0,
@@ -105,7 +105,7 @@ def experiment(model):
 
 @pytest.mark.parametrize("model", grid([Plain, Asking, Turning], lambda model: model is Asking))
 def test_no_bound_exceeds_what_is_reported(model):
-    found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
     assert all(view.best.terms.reported > 0 for view in found.views)
 
@@ -149,7 +149,7 @@ def test_a_planted_fault_is_found(plant, model, monkeypatch):
     build.__name__ = model.__name__
     broken = plant(monkeypatch, experiment(build))
     assert one_pass_is_taken(build)
-    found = audit(broken, trials=TRIALS, confidence=CONFIDENCE, num_audits=AUDITS)
+    found = audit(broken, trials=TRIALS, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()
 
 

@@ -78,6 +78,10 @@ def run_command(capsys, output, *, only, **options):
 def test_parts_that_fail_or_are_not_kept_lose_no_other_and_are_named_last(
     monkeypatch, capsys, tmp_path
 ):
+    noise, wire = command.noise, command.wire
+    # As few rounds as --quick takes, which has no part of processes.
+    monkeypatch.setattr(command, "noise", lambda rounds, seed: noise(12, seed=seed))
+    monkeypatch.setattr(command, "wire", lambda rounds: wire(1))
     monkeypatch.setattr(command, "DROPOUTS", (0.0,))
     monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev, **grid: update)
     monkeypatch.setattr(processes, "NODES", "no number")

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
 from flower_ext.cli.preparing import checked_settings
-from flower_ext.cli.project import rows_of
+from flower_ext.cli.settings_table import rows_of
 from tests.support.apps import APPS
 
 FOLDERS = sorted(path.parent for path in APPS.glob("*/pyproject.toml"))

@@ -28,7 +28,7 @@ from flower_ext.federation import (
     client_level_dp_mod,
     records,
 )
-from flower_ext.federation.protection import to_facts
+from flower_ext.federation.protection import to_entries
 from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
     AdversaryView,
@@ -482,7 +482,7 @@ def ask(model, returned, protection=TIGHT, **facts) -> Message:
     app = foreign_app(lambda received, partition: returned)
     grid = InProcessGrid(app, num_clients=1)
     (node,) = grid.get_node_ids()
-    told = {"number": 1, "seed": 0, **to_facts(protection, seeded_noise=False), **facts}
+    told = {"number": 1, "seed": 0, **to_entries(protection, seeded_noise=False), **facts}
     content = {
         records.MODEL: ArrayRecord({n: Array(a) for n, a in model.items()}),
         records.CONFIG: ConfigRecord({f"{FOR_MODS}{name}": value for name, value in told.items()}),

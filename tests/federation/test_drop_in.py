@@ -57,7 +57,7 @@ def test_what_makes_the_run_is_in_its_record(tmp_path):
     assert run.config["method"] == "Upcycled-DPFedAvg"
     assert (run.config["clipping-norm"], run.config["noise-multiplier"]) == (0.5, 3.0)
     assert (run.config["rounds"], run.config["planned-rounds"]) == (1, 4)
-    assert "0.25" in run.config["coefficient"]
+    assert run.config["coefficient"] == 0.25
     assert "epochs=1" in run.config["training-local"]
     json.dumps(run.config)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from flower_ext.federation import progress as module
 from flower_ext.federation.progress import Progress
 from flower_ext.runs import RunDirectory
 
@@ -161,9 +162,22 @@ def test_the_line_says_that_noise_was_topped_up_or_the_round_discarded(logged):
 def test_the_line_leaves_out_what_was_not_measured(logged):
     progress = Progress()
     progress.begin()
-    progress.end(1, 2)
+    progress.end(1, 1)
     (line,) = lines(logged)
-    assert line.startswith("round 1/2 · no client was asked to train · ")
+    assert line == "round 1/1 · no client was asked to train"
+
+
+def test_the_line_tells_how_long_the_rounds_left_will_take_by_the_mean_of_those_so_far(
+    logged, monkeypatch
+):
+    clock = iter([0.0, 0.0, 10.0, 10.0, 40.0, 40.0, 80.0])  # constructor, then each round's ends
+    monkeypatch.setattr(module, "monotonic", lambda: next(clock))
+    progress = Progress()
+    for number in (1, 2, 3):
+        progress.begin()
+        progress.end(number, 3)
+    left = [line.rpartition(" · ")[2] for line in lines(logged)]
+    assert left == ["0:00:20 left", "0:00:20 left", "no client was asked to train"]
 
 
 def test_without_a_run_directory_a_round_ends_all_the_same(tmp_path, monkeypatch):

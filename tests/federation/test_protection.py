@@ -21,7 +21,8 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.client.protecting import NodePolicy, Unprotected, protected
-from flower_ext.federation.protection import check_facts, from_facts, to_facts
+from flower_ext.federation.client.side import contribution_of
+from flower_ext.federation.protection import check_entries, from_entries, to_entries
 from flower_ext.privacy import (
     ClippedSteps,
     FixedSizeSampling,
@@ -86,13 +87,13 @@ def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False)
         proximal_weight=MU,
     )
     mechanism = the_plan.mechanism(method) if isinstance(the_plan, ReleasePlan) else the_plan
-    return to_facts(mechanism.protection(run, cohort_size), seeded_noise=seeded_noise)
+    return to_entries(mechanism.protection(run, cohort_size), seeded_noise=seeded_noise)
 
 
 def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
     """Return the upload of a client whose request has ``facts``."""
     noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
-    return protected(update, received, from_facts(facts) or Unprotected(), noise)
+    return protected(update, received, from_entries(facts) or Unprotected(), noise)
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -445,10 +446,10 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
 )
 def test_a_round_that_is_none_is_refused(wrong):
     facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
-    check_facts(facts)
-    check_facts({**facts, "remembered": 0})
+    check_entries(facts)
+    check_entries({**facts, "remembered": 0})
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
-        check_facts({**facts, **wrong})
+        check_entries({**facts, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -458,23 +459,23 @@ def test_a_protection_that_lacks_a_part_is_refused(left_out):
     facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
     del facts[left_out]
     with pytest.raises((TypeError, ValueError), match=f"a known protection|{left_out}=None"):
-        check_facts(facts)
+        check_entries(facts)
 
 
 def test_objective_perturbation_may_need_no_number_of_examples():
     settled = replace(KNOWN, proximal_weight=MU, distance_to_minimiser=1e-9)
     asked = facts_of(plan(OBJECTIVE, objective=settled))
     facts = {**asked, "number": 1, "seed": 0}
-    check_facts({**facts, "least-examples": 0})
+    check_entries({**facts, "least-examples": 0})
     with pytest.raises(ValueError, match="least-examples=-1"):
-        check_facts({**facts, "least-examples": -1})
+        check_entries({**facts, "least-examples": -1})
 
 
 def test_what_is_protected_is_known_from_the_facts():
-    assert from_facts(facts_of(release_plan())).bounds_uploads
-    assert from_facts(to_facts(ProtectedByServer(), seeded_noise=True)).bounds_uploads
-    assert from_facts({"number": 1, "seed": 0, "diagnostics": True}) is None
-    by_training = from_facts(to_facts(ProtectedByTraining(), seeded_noise=False))
+    assert from_entries(facts_of(release_plan())).bounds_uploads
+    assert from_entries(to_entries(ProtectedByServer(), seeded_noise=True)).bounds_uploads
+    assert from_entries({"number": 1, "seed": 0, "diagnostics": True}) is None
+    by_training = from_entries(to_entries(ProtectedByTraining(), seeded_noise=False))
     for protection in (by_training, Unprotected()):
         assert not protection.bounds_uploads
 
@@ -528,21 +529,21 @@ def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked
 @pytest.mark.parametrize("protection", PROTECTIONS)
 def test_a_protection_arrives_as_it_was_sent(protection):
     facts = {"number": 1, "seed": 0, "report-size": True}
-    sent = ConfigRecord({**facts, **to_facts(protection, seeded_noise=False)})
-    assert check_facts(dict(sent)) == protection
+    sent = ConfigRecord({**facts, **to_entries(protection, seeded_noise=False)})
+    assert check_entries(dict(sent)) == protection
 
 
 @pytest.mark.parametrize("protection", PROTECTIONS[:6])
 def test_no_part_of_a_protection_stands_for_another(protection):
     """Without one of its parts, a protection is refused, unless that part is optional."""
-    facts = to_facts(protection, seeded_noise=False)
+    facts = to_entries(protection, seeded_noise=False)
     for name in facts:
         rest = {other: value for other, value in facts.items() if other != name}
         if name in ("noise-grid", "num-examples"):
-            assert type(from_facts(rest)) is type(protection)
+            assert type(from_entries(rest)) is type(protection)
         else:
             with pytest.raises((TypeError, ValueError), match=f"a known protection|{name}=None"):
-                from_facts(rest)
+                from_entries(rest)
 
 
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
@@ -592,7 +593,7 @@ SHARES = {
 @pytest.mark.parametrize("kind", SHARES)
 def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(kind):
     facts, share = SHARES[kind]
-    protection = from_facts(facts)
+    protection = from_entries(facts)
     exact = protection.noise_multiplier
     assert exact == pytest.approx(share)
     for least, takes_part in (
@@ -613,7 +614,7 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
 def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
     for facts in ({}, facts_of(known)):
-        protection = from_facts(facts) or Unprotected()
+        protection = from_entries(facts) or Unprotected()
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
@@ -740,19 +741,19 @@ def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatc
 def test_without_a_model_there_is_nothing_that_output_noise_could_protect():
     update = {"weight": torch.zeros(1, DIMENSION)}
     with pytest.raises(ValueError, match=r"return LocalResult\(model=...\)"):
-        LocalResult(update=update).bounded(update, whole=True)
+        contribution_of(LocalResult(update=update), update, whole=True)
 
 
 def test_a_result_is_a_model_or_an_update():
     received = {"weight": torch.ones(1)}
     moved = {"weight": torch.full((1,), 3.0)}
-    changed = LocalResult(model=moved).bounded(received, whole=False)
+    changed = contribution_of(LocalResult(model=moved), received, whole=False)
     assert changed == {"weight": torch.full((1,), 2.0)}
-    assert LocalResult(model=moved).bounded(received, whole=True) is moved
-    assert LocalResult(update=moved).bounded(received, whole=False) is moved
+    assert contribution_of(LocalResult(model=moved), received, whole=True) is moved
+    assert contribution_of(LocalResult(update=moved), received, whole=False) is moved
     for result in (LocalResult(), LocalResult(model=moved, update=moved)):
         with pytest.raises(ValueError, match="either a model or an update"):
-            result.bounded(received, whole=False)
+            contribution_of(result, received, whole=False)
 
 
 # What the strategy makes of it ------------------------------------------------------------------

@@ -300,10 +300,6 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
             r"personal_training\.momentum is set",
         ),
         (lambda p: FederatedStrategy(FedAMP(attention_width=0.0), p), r"attention_width=0\.0"),
-        (
-            lambda p: FederatedStrategy(FedAMP(attention_step=1.0), p),
-            r"attention_step=1\.0: .* negative",
-        ),
         (lambda p: FederatedStrategy(FedAMP(attraction=-1.0), p), r"attraction=-1\.0"),
         (
             lambda p: FederatedStrategy(Apple(relation_learning_rate=0.0), p),
@@ -388,9 +384,9 @@ def test_each_client_gets_its_own_cloud_model_and_all_others_core_models():
 
 def test_fedamps_attention_grows_with_likeness_and_every_row_adds_up_to_one():
     models = np.array([[0.0, 0.0], [0.1, 0.0], [3.0, 0.0]])
-    weights = attention(models, step=0.4, width=1.0)
+    weights = attention(models, width=1.0, population=3)
     np.testing.assert_allclose(weights.sum(axis=1), 1.0)
     np.testing.assert_allclose(weights, weights.T)
     assert weights[0, 1] > weights[0, 2] > 0
-    assert weights[0, 1] == pytest.approx(0.4 * math.exp(-0.01))
+    assert weights[0, 1] == pytest.approx(math.exp(-0.01) / 3)
     assert (np.diag(weights) >= 0).all()

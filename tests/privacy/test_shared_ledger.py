@@ -168,7 +168,7 @@ def _charging(path, run):
 
 
 def test_runs_at_the_same_time_spend_one_budget_together(path):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
         made = pool.starmap(_charging, [(path, "a"), (path, "b")])
     assert sum(made) == len(Ledger.read(path)) == 20
 

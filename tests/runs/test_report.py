@@ -8,11 +8,18 @@ import pytest
 
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
-from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
+from flower_ext.runs import NotARun, RunDirectory, report, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished
 from tests.support.guarantees import client_level
 from tests.support.run_facts import worst_case
+
+
+@pytest.fixture(autouse=True)
+def without_figures(request, monkeypatch):
+    """Write reports without figures, unless a test is marked ``report``."""
+    if request.node.get_closest_marker("report") is None:
+        monkeypatch.setattr(report, "draw_figures", lambda run, folder: {})
 
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
@@ -53,6 +60,7 @@ def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
         assert f"| {fact} | {value} |" in text
 
 
+@pytest.mark.report
 def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {"method": "uldp-avg", "dataset": "tcga-brca"})
     run.log(1, concordance_mean=0.7, concordance_worst_decile=0.6, loss_worst_decile=2.0)
@@ -74,6 +82,7 @@ def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tm
     assert svgs == ["concordance", "concordance_spread"]
 
 
+@pytest.mark.report
 def test_the_first_screen_says_how_good_the_models_are_and_what_is_proved(tmp_path):
     run = finished(tmp_path / "run")
     write_report(run)
@@ -104,6 +113,7 @@ def test_a_large_delta_is_said_where_epsilon_is(tmp_path):
     assert re.search(r"> δ = 0.25 is large for 10 clients: it permits publishing", text)
 
 
+@pytest.mark.report
 def test_a_page_fits_small_screens_and_is_read_aloud(tmp_path):
     page = write_report(finished(tmp_path / "run")).read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
@@ -124,6 +134,7 @@ def test_what_a_guarantee_rests_on_is_folded_until_it_is_asked_for(tmp_path):
     assert page.count("assumes: ") == sum(rest.count("assumes: ") for _, rest in folded) > 0
 
 
+@pytest.mark.report
 def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     run = finished(tmp_path / "run")
     page = write_report(run).read_text(encoding="utf-8")
@@ -139,6 +150,7 @@ def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     assert float(rows[-1]["ε"]) == pytest.approx(1.2)
 
 
+@pytest.mark.report
 def test_the_same_run_draws_the_same_bytes(tmp_path):
     run = finished(tmp_path / "run")
     first = write_report(run).read_bytes()
@@ -152,6 +164,7 @@ def test_markup_in_a_configuration_stays_text(tmp_path):
     assert "&lt;script&gt;" in page
 
 
+@pytest.mark.report
 @pytest.mark.parametrize(
     "name", ["<script>", "a|b", "![a](https://b/c.svg)", "a](/b.svg)", "`a", "*a*", "&lt;", "a\\|b"]
 )
@@ -300,6 +313,7 @@ def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
     assert "| worst tenth of clients | 10.0000 |" in text
 
 
+@pytest.mark.report
 def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
     """The directory says who was drawn and how many, which amplification needs to be secret."""
     old = os.umask(0o022)
@@ -344,6 +358,7 @@ def secure_run(path, **more):
     return run
 
 
+@pytest.mark.report
 def test_noised_means_are_reported_with_their_errors_and_the_round_that_gave_them(tmp_path):
     run = secure_run(tmp_path / "run")
     write_report(run)

@@ -5,7 +5,7 @@ import pytest
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure import ProtocolError
+from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.pair_keys import PairKeys, uniform_residues
 

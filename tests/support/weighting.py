@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from gmpy2 import invert, mpz, powmod
 
+from flower_ext.secure.weighting.encoding import Packing
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import (
@@ -29,7 +30,19 @@ def _key(bits: int, number: int) -> PrivateKey:
     return generate_key(bits, allow_insecure_key_size=True)
 
 
-def weighting_settings(**changes) -> PaillierSettings:
+@dataclass(frozen=True, kw_only=True)
+class SlottedSettings(PaillierSettings):
+    """Settings with fewer coordinates in a plaintext than fit."""
+
+    slots: int
+
+    @cached_property
+    def packing(self) -> Packing:
+        return Packing(bound=self.sum_bound, slots=self.slots)
+
+
+def weighting_settings(*, slots: int | None = None, **changes) -> PaillierSettings:
+    """Return the settings of a small run, with ``slots`` coordinates in a plaintext if given."""
     facts = {
         "run": "test",
         "users": 4,
@@ -41,6 +54,8 @@ def weighting_settings(**changes) -> PaillierSettings:
         "key_bits": KEY_BITS,
         "allow_insecure_key_size": True,
     }
+    if slots is not None:
+        return SlottedSettings(slots=slots, **facts | changes)
     return PaillierSettings(**facts | changes)
 
 

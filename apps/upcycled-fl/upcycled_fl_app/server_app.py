@@ -29,8 +29,8 @@ def main(grid: Grid, context: Context) -> None:
         base = strategy_of(plan, settings, run)
         return Upcycled(base, coefficient) if settings.upcycled else base
 
-    facts = {"data-source": data_facts(settings).source, "model": model_name(settings)}
-    configured.start(grid, context, Settings, task, strategy, facts=facts)
+    notes = {"data-source": data_facts(settings).source, "model": model_name(settings)}
+    configured.start(grid, context, Settings, task, strategy, notes=notes)
 
 
 def coefficient_of(settings: Settings) -> float | Coefficient:

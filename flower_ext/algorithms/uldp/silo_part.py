@@ -20,9 +20,9 @@ from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
 from flower_ext.federation import ClientWork, HiddenSum, Question, records
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.arrays import Arrays, arrays_of, flattened
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.weighted import LOST, STEP, SUM, WEIGHTED, WEIGHTS, cores
+from flower_ext.federation.sums.weighted import LOST, STEP, SUM, WEIGHTED, WEIGHTS
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.secure.weighting.agreement import BEGIN
 from flower_ext.secure.weighting.protocol import protocol_of
@@ -79,7 +79,7 @@ def _begin(
                 f"the server asks for {settings.insecurity}: this client takes part only in "
                 "simulation (client_app(..., allow_seeded_noise=True))"
             )
-        return kind(settings, question.partition, save=question.vault.store, workers=cores())
+        return kind(settings, question.partition, save=question.vault.store)
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
@@ -110,7 +110,7 @@ def stored_silo(vault: ClientVault) -> SiloParty[Any, Any] | None:
     if (stored := vault.load()) is None:
         return None
     kind = protocol_of(stored).silo_type
-    return kind.from_state(stored, save=vault.store, workers=cores())
+    return kind.from_state(stored, save=vault.store)
 
 
 @contextmanager
@@ -200,9 +200,8 @@ class SiloPart:
             Zeros cannot be encrypted either, which is not due to the updates.
         """
         started = time.monotonic()
-        (row,) = flat_rows_of({name: part[None] for name, part in noise.items()})
         with _protocol_errors():
-            masked = self._finished(row)
+            masked = self._finished(flattened(arrays_of(noise)))
         encryption = self._seconds + time.monotonic() - started
         log.info(
             "silo %d, round %d: %.1f s of training, %.1f s of encryption",

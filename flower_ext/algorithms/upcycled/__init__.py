@@ -4,16 +4,6 @@ Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Informat
 Computation" (TMLR 2024).
 """
 
-from flower_ext.algorithms.upcycled.coefficients import (
-    Coefficient,
-    Decaying,
-    proximal_ratio,
-)
-from flower_ext.algorithms.upcycled.wrapper import Upcycled
+from flower_ext.algorithms.upcycled.wrapper import Coefficient, Decaying, Upcycled, proximal_ratio
 
-__all__ = [
-    "Coefficient",
-    "Decaying",
-    "Upcycled",
-    "proximal_ratio",
-]
+__all__ = ["Coefficient", "Decaying", "Upcycled", "proximal_ratio"]

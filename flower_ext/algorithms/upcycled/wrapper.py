@@ -3,13 +3,27 @@
 Odd rounds are those of the base strategy. In an even round the server extrapolates the last step.
 It sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
 post-processing).
+
+The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²).
+The paper writes one free coefficient in two ways; its theory is about `proximal_ratio`. A number
+stands for the same coefficient in every even round; with 0, an even round repeats the model.
+
+====================  ==================================  ================================
+coefficient           c_m                                 source
+====================  ==================================  ================================
+a number c            c                                   the experiments' tuned parameter
+``proximal_ratio``    μ / (μ + λ)                         Eq. 6
+a number λ / 2        λ / 2                               Algorithm 1, line 6
+``Decaying(c)``       c / √m, i.e. λ_m = μ (√m / c − 1)   Corollary 5.8: increasing λ_m
+====================  ==================================  ================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
@@ -18,8 +32,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
-from flower_ext.algorithms.upcycled.coefficients import Coefficient
-from flower_ext.checks import require_not_negative
+from flower_ext.checks import require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
@@ -28,6 +41,30 @@ log = getLogger("flwr")
 
 _MODEL, _STATE = "model", "state."
 """Groups in a checkpoint: the model and the state before the last training round."""
+
+Coefficient = Callable[[int], float]
+"""A function from m = 1, 2, … to c_m, which is finite and not negative."""
+
+
+@dataclass(frozen=True)
+class Decaying:
+    """c / √m: the increasing penalties under which Corollary 5.8's rate O(1/√M) holds."""
+
+    first: float
+
+    def __post_init__(self) -> None:
+        require_not_negative("first", self.first)
+
+    def __call__(self, m: int) -> float:
+        """Return c / √m."""
+        return self.first / math.sqrt(m)
+
+
+def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
+    """Return μ / (μ + λ): the extrapolation that FedProx's first-order condition gives (Eq. 6)."""
+    require_positive("proximal_weight", proximal_weight)
+    require_not_negative("penalty", penalty)
+    return proximal_weight / (proximal_weight + penalty)
 
 
 class Upcycled(Strategy):
@@ -73,12 +110,13 @@ class Upcycled(Strategy):
                 "sends each client a model of its own, so no client would receive the shared model "
                 "that an even round extrapolates"
             )
-        self.base = base
-        if not callable(coefficient) and not isinstance(coefficient, int | float):
-            raise TypeError(f"coefficient={coefficient!r}: expected a number or a function of m")
         if not callable(coefficient):
+            if not isinstance(coefficient, int | float):
+                raise TypeError(
+                    f"coefficient={coefficient!r}: expected a number or a function of m"
+                )
             require_not_negative("coefficient", coefficient)
-        self.coefficient = coefficient
+        self.base, self.coefficient = base, coefficient
         self._before: Arrays = {}
         self._after: Arrays = {}
         # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.

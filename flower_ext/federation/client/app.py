@@ -129,11 +129,11 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     The client loads the memory to make sure that it is readable. With ``report-size``, the answer
     includes the number of training examples, as a reply to a training does.
     """
-    round_facts = message.content.config_records[records.ROUND]
-    before = int(round_facts["number"]) + 1  # type: ignore[arg-type]
-    memory = ClientMemory(context, side.method.name, str(round_facts["run"]))
+    round_entries = message.content.config_records[records.ROUND]
+    before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
+    memory = ClientMemory(context, side.method.name, str(round_entries["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
-    if round_facts.get("report-size"):
+    if round_entries.get("report-size"):
         data = side.task_of(context).data(partition_of(context.node_config))
         numbers["num-examples"] = len(data.train)
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})

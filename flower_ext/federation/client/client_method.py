@@ -19,7 +19,7 @@ from flower_ext.federation import records
 from flower_ext.federation.client.protecting import Contribution
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
-from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term, difference
+from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
 
 
@@ -137,32 +137,6 @@ class LocalResult:
     def __post_init__(self) -> None:
         check_yielded(self.model)
         check_yielded(self.update)
-
-    def bounded(
-        self,
-        received: Params,
-        *,
-        whole: bool,
-    ) -> Contribution:
-        """Return the part that the plan bounds: the update, or the ``whole`` model.
-
-        Raises
-        ------
-        InvalidValue
-            The result has neither or both of them, or no model where the plan needs one.
-        """
-        if (self.model is None) == (self.update is None):
-            raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
-        if self.model is not None:
-            return self.model if whole else difference(self.model, received)
-        if whole or self.update is None:
-            raise tellable(
-                InvalidValue(
-                    "the plan clips and noises whole models, but the method returns an update: "
-                    "return LocalResult(model=...)"
-                )
-            )
-        return self.update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,9 +135,9 @@ def _answered(
 
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
     """Return one reply for all clients of a message; each has its own part of the state."""
-    contents, facts = unpacked(message.content)
-    _check_places(facts)
-    per_node, places = int(facts["clients-per-node"]), list(facts["place"])
+    contents, entries = unpacked(message.content)
+    _check_places(entries)
+    per_node, places = int(entries["clients-per-node"]), list(entries["place"])
     node = partition_of(context.node_config)
     nodes = int(context.node_config.get("num-partitions", node + 1))
     states = {str(place): RecordDict() for place in places}
@@ -161,7 +161,7 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     ]
     messages = [
         private.message_like(message, content, message_type=kind)
-        for content, kind in zip(contents, facts["type"], strict=True)
+        for content, kind in zip(contents, entries["type"], strict=True)
     ]
     replies = answer_all(app, messages, contexts)
     for key in held:
@@ -177,8 +177,8 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     return Message(packed(answers, errors), reply_to=message)
 
 
-def _check_places(facts: Mapping[str, Any]) -> None:
-    per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
+def _check_places(entries: Mapping[str, Any]) -> None:
+    per_node, places, kinds = entries["clients-per-node"], entries["place"], entries["type"]
     numbers = all(type(place) is int and 0 <= place < per_node for place in places)
     if not numbers or len(set(places)) < len(places):
         raise InvalidValue(f"places {places}: expected different integers >= 0 below {per_node}")

@@ -77,7 +77,7 @@ class NodePolicy:
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"
             )
 
-    def noise(self, facts: Mapping[str, Any], purpose: str) -> NoiseSource:
+    def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:
         """Return secure noise, or seeded noise if the server asks and this client allows it.
 
         Seeded noise is independent for each ``purpose``.
@@ -87,7 +87,7 @@ class NodePolicy:
         PermissionError
             The server asks for seeded noise, but this client does not allow it.
         """
-        if not facts.get(SEEDED):
+        if not entries.get(SEEDED):
             return SecureNoise()
         if not self.may_simulate:
             raise tellable(
@@ -98,7 +98,7 @@ class NodePolicy:
                 )
             )
         partition = partition_of(self.context.node_config)
-        return SeededNoise(facts["seed"], purpose, partition, facts["number"])
+        return SeededNoise(entries["seed"], purpose, partition, entries["number"])
 
 
 @dataclass(frozen=True, kw_only=True)

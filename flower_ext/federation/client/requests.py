@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.protecting import Unprotected
-from flower_ext.federation.protection import check_facts
+from flower_ext.federation.protection import check_entries
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import LocalTraining, Params, Task
@@ -22,11 +22,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request of the server: facts of the round, the model, other arrays, phases of training."""
+    """A request of the server: its round, the model, other arrays, and phases of training."""
 
     kind: str
     protection: Protection
-    facts: Mapping[str, Any]
+    entries: Mapping[str, Any]
+    """Entries of the round's record, among them those of the protection."""
     model: Params
     state: Mapping[str, Params]
     training: Mapping[str, LocalTraining]
@@ -38,17 +39,17 @@ class Request:
     @property
     def run(self) -> str:
         """Name of the run, under which the client keeps memory; empty if the server gives none."""
-        return str(self.facts.get("run", ""))
+        return str(self.entries.get("run", ""))
 
     @property
     def round(self) -> int:
         """Number of the training round."""
-        return int(self.facts["number"])
+        return int(self.entries["number"])
 
     @property
     def seed(self) -> int:
         """Seed of the run; 0 if the run has none."""
-        return int(self.facts["seed"])
+        return int(self.entries["seed"])
 
 
 def reader(task: Task) -> Callable[[Message], Request]:
@@ -61,7 +62,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
     NonFiniteUpdate
         The model has NaN or infinite values.
     TypeError
-        A fact of the round has the wrong type (see `check_facts`).
+        An entry of the round has the wrong type (see `check_entries`).
     """
     contents: dict[int, Request] = {}
     arrays: dict[int, Params] = {}
@@ -89,12 +90,12 @@ def reader(task: Task) -> Callable[[Message], Request]:
                 "as in ArrayRecord(task.initial_params(0))"
                 + (f"; {', '.join(known)}, and travels by that name" if known else "")
             )
-        round_facts = dict(configs[records.ROUND])
-        protection = check_facts(round_facts) or Unprotected()
+        round_entries = dict(configs[records.ROUND])
+        protection = check_entries(round_entries) or Unprotected()
         return Request(
             kind=message.metadata.message_type.partition(".")[0],
             protection=protection,
-            facts=round_facts,
+            entries=round_entries,
             model=received.pop(records.MODEL),
             state=_Told(received),
             training=_Told(records.read_trainings(content)),

@@ -136,7 +136,7 @@ class ClientSide:
             if request.kind == "train":
                 policy.check(request.protection)
             partition = partition_of(context.node_config)
-            own_noise = policy.noise(request.facts, OF_UPLOADS)
+            own_noise = policy.noise(request.entries, OF_UPLOADS)
             in_steps = step_noise(request.protection, own_noise)
             if in_steps is not None and phase is None:
                 raise InvalidValue(
@@ -158,7 +158,7 @@ class ClientSide:
             settings=request.settings,
             state=request.state,
             terms=objective_terms(request.model, len(data.train), request.protection, own_noise),
-            noise=policy.noise(request.facts, "training-noise"),
+            noise=policy.noise(request.entries, "training-noise"),
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=request.config,
             steady=steady,
@@ -168,8 +168,8 @@ class ClientSide:
         """Load the memory from before this training round; an evaluation includes this round's."""
         memory = ClientMemory(context, self.method.name, request.run)
         mirrored = self.method.memory is Memory.MIRRORED
-        if mirrored and request.kind == "train" and "remembered" in request.facts:
-            _go_back(memory, request.facts["remembered"])
+        if mirrored and request.kind == "train" and "remembered" in request.entries:
+            _go_back(memory, request.entries["remembered"])
         return memory.load(before=request.round + (request.kind == "evaluate"))
 
     def _finished(self, turn: Turn, result: LocalResult) -> Update:
@@ -191,8 +191,8 @@ class ClientSide:
         protection = request.protection
 
         def protect(result: LocalResult) -> tuple[Contribution, Protected]:
-            contribution = result.bounded(received, whole=protection.bounds_models)
-            noise = self.policy(turn.context).noise(request.facts, OF_UPLOADS)
+            contribution = contribution_of(result, received, whole=protection.bounds_models)
+            noise = self.policy(turn.context).noise(request.entries, OF_UPLOADS)
             return contribution, protected(contribution, received, protection, noise)
 
         try:
@@ -242,7 +242,7 @@ class ClientSide:
             return each(self._masked_vector, turns)
         works = each(lambda turn: turn.work, turns)
         models = self._used(works, memory_limit)
-        wanted = each(lambda turn: bool(turn.request.facts.get("training-loss")), turns)
+        wanted = each(lambda turn: bool(turn.request.entries.get("training-loss")), turns)
         scores = scores_of(works, models, also_training=True in wanted)
         return each(scores_record, works, scores)
 
@@ -311,6 +311,28 @@ def _data(task: Task, request: Request, partition: int) -> ClientData:
     return data
 
 
+def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
+    """Return the part of a result that the plan bounds: the update, or the ``whole`` model.
+
+    Raises
+    ------
+    InvalidValue
+        The result has neither or both of them, or no model where the plan needs one.
+    """
+    if (result.model is None) == (result.update is None):
+        raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
+    if result.model is not None:
+        return result.model if whole else difference(result.model, received)
+    if whole or result.update is None:
+        raise tellable(
+            InvalidValue(
+                "the plan clips and noises whole models, but the method returns an update: "
+                "return LocalResult(model=...)"
+            )
+        )
+    return result.update
+
+
 def _hides_missing_data(request: Request) -> bool:
     """Return True if the server must not learn that this client could not load its data."""
     if request.kind == "evaluate":
@@ -333,14 +355,14 @@ def _go_back(memory: ClientMemory, used: int) -> None:
 
 def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
     """Return the numbers that leave the client beside its update."""
-    facts, protection = turn.request.facts, turn.request.protection
+    entries, protection = turn.request.entries, turn.request.protection
     metrics: dict[str, float] = {}
-    if facts.get("report-size"):
+    if entries.get("report-size"):
         # Of a client without its data, the agreed number.
         agreed = protection.num_examples
         size = len(turn.work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
-    if facts.get("diagnostics"):
+    if entries.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
             raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
         moved: Mapping[str, Any]

@@ -98,8 +98,8 @@ def masked_vector(
             raise tellable(
                 InvalidValue("query: expected a protection by noise in cells, and a secure sum")
             )
-        number = request.facts["query"]
-        noise = policy.noise({**request.facts, "number": number}, f"{OF_QUERY} {query.name}")
+        number = request.entries["query"]
+        noise = policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
         of_sum = {n: np.asarray(array) for n, array in request.state[records.SECURE_SUM].items()}
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)

@@ -57,16 +57,16 @@ class Checkpoints:
 
     Parameters
     ----------
-    run : RunDirectory, optional
+    directory : RunDirectory, optional
     repeats : bool
         True if a repeated round equals the first attempt, bit for bit. Nothing then has to be on
         disk before the server asks a client.
     """
 
-    def __init__(self, run: RunDirectory | None, *, repeats: bool) -> None:
-        self.run = run
+    def __init__(self, directory: RunDirectory | None, *, repeats: bool) -> None:
+        self.directory = directory
         self.repeats = repeats
-        self.run_id = (run.id if run is not None else "") or uuid4().hex
+        self.run_id = (directory.id if directory is not None else "") or uuid4().hex
         self.open: AskedUnits | None = None
         """The round that the server began, until its answers are counted."""
 
@@ -80,8 +80,8 @@ class Checkpoints:
         """
         self.open = asked
         self._note(**vars(asked))
-        if self.run is not None:
-            self.run.accounted = False
+        if self.directory is not None:
+            self.directory.accounted = False
 
     def asking(self, query: str, number: int) -> None:
         """Note, durably, that a query is about to be asked for the ``number``-th time.
@@ -114,10 +114,10 @@ class Checkpoints:
         OSError
             The state could not be written; earlier checkpoints are intact.
         """
-        if self.run is None:
+        if self.directory is None:
             return
-        if not self.repeats and self.run.metrics_path.exists():
-            sync_to_disk(self.run.metrics_path)
+        if not self.repeats and self.directory.metrics_path.exists():
+            sync_to_disk(self.directory.metrics_path)
         folder = self._folder()
         write_whole(folder / f"{round}.checkpoint", pack(values, groups), sync=not self.repeats)
         for old in self._rounds()[:-_KEPT]:
@@ -176,16 +176,16 @@ class Checkpoints:
         return max((e["number"] for e in noted if e.get(QUERY) == query), default=0)
 
     def _folder(self) -> Path:
-        assert self.run is not None
-        folder = self.run.path / FOLDER
+        assert self.directory is not None
+        folder = self.directory.path / FOLDER
         if not folder.exists():
             folder.mkdir(mode=0o700)
-            sync_to_disk(self.run.path)
+            sync_to_disk(self.directory.path)
         return folder
 
     def _rounds(self) -> list[int]:
         return sorted(int(file.stem) for file in self._folder().glob("[0-9]*.checkpoint"))
 
-    def _note(self, **facts: Any) -> None:
-        if self.run is not None and not self.repeats:
-            append_line(self._folder() / ASKED, json.dumps(facts).encode())
+    def _note(self, **entries: Any) -> None:
+        if self.directory is not None and not self.repeats:
+            append_line(self._folder() / ASKED, json.dumps(entries).encode())

@@ -200,7 +200,7 @@ class OpenMaskedSum(OpenSum):
             self._clients.replies(requests.messages),
             lambda reply: self._read(reply, kind, records.ANSWER),
         )
-        return [answer for _, answer in answers]
+        return [answer for _, answer in sorted(answers)]
 
     def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
         for message in messages:

@@ -21,7 +21,6 @@ decrypted.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -74,11 +73,6 @@ _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
 """A group of the state, and its numbers, which are fields of the mechanism."""
-
-
-def cores() -> int:
-    """Return the number of threads of a party: as many as it may use cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def weighted_sum(
@@ -215,7 +209,7 @@ class WeightedSum(Summation):
             self.mechanism, silos=self._num_silos, coordinates=coordinates
         )
         self._raise_costs(settings.sensitivity, settings.approximation_error)
-        server = self.protocol.server_type(settings, workers=cores())
+        server = self.protocol.server_type(settings)
         log.info(
             "private weighting: a silo sends %.1f MB per round",
             server.sum_type.size(settings) / 1e6,

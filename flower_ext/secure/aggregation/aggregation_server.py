@@ -30,19 +30,18 @@ from flower_ext.secure.aggregation.mask_streams import (
     apply_mask,
     commitment,
     pair_mask_key,
-    public_of,
     self_mask_key,
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import combine
-from flower_ext.secure.labels import check_public
+from flower_ext.secure.labels import check_public, public_of
 
 _STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class ShareFault(Enum):
-    """What is wrong with a member's shares; the value is a sentence about the member."""
+    """Fault in a member's shares; the value is a sentence about the member."""
 
     UNOPENED = "its sealed shares could not be opened by {neighbours}"
     WRONG = (
@@ -70,7 +69,7 @@ class SumServer:
     Attributes
     ----------
     faults : dict[tuple[int, ShareFault], set[int]]
-        The neighbours concerned, for each member and fault of its shares.
+        For each member and fault of its shares, the neighbours that the fault concerns.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import agreed, derive
+from flower_ext.secure.labels import agreed, derive, public_of
 
 Residues: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -43,11 +42,6 @@ def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
         part = values[start : start + step]
         stream.update_into(_ZEROS, buffer)
         change(part, drawn[: len(part)], out=part)
-
-
-def public_of(private: bytes) -> bytes:
-    """Return the X25519 public key, 32 bytes, of a private one."""
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def pair_mask_key(

@@ -33,13 +33,12 @@ from flower_ext.secure.aggregation.mask_streams import (
     channel_key,
     commitment,
     pair_mask_key,
-    public_of,
     self_mask_key,
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
 from flower_ext.secure.json_record import JsonRecord
-from flower_ext.secure.labels import check_public
+from flower_ext.secure.labels import check_public, public_of
 
 _NONCE_BYTES = 12
 

@@ -103,8 +103,8 @@ class Packing:
             raise InvalidValue(f"bound={self.bound}, slots={self.slots}: expected both >= 1")
 
     @classmethod
-    def fitting(cls, bound: int, modulus_floor: int, slots: int | None = None) -> Packing:
-        """Return a packing of ``slots`` slots, or by default of as many as fit.
+    def fitting(cls, bound: int, modulus_floor: int) -> Packing:
+        """Return a packing of as many slots as fit.
 
         With two or more slots, 64 bits of a plaintext stay empty. A sum out of bounds fills them,
         except with probability 2⁻⁶⁴, and `unpack` then refuses it.
@@ -117,7 +117,7 @@ class Packing:
         Raises
         ------
         ValueError
-            The slots do not fit, because a sum could reach half the modulus.
+            Not even one slot fits, because a sum could reach half the modulus.
         """
         most = int(2 * bound < modulus_floor)
         while most and cls(bound=bound, slots=most + 1).largest << _SPARE_BITS + 1 < modulus_floor:
@@ -128,11 +128,7 @@ class Packing:
                 f"{modulus_floor.bit_length() - 1} bits and a sign: expected fewer records per "
                 "user, smaller bounds, a coarser precision, or a larger key"
             )
-        if slots is not None and not 1 <= slots <= most:
-            raise InvalidValue(
-                f"coordinates_per_plaintext={slots}: expected an integer from 1 to {most}"
-            )
-        return cls(bound=bound, slots=slots or most)
+        return cls(bound=bound, slots=most)
 
     @property
     def slot_bits(self) -> int:

@@ -43,14 +43,12 @@ class FixedBaseProducts:
         ``largest`` is not between 1 and 2**61.
     """
 
-    def __init__(
-        self, bases: Sequence[mpz], modulus: mpz, *, largest: int, workers: int = 1
-    ) -> None:
+    def __init__(self, bases: Sequence[mpz], modulus: mpz, *, largest: int) -> None:
         if not 1 <= largest <= LARGEST_EXPONENT:
             raise InvalidValue(f"largest={largest}: expected an integer from 1 to 2**61")
         self._modulus, self._largest = modulus, largest
         self._digits = math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
-        self._tables = map_slices(self._build, bases, workers=workers)
+        self._tables = map_slices(self._build, bases)
         # Digits are those of x + largest, which is never negative. This factor takes the surplus
         # out of every product at once, so that no column needs an inversion.
         product = mpz(1)
@@ -58,7 +56,7 @@ class FixedBaseProducts:
             product = product * base % modulus
         self._surplus = gmpy2.powmod(product, -largest, modulus)
 
-    def of(self, exponents: NDArray[np.int64], *, workers: int = 1, name: str = "") -> list[mpz]:
+    def of(self, exponents: NDArray[np.int64], *, name: str = "") -> list[mpz]:
         """Return one product for each column of ``exponents``, of shape (bases, products).
 
         Raises
@@ -78,7 +76,7 @@ class FixedBaseProducts:
         def multiply(columns: Sequence[int]) -> list[mpz]:
             return self._columns(exponents[:, columns[0] : columns[-1] + 1])
 
-        return map_slices(multiply, range(exponents.shape[1]), workers=workers, name=name)
+        return map_slices(multiply, range(exponents.shape[1]), name=name)
 
     def _build(self, bases: Sequence[mpz]) -> list[list[mpz]]:
         """Return the powers of each base that one digit can ask for."""

@@ -83,7 +83,7 @@ class Sender:
         self.public: bytes = crypto_scalarmult_ed25519_base_noclamp(self._secret)
         """A, for the receiver."""
 
-    def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1) -> bytes:
+    def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]]) -> bytes:
         """Return the texts of all transfers, each sealed under the key of its place, joined.
 
         Parameters
@@ -98,14 +98,14 @@ class Sender:
         ValueError
             ``answer`` does not hold one point of the group for each transfer.
         """
-        keys = self.keys(answer, len(texts), len(texts[0]), workers=workers)
+        keys = self.keys(answer, len(texts), len(texts[0]))
         return b"".join(
             ChaCha20Poly1305(joined[KEY_BYTES * at :][:KEY_BYTES]).encrypt(_NONCE, text, None)
             for joined, of_transfer in zip(keys, texts, strict=True)
             for at, text in enumerate(of_transfer)
         )
 
-    def keys(self, answer: bytes, transfers: int, places: int, *, workers: int = 1) -> list[bytes]:
+    def keys(self, answer: bytes, transfers: int, places: int) -> list[bytes]:
         """Return the P keys of each transfer, joined. The receiver can compute one of each P.
 
         Parameters
@@ -135,7 +135,7 @@ class Sender:
                 joined.append(b"".join(keys))
             return joined
 
-        return map_slices(derive_keys, range(transfers), workers=workers)
+        return map_slices(derive_keys, range(transfers))
 
 
 class Receiver:

@@ -106,7 +106,7 @@ class PublicKey:
         """
         return (1 + self.n * (message % self.n)) % self.n_squared
 
-    def zeros(self, count: int, *, workers: int = 1) -> list[mpz]:
+    def zeros(self, count: int) -> list[mpz]:
         """Return fresh ciphertexts of zero: r^n for a uniform unit r. Each takes an exponentiation.
 
         Multiply a ciphertext by one of them to keep its message and give it fresh randomness. This
@@ -117,7 +117,7 @@ class PublicKey:
         def draw(slice_: Sequence[int]) -> list[mpz]:
             return [gmpy2.powmod(_random_unit(self.n), self.n, self.n_squared) for _ in slice_]
 
-        return map_slices(draw, range(count), workers=workers)
+        return map_slices(draw, range(count))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class PrivateKey:
         """The public key, which everybody may know."""
         return PublicKey(self.p * self.q)
 
-    def encrypt(self, messages: Sequence[mpz], *, workers: int = 1, name: str = "") -> list[mpz]:
+    def encrypt(self, messages: Sequence[mpz], *, name: str = "") -> list[mpz]:
         """Return fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
 
         Modulo p², r^n equals s^p, where s = r^q modulo p. If r is uniform, so is s, because taking
@@ -155,9 +155,9 @@ class PrivateKey:
                 ciphertexts.append((1 + n * (message % n)) * randomness % n_squared)
             return ciphertexts
 
-        return map_slices(encrypt, messages, workers=workers, name=name)
+        return map_slices(encrypt, messages, name=name)
 
-    def decrypt(self, ciphertexts: Sequence[mpz], *, workers: int = 1, name: str = "") -> list[mpz]:
+    def decrypt(self, ciphertexts: Sequence[mpz], *, name: str = "") -> list[mpz]:
         """Return messages in [0, n).
 
         Raises
@@ -172,7 +172,7 @@ class PrivateKey:
         def decrypt(slice_: Sequence[mpz]) -> list[mpz]:
             return [mpz(key.raw_decrypt(int(ciphertext))) for ciphertext in slice_]
 
-        return map_slices(decrypt, ciphertexts, workers=workers, name=name)
+        return map_slices(decrypt, ciphertexts, name=name)
 
 
 def generate_key(

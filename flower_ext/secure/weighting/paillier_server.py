@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from random import SystemRandom
-from typing import Any
 
 import gmpy2
 import numpy as np
@@ -35,16 +34,14 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     ----------
     key : PrivateKey, optional
         By default a fresh key of ``settings.key_bits`` bits.
-    settings, **options
+    settings
         As for `ServerParty`.
     """
 
     sum_type = PaillierSum
 
-    def __init__(
-        self, settings: PaillierSettings, *, key: PrivateKey | None = None, **options: Any
-    ) -> None:
-        super().__init__(settings, **options)
+    def __init__(self, settings: PaillierSettings, *, key: PrivateKey | None = None) -> None:
+        super().__init__(settings)
         self._key = key or generate_key(
             settings.key_bits, allow_insecure_key_size=settings.allow_insecure_key_size
         )
@@ -90,7 +87,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         self._open_round = None
-        decrypted = self._key.decrypt(totals, workers=self._workers, name="decryption")
+        decrypted = self._key.decrypt(totals, name="decryption")
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
             coordinates = settings.packing.unpack(plaintexts, settings.coordinates)
@@ -126,12 +123,12 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
                 messages[user * size + place] = inverse
         texts = [pack_ciphertexts([text], settings) for text in self._encrypt(messages)]
         of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
-        sealed = sender.seal(choices, of_users, workers=self._workers)
+        sealed = sender.seal(choices, of_users)
         return PaillierWeights(round_number=number, offer=sender.public, weights=sealed)
 
     def _encrypt(self, messages: list[mpz]) -> list[mpz]:
         name = f"round {self._open_round}: encryptions"
-        return self._key.encrypt(messages, workers=self._workers, name=name)
+        return self._key.encrypt(messages, name=name)
 
     def _take_totals(self, totals: list[int]) -> None:
         n = self._key.public.n

@@ -38,8 +38,6 @@ class PaillierSettings(PartySettings):
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
         Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
-    coordinates_per_plaintext : int, optional
-        By default as many as fit.
 
     Raises
     ------
@@ -56,7 +54,6 @@ class PaillierSettings(PartySettings):
     noise_bound: float
     precision: float = 1e-10
     key_bits: int = SECURE_KEY_BITS
-    coordinates_per_plaintext: int | None = None
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
@@ -137,7 +134,7 @@ class PaillierSettings(PartySettings):
     def packing(self) -> Packing:
         """Layout of the coordinates that share one ciphertext."""
         smallest_modulus = 1 << (self.key_bits - 1)
-        return Packing.fitting(self.sum_bound, smallest_modulus, self.coordinates_per_plaintext)
+        return Packing.fitting(self.sum_bound, smallest_modulus)
 
     @property
     def ciphertexts(self) -> int:

@@ -57,13 +57,7 @@ class PaillierState(SiloState):
 
 
 class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
-    """One silo. After the set-up of `SiloParty`, call `open_sum` for every round.
-
-    Parameters
-    ----------
-    settings, index, **options
-        As for `SiloParty`.
-    """
+    """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
 
     settings_type = PaillierSettings
     server_key_type = PaillierKey
@@ -102,12 +96,12 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         ValueError
             The weights are malformed. The round is unused then.
         """
-        settings, public, workers = self.settings, self._public, self._workers
+        settings, public = self.settings, self._public
         number = message.round_number
         check_later("round", number, self._state.last_round)
         name = f"silo {self.index}, round {number}: coordinates"
-        products = self._powers(message).of(updates, workers=workers, name=name)
-        ciphertexts = _packed(products, settings, public, workers=workers)
+        products = self._powers(message).of(updates, name=name)
+        ciphertexts = _packed(products, settings, public)
         noises = settings.packing.pack([dithered(int(value), settings) for value in noise])
         # Only what follows draws masks. Until here an error leaves the round unused.
         self._store(last_round=number)
@@ -145,10 +139,9 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
             return folded
 
         return FixedBaseProducts(
-            map_slices(fold, self.counted, workers=self._workers),
+            map_slices(fold, self.counted),
             public.n_squared,
             largest=settings.encoding.largest,
-            workers=self._workers,
         )
 
     def _opened(self, message: PaillierWeights) -> bytes:
@@ -184,7 +177,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round."""
         silos = self.settings.silos
         share = range((self.index - round_number) % silos, len(ciphertexts), silos)
-        zeros = self._public.zeros(len(share), workers=self._workers)
+        zeros = self._public.zeros(len(share))
         for at, zero in zip(share, zeros, strict=True):
             ciphertexts[at] = ciphertexts[at] * zero % self._public.n_squared
 
@@ -241,9 +234,7 @@ def dithered(encoded: int, settings: PaillierSettings) -> int:
     return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
 
 
-def _packed(
-    products: Sequence[mpz], settings: PaillierSettings, public: PublicKey, *, workers: int
-) -> list[mpz]:
+def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicKey) -> list[mpz]:
     """Combine ciphertexts of single coordinates into ciphertexts of packed plaintexts."""
     slots, shift = settings.packing.slots, mpz(1) << settings.packing.slot_bits
 
@@ -256,4 +247,4 @@ def _packed(
             joined.append(total)
         return joined
 
-    return map_slices(join, range(0, len(products), slots), workers=workers)
+    return map_slices(join, range(0, len(products), slots))

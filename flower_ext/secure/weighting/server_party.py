@@ -40,15 +40,13 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     Parameters
     ----------
     settings : PartySettings
-    workers : int
-        Number of threads.
     """
 
     sum_type: ClassVar[type[SumMessage]]
     """Message with a silo's masked sum."""
 
-    def __init__(self, settings: SettingsT, *, workers: int = 1) -> None:
-        self.settings, self._workers = settings, workers
+    def __init__(self, settings: SettingsT) -> None:
+        self.settings = settings
         self._last_round = 0
         self._is_set_up = False
         self._open_round: int | None = None

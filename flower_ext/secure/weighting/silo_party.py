@@ -102,8 +102,6 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     save : callable, optional
         Stores the state of `from_state` durably. The silo calls it before it returns a message that
         must not be made twice, so that a silo restored from the stored state reuses nothing.
-    workers : int
-        Number of threads.
 
     Raises
     ------
@@ -122,13 +120,12 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         index: int,
         *,
         save: Callable[[bytes], None] = lambda state: None,
-        workers: int = 1,
     ) -> None:
         if not 0 <= index < settings.silos:
             raise InvalidValue(
                 f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
             )
-        self.settings, self.index, self.save, self._workers = settings, index, save, workers
+        self.settings, self.index, self.save = settings, index, save
         self._pairs = PairKeys(context=settings.context, index=index)
         self._state: Any = self.state_type(
             settings=settings, index=index, private=self._pairs.private
@@ -204,7 +201,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """
 
     @classmethod
-    def from_state(cls, data: bytes, **options: Any) -> Self:
+    def from_state(cls, data: bytes, *, save: Callable[[bytes], None] = lambda state: None) -> Self:
         """Return a silo at the stage of the one that saved ``data``. What it used stays used.
 
         Raises
@@ -214,7 +211,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """
         state = cls.state_type.from_bytes(data)
         settings: Any = state.settings
-        silo = cls(settings, state.index, **options)
+        silo = cls(settings, state.index, save=save)
         silo._pairs = PairKeys(context=settings.context, index=state.index, private=state.private)
         silo._state = state
         if state.silo_keys:

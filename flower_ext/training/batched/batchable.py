@@ -24,7 +24,7 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import leaves_attributes_unchanged
+from flower_ext.training.trials.snapshots import changed_places, snapshot
 from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
 
 log = getLogger("flwr")
@@ -96,8 +96,8 @@ def trains_alike(task: Task, job: Job, form: Form) -> bool:
     """Return True if a plug-in's form trains models like that of ``job`` as `train` does.
 
     A trial decides, because the code of a model may do more than its layers show. A model that
-    counts its passes, say, may act on the count long after the trial, so no model is taken whose
-    attributes change in a pass.
+    counts its passes, say, may act on the count long after the trial, so no model is taken that
+    changes anything in a pass.
     """
     return _trains_alike(_kind(task, job), form)
 
@@ -107,8 +107,11 @@ def _trains_alike(kind: TrainingKind, form: Form) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("the form does not take the random jobs of a trial")
-        if not leaves_attributes_unchanged(in_training(kind.model()), jobs[0].examples.features):
-            raise InvalidValue("a pass changes attributes of the model")
+        model = in_training(kind.model())
+        before = snapshot(model=model)
+        model(jobs[0].examples.features)
+        if places := changed_places(before, snapshot(model=model)):
+            raise InvalidValue(f"a pass changes {places[0]}")
         return form.minimise(jobs, lambda name: True)
 
     return _why_other(kind, minimise) is None

@@ -13,7 +13,7 @@ trial finds that an example's bits depend on the others even so, examples pass o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -109,7 +109,7 @@ class ClippedGradient:
         self.way: Way | None = None
         """The way to find gradients; None until there are examples (see `_chosen_way`)."""
         self._one_pass = OnePass(self.model, names, self.layers)
-        self._facts: _Facts | None = None
+        self._results: _TrialResults | None = None
         self._logged: set[int] = set()
         holders = [
             m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None
@@ -130,7 +130,8 @@ class ClippedGradient:
             return summed
         any_passes = False
         for x, y in trees.split((features, targets), self.width):
-            for parts, passes in self._gradients(x, y):
+            parts, passes = self._gradients(x, y)
+            if parts:
                 self._add(summed, parts, passes)
                 any_passes = any_passes or bool(passes.any())
         if not any_passes:
@@ -154,12 +155,14 @@ class ClippedGradient:
         for name, part in parts.items():
             summed[name] += part.total(factors).view_as(summed[name])
 
-    def _gradients(self, x: Tree, y: Tree) -> Iterator[tuple[Parts, Tensor]]:
-        """Yield gradients of up to `width` examples, with a mask of those that have one."""
-        count, device = trees.length(x), trees.first(x).device
+    def _gradients(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
+        """Return gradients of up to `width` examples, and a mask of those that have one.
+
+        Without any there are no gradients.
+        """
         if self.way == Way.ONE_BY_ONE:
-            yield self._in_a_loop(x, y)
-            return
+            return self._in_a_loop(x, y)
+        count, device = trees.length(x), trees.first(x).device
         seed, passes = _seed(), torch.ones(count, dtype=torch.bool, device=device)
         parts = self._attempted(x, y, seed)
         if parts is None:
@@ -168,8 +171,7 @@ class ClippedGradient:
             rows = torch.arange(count, device=device)
             x, y = trees.rows((x, y), rows.where(passes, passes.int().argmax()))
             parts = self._attempted(x, y, seed)
-        if parts is not None:
-            yield parts, functional.pad(passes, (0, self.width - count))
+        return parts or {}, functional.pad(passes, (0, self.width - count))
 
     def _pass_alone(self, x: Tree, y: Tree, seed: int) -> list[bool]:
         """Return for each example True if it passes without an error."""
@@ -203,19 +205,21 @@ class ClippedGradient:
 
     def _prepare(self, features: Tree, targets: Tree) -> None:
         """Refuse a model that keeps something, or learns from no example; choose the way."""
-        if self._facts is None:
+        if self._results is None:
             kind = kind_of(self.task, features, targets, self.params)
-            self._facts = _facts(kind, tuple(self.names), self._widest, torch.get_num_threads())
-        facts = self._facts
-        if not facts.learns_singly:
+            self._results = _trial_results(
+                kind, tuple(self.names), self._widest, torch.get_num_threads()
+            )
+        results = self._results
+        if not results.learns_singly:
             require_single_examples(self.task, self.names, features, targets)
-            facts.learns_singly = True
+            results.learns_singly = True
         if self.way is None and trees.length(features):
-            if facts.way is None:
-                facts.way = self._chosen_way(features, targets)
-                facts.last = self._one_pass.last
-                log.info("gradients of single examples are found %s", facts.way)
-            self.way, self._one_pass.last = facts.way, facts.last
+            if results.way is None:
+                results.way = self._chosen_way(features, targets)
+                results.last = self._one_pass.last
+                log.info("gradients of single examples are found %s", results.way)
+            self.way, self._one_pass.last = results.way, results.last
 
     def _chosen_way(self, features: Tree, targets: Tree) -> Way:
         """Choose the fastest way that trials allow; their random examples are nobody's data.
@@ -280,7 +284,7 @@ class ClippedGradient:
 
 
 @dataclass
-class _Facts:
+class _TrialResults:
     """Results of trials of models of one kind."""
 
     learns_singly: bool = False
@@ -289,8 +293,8 @@ class _Facts:
 
 
 @lru_cache(maxsize=64)
-def _facts(*kind: Hashable) -> _Facts:
-    return _Facts()
+def _trial_results(*kind: Hashable) -> _TrialResults:
+    return _TrialResults()
 
 
 def _holds(check: Callable[..., bool], *arguments: object) -> bool:

@@ -28,7 +28,6 @@ from flower_ext.training.trials.trial_examples import (
     integer_examples,
     random_examples,
     with_odd_rows,
-    zeros,
 )
 
 _ALIKE, _ROUNDED = 1e-3, 1e-6
@@ -86,7 +85,7 @@ class BatchInvarianceTrial:
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
             tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
-            for by, y in ((_along, directions), (loss, zeros(targets, count))):
+            for by, y in ((_along, directions), (loss, trees.zeros(targets, count))):
                 alone = [
                     gradient_alone(self.model, self.params, self.names, by, row, target)
                     for row, target in trees.each(trees.rows((x, y), tried))
@@ -109,7 +108,7 @@ class BatchInvarianceTrial:
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
             places = torch.arange(count, device=trees.first(x).device)
-            for by, y in ((_along, directions), (loss, zeros(targets, count))):
+            for by, y in ((_along, directions), (loss, trees.zeros(targets, count))):
                 usual = _numbers(follow, x, y, by)
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
                     moved, along = trees.rows((x, y), order)

@@ -33,7 +33,6 @@ from flower_ext.training.trials.trial_examples import (
     deterministic,
     random_examples,
     unlike_examples,
-    zeros,
 )
 
 Loss = Callable[[Any, Tree], Tensor]
@@ -159,7 +158,7 @@ def _outputs_of(model: nn.Module, x: Tree) -> Tree:
 def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
     """Return random examples, and one of zeros and one of ones, which suit models of counts."""
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
-    examples = [*trees.each((x, zeros(targets, TRIED)))]
+    examples = [*trees.each((x, trees.zeros(targets, TRIED)))]
     # Classes may be ignored, or weigh nothing, so another target is tried as well.
     examples += [(row, trees.mapped(torch.ones_like, target)) for row, target in examples]
     examples += [trees.mapped(fill, examples[0]) for fill in (torch.zeros_like, torch.ones_like)]

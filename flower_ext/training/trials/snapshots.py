@@ -49,22 +49,6 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
     )
 
 
-def leaves_attributes_unchanged(model: nn.Module, features: Tensor) -> bool:
-    """Return True if a pass over ``features`` changes no attribute of a module or its class.
-
-    Parameters and buffers are not compared. What a class keeps in a global variable goes unnoticed.
-    """
-
-    def attributes() -> Snapshot:
-        tensors = ("_parameters", "_buffers", "_modules")
-        held = [{k: v for k, v in vars(m).items() if k not in tensors} for m in model.modules()]
-        return snapshot(modules=held, classes=[*map(type, model.modules())])
-
-    before = attributes()
-    model(features)
-    return attributes() == before
-
-
 def same_numbers(one: Tensor, other: Tensor) -> bool:
     """Return True if all bits agree; on an accelerator, whose sums may vary, up to rounding."""
     exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}

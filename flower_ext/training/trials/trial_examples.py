@@ -63,7 +63,7 @@ def kind_of(
 ) -> TrainingKind:
     """Return the kind of trainings of these parameters on examples of this form."""
     form = trees.form(features), trees.form(targets)
-    device, parts = task.torch_device(), (zeros(features, 1), zeros(targets, 1))
+    device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
     return TrainingKind(task.model, task.loss, device, sizes(params), form, *parts)
 
 
@@ -88,11 +88,6 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
         return x.to(leaf.device, leaf.dtype)
 
     return trees.mapped(draw, features)
-
-
-def zeros(targets: Tree, count: int) -> Tree:
-    """Return ``count`` targets of zeros, with the shapes and types of ``targets``."""
-    return trees.mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), targets)
 
 
 def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
@@ -123,7 +118,7 @@ def unlike_examples(
         error, and on an accelerator it would be the end of the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
-    first, zero = trees.mapped(lambda leaf: leaf[:1], x), zeros(targets, 1)
+    first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
     unlike_targets, unlike_features = [zero, _odd_examples(targets)], [x]
     if integers:
         last_rows = {table.num_embeddings - 1 for table in _tables(model)}
@@ -181,7 +176,7 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 def _odd_examples(examples: Tree) -> Tree:
     """Return an example for each value in `ODD`; of integers alone, only of ones and of zeros."""
-    odd = zeros(examples, len(ODD))
+    odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)
     if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):

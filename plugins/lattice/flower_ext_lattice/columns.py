@@ -44,7 +44,7 @@ def draw_columns(settings: LatticeSettings) -> Columns:
 
 
 def seal_columns(
-    settings: LatticeSettings, columns: Columns, sender: Sender, answer: bytes, *, workers: int
+    settings: LatticeSettings, columns: Columns, sender: Sender, answer: bytes
 ) -> bytes:
     """Return P sealed columns of each user, of which the silos can open one.
 
@@ -64,7 +64,7 @@ def seal_columns(
         winning_choices = secrets.SystemRandom().sample(choices, settings.winning_choices)
         numbers = [drawn.index(int(choice in winning_choices)) for choice in choices]
         texts.append([bytes([number]) + keys[number] for number in numbers])
-    return sender.seal(answer, texts, workers=workers)
+    return sender.seal(answer, texts)
 
 
 def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:

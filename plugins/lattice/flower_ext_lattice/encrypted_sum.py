@@ -77,10 +77,9 @@ class EncryptedSum:
         `keys.public_key`.
     """
 
-    def __init__(self, settings: LatticeSettings, public: Reals, *, workers: int = 1) -> None:
+    def __init__(self, settings: LatticeSettings, public: Reals) -> None:
         self._settings = settings
         self._public = public
-        self._workers = workers
         self._of_groups = _groups(settings)
         self._totals: Reals = np.zeros((len(self._of_groups), 2, 2, GROUP))
         self._added = 0
@@ -128,7 +127,7 @@ class EncryptedSum:
         # One prime after the other: both together would not fit the caches.
         parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
         with np.errstate(invalid="ignore", over="ignore"):
-            squares = map_slices(work, parts, workers=self._workers)
+            squares = map_slices(work, parts)
         self._added += len(updates)
         # Each prime counts every square once.
         norms: Reals = np.sqrt(np.sum(squares[:: len(PRIMES)], axis=0)) * self._settings.step
@@ -170,7 +169,7 @@ class EncryptedSum:
                 second[group.words] = two
             return [None] * len(groups)
 
-        map_slices(work, self._of_groups, workers=self._workers)
+        map_slices(work, self._of_groups)
         self._totals = np.empty((0, 2, 2, GROUP))
         return first.tobytes(), second.tobytes()
 
@@ -195,8 +194,6 @@ def decrypted(
     settings: LatticeSettings,
     secret: SecretKey,
     messages: Iterable[LatticeSum],
-    *,
-    workers: int = 1,
 ) -> NDArray[np.float64]:
     """Return the sum of all silos, rounded to whole steps. Never publish a finer value."""
     first = np.zeros(settings.coordinates, np.uint64)
@@ -216,7 +213,7 @@ def decrypted(
             result[group.coordinates] = (words + _HALF_STEP >> STEP_BITS) * settings.step
         return [None] * len(groups)
 
-    map_slices(work, _groups(settings), workers=workers, name="decryption")
+    map_slices(work, _groups(settings), name="decryption")
     return result
 
 

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +32,12 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
 
     A round is one of an epoch, which lasts until other users are drawn: see `begin_round`.
-
-    Parameters
-    ----------
-    settings, **options
-        As for `ServerParty`.
     """
 
     sum_type = LatticeSum
 
-    def __init__(self, settings: LatticeSettings, **options: Any) -> None:
-        super().__init__(settings, **options)
+    def __init__(self, settings: LatticeSettings) -> None:
+        super().__init__(settings)
         self._key_seed = secrets.token_bytes(SEED_BYTES)
         self._public_seed = secrets.token_bytes(SEED_BYTES)
         self._sender = Sender(settings.context)
@@ -139,7 +133,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         """
         self._check_sums(messages)
         self._open_round = None
-        return decrypted(self.settings, self._secret, messages, workers=self._workers)
+        return decrypted(self.settings, self._secret, messages)
 
     @cached_property
     def _secret(self) -> SecretKey:
@@ -156,7 +150,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     def _take_attachment(self, data: bytes) -> None:
         """Take the silos' choices and compute the keys of all places, which takes seconds."""
         users, size = self.settings.users, self.settings.table_size
-        self._keys = self._sender.keys(data, users, size, workers=self._workers)
+        self._keys = self._sender.keys(data, users, size)
 
     def _take_totals(self, totals: list[int]) -> None:
         self._shifted = totals
@@ -172,7 +166,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         self._use_epoch()
         sender, choices = yield from self._draw(self._last_epoch)
         drawn = columns.draw_columns(self.settings)
-        sealed = columns.seal_columns(self.settings, drawn, sender, choices, workers=self._workers)
+        sealed = columns.seal_columns(self.settings, drawn, sender, choices)
         return replace(self._encrypt(drawn), offer=sender.public, columns=sealed)
 
     def _use_epoch(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
@@ -46,20 +46,13 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
     epoch, and `begin` in every round.
-
-    Parameters
-    ----------
-    settings, index, **options
-        As for `SiloParty`.
     """
 
     settings_type = LatticeSettings
     server_key_type = LatticeKey
     state_type = LatticeState
 
-    def __init__(self, settings: LatticeSettings, index: int, **options: Any) -> None:
-        super().__init__(settings, index, **options)
-        self._weights: OpenedWeights | None = None
+    _weights: OpenedWeights | None = None
 
     @property
     def epoch(self) -> int | None:
@@ -122,7 +115,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             counts=counts,
             places={user: place for place, user in enumerate(self._order)},
             weights=self._weights,
-            total=EncryptedSum(self.settings, self._public, workers=self._workers),
+            total=EncryptedSum(self.settings, self._public),
             masks=self._use_round,
         )
 

@@ -48,17 +48,14 @@ class LatticeWorld:
     settings: LatticeSettings
     counts: np.ndarray
     save: Callable[[bytes], None] = lambda state: None
-    workers: int = 1
     sent: list = field(default_factory=list)
     asked: list = field(default_factory=list)
     answered: list = field(default_factory=list)
 
     def __post_init__(self):
         facts = self.settings
-        self.server = LatticeServer(facts, workers=self.workers)
-        self.silos = [
-            LatticeSilo(facts, i, save=self.save, workers=self.workers) for i in range(facts.silos)
-        ]
+        self.server = LatticeServer(facts)
+        self.silos = [LatticeSilo(facts, i, save=self.save) for i in range(facts.silos)]
         self.play(self.server.set_up())
         self.sent.append(self.server.public_key)
 

@@ -123,7 +123,7 @@ def server_guesses(monkeypatch, settings, receiver_of=draw_receiver):
     chosen = receiver_of(settings, bytes(32), 1, sender.public)
     with monkeypatch.context() as patch:
         patch.setattr("secrets.SystemRandom", Watched)
-        sealed = columns.seal_columns(settings, made, sender, chosen.answer, workers=1)
+        sealed = columns.seal_columns(settings, made, sender, chosen.answer)
     taken = columns.open_columns(chosen, sealed)
     drawn = [own[column] for own, (column, _) in zip(made.drawn, taken, strict=True)]
     return sum((0 in own) == y for own, y in zip(hits, drawn, strict=True))
@@ -148,7 +148,7 @@ def guesses(settings, monkeypatch, made=None):
     order = columns.draw_columns(settings)
     sender = Sender(settings.context)
     chosen = draw_receiver(settings, bytes(32), 1, sender.public)
-    sealed = columns.seal_columns(settings, order, sender, chosen.answer, workers=1)
+    sealed = columns.seal_columns(settings, order, sender, chosen.answer)
     taken = columns.open_columns(chosen, sealed)
     return sum(own[column] == column for own, (column, _) in zip(order.drawn, taken, strict=True))
 

@@ -10,6 +10,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_part
+from flower_ext.errors import ProtocolError
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -19,7 +20,6 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.claims import HONEST_COUNTS
-from flower_ext.secure import ProtocolError
 from flower_ext_lattice import LatticeWeighting, columns
 from flower_ext_lattice.messages import LatticeSum
 from flower_ext_lattice.server import LatticeServer

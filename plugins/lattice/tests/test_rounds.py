@@ -9,6 +9,7 @@ import pytest
 from lattice_world import LatticeWorld, lattice_settings, weigh
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.secure import threads
 from flower_ext_lattice import ring
 from flower_ext_lattice.encrypted_sum import EncryptedSum, decrypted
 from flower_ext_lattice.messages import LatticeSum
@@ -55,9 +56,10 @@ def test_the_result_is_the_plain_weighted_sum(shared):
         lambda case: case[0] in (4097, 36_869),
     ),
 )
-def test_blocks_of_every_shape_come_out_in_order(rng, coordinates, silos, workers):
+def test_blocks_of_every_shape_come_out_in_order(rng, coordinates, silos, workers, monkeypatch):
+    monkeypatch.setattr(threads, "cores", lambda: workers)
     facts = lattice_settings(coordinates=coordinates, silos=silos, clipping_norm=0.3, users=3)
-    world = LatticeWorld(facts, np.full((silos, 3), 5), workers=workers)
+    world = LatticeWorld(facts, np.full((silos, 3), 5))
     updates, noise = world.draw(rng)
     world.open_epoch()
     result = world.run_round(1, updates.astype(np.float32), noise)

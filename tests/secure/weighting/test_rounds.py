@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gmpy2 import mpz, next_prime
 
-from flower_ext.secure import IncompleteRound, ProtocolError
+from flower_ext.errors import IncompleteRound, ProtocolError
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_server import PaillierServer
@@ -41,7 +41,7 @@ def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
         update_bound=float(10 ** rng.uniform(-3, 3)),
         noise_bound=float(10 ** rng.uniform(-3, 4)),
         precision=float(10 ** rng.uniform(-12, -2)),
-        coordinates_per_plaintext=None if seed % 3 else 1,
+        slots=None if seed % 3 else 1,
     )
     world = World(facts, draw_counts(rng, facts))
     rounding = 1e-13 * (facts.update_bound * facts.users + facts.noise_bound * facts.silos)
@@ -69,7 +69,7 @@ def test_extremes_of_every_bound_add_up_exactly():
 
 
 def test_neighbouring_slots_of_opposite_sign_do_not_touch(rng):
-    facts = weighting_settings(coordinates=12, coordinates_per_plaintext=2)
+    facts = weighting_settings(coordinates=12, slots=2)
     world = World(facts, draw_counts(rng, facts))
     updates, noise = world.draw(rng)
     noise[:] = np.where(np.arange(12) % 2, -10.0, 10.0)
@@ -87,7 +87,7 @@ def test_n_max_is_reached_exactly_and_one_record_more_is_refused(rng):
     assert result == pytest.approx(world.plain(updates, noise), abs=1e-10)
     counts[0, 0] += 1
     for slots in (1, None):
-        world = World(weighting_settings(coordinates_per_plaintext=slots), counts)
+        world = World(weighting_settings(slots=slots), counts)
         with pytest.raises(OverflowError, match="max_records_per_user=60"):
             world.run_round(1, updates, noise)
 

@@ -7,7 +7,7 @@ import pytest
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure import ProtocolError
+from flower_ext.errors import ProtocolError
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES, Sender
 from flower_ext.secure.weighting.paillier_settings import (
     PaillierSum,

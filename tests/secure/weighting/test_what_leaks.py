@@ -31,7 +31,7 @@ def ratio_is_small(value: mpz, modulus: mpz, largest: int) -> bool:
 @pytest.fixture(scope="module")
 def transcript():
     """Return all messages of rounds with the same input, and the world."""
-    world = world_of([[3, 0, 7, 20], [5, 9, 0, 20], [1, 2, 8, 20]], coordinates_per_plaintext=2)
+    world = world_of([[3, 0, 7, 20], [5, 9, 0, 20], [1, 2, 8, 20]], slots=2)
     rng = np.random.default_rng(1)
     updates, noise = world.draw(rng)
     for number in range(1, ROUNDS + 1):
@@ -118,7 +118,7 @@ def test_sums_of_some_silos_stay_masked(transcript):
 
 def test_uploads_are_uniform_to_the_server():
     """Ciphertexts of each silo are uniform over Z*_{n²}, in their messages and their randomness."""
-    world = world_of([[1, 1], [1, 1]], coordinates=400, coordinates_per_plaintext=1)
+    world = world_of([[1, 1], [1, 1]], coordinates=400, slots=1)
     sums = world.weigh(world.begin(1), np.zeros((2, 2, 400)), np.zeros((2, 400)))
     private = key()
     for message in sums:
@@ -238,13 +238,13 @@ def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
     monkeypatch.setattr(
         paillier_silo, "dithered", lambda encoded, settings: encoded * settings.common_multiple
     )
-    world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, coordinates_per_plaintext=1)
+    world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, slots=1)
     assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
 
 
 def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
     for counts in ([[10, 4, 25], [3, 21, 24]], [[1, 1, 1], [0, 0, 0]]):
-        world = world_of(counts, coordinates=300, coordinates_per_plaintext=1)
+        world = world_of(counts, coordinates=300, slots=1)
         multiple = world.settings.common_multiple
         sums = decrypted(world, 1)
         shares = [float(x % multiple / mpz(multiple)) for x in sums]
@@ -263,7 +263,7 @@ def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
 
 
 def round_of():
-    world = world_of(COUNTS, coordinates=6, coordinates_per_plaintext=1)
+    world = world_of(COUNTS, coordinates=6, slots=1)
     updates, noise = world.draw(np.random.default_rng(5))
     message = world.begin(1)
     return world, message, world.weigh(message, updates, noise), updates
@@ -290,7 +290,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
         "_rerandomise_share",
         lambda self, own, number: None if self.index == 1 else untouched(self, own, number),
     )
-    world = world_of(COUNTS, coordinates=6, coordinates_per_plaintext=1)
+    world = world_of(COUNTS, coordinates=6, slots=1)
     updates, noise = world.draw(np.random.default_rng(5))
     shares = []
     for number in (1, 2, 3):

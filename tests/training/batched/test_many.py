@@ -8,15 +8,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
+from flower_ext.privacy import SeededNoise
 from flower_ext.training import (
     Job,
     Linear,
     LocalTraining,
     Proximal,
+    StepNoise,
     Task,
     cox_loss,
     evaluate,
     evaluate_each,
+    train,
+    train_each,
 )
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.many import train_groups
@@ -66,6 +70,34 @@ def test_terms_of_every_client_act_on_it_alone(batched, way):
     without = train_many(problem(), jobs_of(Dense, WAYS[way], UNEVEN))
     assert not torch.allclose(ours[2]["head.weight"], without[2]["head.weight"], atol=1e-3)
     assert batched
+
+
+@pytest.mark.parametrize("model", [Dense, perceptron], ids=["a class", "known layers"])
+@pytest.mark.parametrize("steady", [False, True])
+def test_jobs_with_noise_take_clipped_and_noised_steps_wherever_others_would_be_batched(
+    batched, model, steady
+):
+    def jobs(clipping_norm=0.1, stddev=0.01):
+        return [
+            replace(
+                job,
+                noise=StepNoise(
+                    clipping_norm=clipping_norm, stddev=stddev, source=SeededNoise(client)
+                ),
+            )
+            for client, job in enumerate(jobs_of(model, WAYS["sgd"], ALIKE))
+        ]
+
+    ours = [*train_each(problem(model), jobs(), steady=steady)]
+    for one, alone in zip(ours, [train(problem(model), job) for job in jobs()], strict=True):
+        for name, value in alone.items():
+            assert torch.equal(one[name], value)
+    assert not batched
+    quiet = [*train_each(problem(model), jobs(stddev=0.0), steady=steady)]
+    loose = [*train_each(problem(model), jobs(clipping_norm=1e6), steady=steady)]
+    for other in (quiet, loose):
+        for one, changed in zip(ours, other, strict=True):
+            assert not all(torch.equal(one[name], changed[name]) for name in one)
 
 
 @pytest.mark.parametrize("part", ["head", "extractor"])

@@ -43,7 +43,10 @@ def jobs(task, sizes):
         )
 
 
-@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(ALIKE, id="alike", marks=pytest.mark.full), pytest.param(UNEVEN, id="uneven")],
+)
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_models_of_sequences_train_together_as_by_themselves(batched, kind, sizes):
     task = problem(partial(Sentences, kind))
