@@ -12,6 +12,7 @@ Seconds are of the processor, which other jobs on the machine disturb less.
 from __future__ import annotations
 
 import argparse
+import logging
 import secrets
 from dataclasses import dataclass, replace
 
@@ -107,6 +108,7 @@ def main() -> None:
     )
     parser.add_argument("--full", action="store_true", help="1,000 coordinates")
     scale = FULL if parser.parse_args().full else DEFAULT
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     key = generate_key()
     settings = replace(BASE, coordinates=scale.coordinates)
     print(side_by_side(settings, key, scale))

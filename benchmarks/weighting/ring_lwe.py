@@ -15,6 +15,7 @@ epoch lasts until other users are drawn; its columns are the costs of the server
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -74,6 +75,7 @@ def main(
     output: Annotated[Path, typer.Option(help="where the table goes")] = Path("runs/lattice"),
 ) -> None:
     """Print the table and write it."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     million = {"coordinates": 1_000_000, "users": 100, "silos": 5}
     cases = [
         {"coordinates": 20_000, "users": 100, "silos": 5},

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
@@ -190,11 +189,7 @@ class Apple(Method):
         require_not_negative("penalty", self.penalty)
         require_at_least_one("penalty_rounds", self.penalty_rounds)
         require_unit_rate(self, "APPLE's server stores each core model as it arrives")
-        for name in self.local.beyond_sgd:
-            raise InvalidValue(
-                f"local.{name} is set: expected plain SGD, by which APPLE trains core models; "
-                "leave it out"
-            )
+        self.local.require_plain_sgd("local", "APPLE trains core models by plain SGD")
 
     def init(self, model: Arrays, population: int) -> State:
         """Return the core models, each of which begins as the initial model."""

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -110,10 +109,9 @@ class DPDitto(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_global_weight(self.global_weight)
-        for name in self.personal_training.beyond_sgd:
-            raise InvalidValue(
-                f"personal_training.{name} is set: expected plain SGD, as in Ditto; leave it out"
-            )
+        self.personal_training.require_plain_sgd(
+            "personal_training", "Ditto's personal steps are plain SGD"
+        )
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

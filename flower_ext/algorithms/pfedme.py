@@ -122,7 +122,7 @@ class PFedMe(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("attraction", self.attraction)
-        for name in (*self.local.beyond_sgd, *self.personal_training.beyond_sgd):
-            raise InvalidValue(f"{name} is set: expected plain SGD, as in pFedMe; leave it out")
+        for phase, training in self.training.items():
+            training.require_plain_sgd(phase, "pFedMe's steps are plain SGD")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")

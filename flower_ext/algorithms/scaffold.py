@@ -97,11 +97,11 @@ class Scaffold(Method):
                 "local.epochs=0: expected at least one epoch or step, from which SCAFFOLD computes "
                 "a control variate"
             )
-        for name in {"optimizer", "tolerance"}.intersection(self.local.beyond_sgd):
-            raise InvalidValue(
-                f"local.{name} is set: leave it out, because SCAFFOLD computes control variates "
-                "from steps of SGD"
-            )
+        self.local.require_plain_sgd(
+            "local",
+            "SCAFFOLD computes control variates from steps of SGD",
+            besides=("momentum", "sam_radius", "proximal_weight"),
+        )
 
     def init(self, model: Arrays, population: int) -> State:
         """Return c = 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,6 +110,22 @@ class LocalTraining:
         extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
         used = [name for name in extras if getattr(self, name)]
         return used if self.optimizer == SGD else [*used, "optimizer"]
+
+    def require_plain_sgd(self, phase: str, because: str, *, besides: Collection[str] = ()) -> None:
+        """Refuse settings that plain SGD does not have, except those in ``besides``.
+
+        ``phase`` names this training in the error, and ``because`` gives the reason.
+
+        Raises
+        ------
+        InvalidValue
+            Such a setting is in use.
+        """
+        for name in self.beyond_sgd:
+            if name not in besides:
+                raise InvalidValue(
+                    f"{phase}.{name}={getattr(self, name)!r}: leave it out, because {because}"
+                )
 
     def in_round(self, number: int) -> LocalTraining:
         """Return the same training with the learning rate of training round ``number`` (from 1)."""

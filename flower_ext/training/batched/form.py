@@ -27,7 +27,7 @@ class Form(Protocol):
 
     batch_invariant: bool
     """True if no bit of a model depends on the jobs that train beside it. A guarantee for each user
-    rests on this promise, which no trial checks."""
+    rests on this promise, which no trial checks but the form's own."""
 
     def __hash__(self) -> int:
         """Return a hash, by which the process remembers whether a trial found it sound."""

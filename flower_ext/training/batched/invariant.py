@@ -7,7 +7,9 @@ choose both, except for how many models there are and where among them the job's
 * There are 4, 8, 16 or 32 models. Copies of a job fill a batch up, and models whose training has
   ended stay in it until the next smaller size.
 * PyTorch rounds the last numbers of an array, those that do not fill a register, in another way.
-  Four models with eight rows each leave no such numbers, and one thread divides no array.
+  Four models with eight rows each leave no such numbers, and one thread divides no array. No trial
+  could stand in for this: such a number differs too rarely. Layers whose arrays are not made of
+  rows are therefore left out: those of images, and weights that a model's own code may transform.
 
 `_rounds_alike` tries whatever else may depend on size and position, such as matrix products.
 """
@@ -28,6 +30,7 @@ from flower_ext.training.batched.batchable import random_job, trains_alike, why_
 from flower_ext.training.batched.descent import IGNORED, MiniBatches, Stack
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import longest_first, together
+from flower_ext.training.batched.mapped import BY_CHANNEL
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.problem import Proximal
@@ -126,16 +129,18 @@ def invariant_batches(task: Task, job: Job) -> Form | None:
     classifies = task.loss is cross_entropy and job.examples.targets.dim() == 1
     if not (classifies or task.compares_examples):
         return None
-    # Other layers may turn weights, which have no rows of examples, into arrays of any length.
     if not task.factory.facts.known_holders or why_apart(task, [job]):
         return None
     form = _form(kind_of(task, job.examples.features, job.examples.targets, job.params))
-    return form if task.factory.facts.known or trains_alike(task, job, form) else None
+    if form is None or not (task.factory.facts.known or trains_alike(task, job, form)):
+        return None
+    return form
 
 
 @lru_cache(maxsize=64)
-def _form(kind: TrainingKind) -> InvariantBatches:
-    return InvariantBatches(kind)
+def _form(kind: TrainingKind) -> InvariantBatches | None:
+    by_channel = any(isinstance(layer, BY_CHANNEL) for layer in kind.model().modules())
+    return None if by_channel else InvariantBatches(kind)
 
 
 @lru_cache(maxsize=256)

@@ -267,6 +267,8 @@ def _looked_up(layer: nn.Embedding, x: Tensor) -> Tensor:
 
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
+"""Layers for which the channels of all models are those of one."""
 
 
 def _pooled(pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from flower_ext.checks import require_positive
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy import DpSgd, NoiseSource
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.job import Job, batches
@@ -132,12 +131,9 @@ def train_clipped_steps(
     """
     training, noise = job.training, job.noise
     assert noise is not None
-    if extras := set(training.beyond_sgd) - {"proximal_weight"}:
-        name = min(extras)
-        raise InvalidValue(
-            f"{name}={getattr(training, name)!r}: expected plain steps of SGD where each is "
-            "clipped and noised"
-        )
+    training.require_plain_sgd(
+        "training", "each step is clipped and noised", besides=("proximal_weight",)
+    )
     problem = local_problem(task, job.params, trained=trained)
     clipped_gradient = ClippedGradient(
         task,

@@ -18,7 +18,6 @@ from tests.support.jobs import (
     SGD,
     UNEVEN,
     WAYS,
-    Convolutional,
     Words,
     jobs_of,
     one_by_one,
@@ -99,7 +98,7 @@ def of_one_example(job):
 
 ODD = [scaled(float("nan")), scaled(float("inf")), scaled(1e30), ignoring, of_one_example]
 MODELS = [
-    *(layered, Convolutional),
+    layered,
     *map(of, (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.GELU, nn.Softplus)),
 ]
 
@@ -116,6 +115,15 @@ def test_no_bit_of_a_model_depends_on_the_number_the_place_or_the_data_of_others
     _, sizes = trained(problem(model), jobs())
     assert sorted(sizes) == [3, 7]
     assert differing(model, jobs, ODD) == set()
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 8, 9, 20, 64])
+def test_no_number_is_left_over_at_the_end_of_an_array(batch_size):
+    training = LocalTraining(batch_size=batch_size)
+    for job in jobs_of(layered, [training], range(1, 3 * batch_size)):
+        rows = invariant._padded_rows(job)
+        assert all(rows * models % 32 == 0 for models in invariant._SIZES)
+        assert min(len(job.examples), batch_size) <= rows < batch_size + 8
 
 
 @needs_mkl
@@ -201,13 +209,17 @@ def normed():
     return perceptron(nn.BatchNorm1d(5))
 
 
+def convolutional():
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Flatten(), nn.Linear(9, 3))
+
+
 def squared(outputs, targets):
     return (outputs.mean(dim=1) - targets).square().mean()
 
 
 @pytest.mark.parametrize(
     ("model", "loss"),
-    [(model, nn.functional.cross_entropy) for model in (Gated, large, normed)]
+    [(model, nn.functional.cross_entropy) for model in (Gated, large, normed, convolutional)]
     + [(layered, squared)],
 )
 def test_models_whose_bits_may_depend_on_others_or_that_gain_nothing_train_one_by_one(model, loss):
