@@ -91,7 +91,7 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
-    """Return the local training; ``changes`` are fields of `LocalTraining` that come first."""
+    """Return the local training; ``changes`` are fields of `LocalTraining` that override them."""
     same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
     options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
     options["epochs"] = settings.local_epochs

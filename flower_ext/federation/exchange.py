@@ -123,8 +123,8 @@ class Clients:
 
         A ClientApp of another project may be unable to train, for example because it reads a record
         that no message has, or returns arrays of other names. Each round would then spend privacy,
-        and nobody would train. One client with odd records must not end a run, so the server asks
-        up to three clients in turn.
+        and nobody would train. One client with unusual records must not end a run, so the server
+        asks up to three clients in turn.
 
         Parameters
         ----------

@@ -356,7 +356,7 @@ def require_unit_rate(method: Method, because: str) -> None:
     Raises
     ------
     InvalidValue
-        The rate is not 1; the message says ``because`` of what.
+        The rate is not 1; ``because`` is the reason in the message.
     """
     if method.server_learning_rate != 1.0:
         raise InvalidValue(

@@ -166,7 +166,7 @@ class UldpAvg(Method):
         check_user_plan(plan, self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the users, whose parts a weighted sum hides."""
+        """Return the population: the users, which a weighted sum hides from the server."""
         if not summation.brings_weights:
             return UsersInSilos(plan.sampling, self.num_silos)
         is_oblivious = summation.hidden_draw != ""

@@ -144,7 +144,7 @@ class UldpGroup(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """Empty, because DP-SGD is the only training."""
+        """No phases of local training, because the method trains by DP-SGD only."""
         return {}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:

@@ -193,9 +193,9 @@ class ClientMethod:
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
-        The only phase of training between the received model and the update, if its other terms
-        depend on no record. Noise in this phase then protects the update. None if there is no such
-        phase.
+        The phase of training that alone turns the received model into the update, with other terms
+        that depend on no record. Noise in this phase then protects the update. None if there is no
+        such phase.
     """
 
     name: str

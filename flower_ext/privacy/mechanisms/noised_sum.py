@@ -238,7 +238,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def largest_sum(self) -> float:
-        """Largest norm of a secure sum before noise: that of all units with norm C each."""
+        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
         units = self.cohort_size if self.silos is None else self.sampling.population
         return units * self.clipping_norm
 

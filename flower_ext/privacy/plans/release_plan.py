@@ -143,7 +143,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         return self.sampling.population
 
     def mechanism(self, method: MethodTraits = _OF_CLIENTS) -> ReleaseMechanism:
-        """Return the mechanism of a method's rounds; by default of a method of clients.
+        """Return the mechanism of a method's rounds; by default, of a method that protects clients.
 
         Raises
         ------

@@ -80,7 +80,7 @@ class MemberState(JsonRecord):
     held: Mapping[int, bytes] = field(default_factory=dict)
 
     def forgetting(self, **changes: Any) -> MemberState:
-        """Return a state with these fields, and with nothing else that this one has learned."""
+        """Return a state with the given fields that has forgotten all other messages and secrets."""
         return MemberState(
             context=self.context, index=self.index, neighbours=self.neighbours, **changes
         )

@@ -1,9 +1,9 @@
 """Interface of private weighting: what a user decides, and the parties of a run.
 
-`federation.sums.weighted` runs the parties over Flower. A distribution adds a protocol by an entry
-point of the group ``flower_ext.weighting``: its name is the protocol's, its object a subclass of
-`WeightingProtocol`. Loading a protocol needs the extra ``weighting``; importing this module does
-not.
+`federation.sums.weighted` runs the parties over Flower. To add a protocol, a distribution declares
+an entry point in the group ``flower_ext.weighting``, which has the name of the protocol and loads a
+subclass of `WeightingProtocol`. Loading a protocol needs the extra ``weighting``; importing this
+module does not.
 """
 
 from __future__ import annotations

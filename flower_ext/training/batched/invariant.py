@@ -47,7 +47,7 @@ _TRIED = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16)
 
 
 class InvariantStack(Stack):
-    """A stack whose mini-batches all have ``rows`` rows, and one of `_SIZES` of models."""
+    """A stack of 4, 8, 16 or 32 models, whose mini-batches all have ``rows`` rows."""
 
     def __init__(
         self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
