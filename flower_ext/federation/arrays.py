@@ -22,8 +22,8 @@ Arrays = dict[str, np.ndarray]
 class UnsentArray(Array):
     """An array that is serialised only when it leaves this process.
 
-    Flower's own class serialises at once, in vain if clients run in the server's process. Do not
-    change ``values`` afterwards.
+    Flower's own class serialises at once, which is wasted time if clients run in the server's
+    process. Do not change ``values`` afterwards.
     """
 
     values: np.ndarray

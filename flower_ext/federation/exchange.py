@@ -199,7 +199,7 @@ class Clients:
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
-                + ("; ".join(self.refusals[refused_before:]) or "silent")
+                + ("; ".join(self.refusals[refused_before:]) or "no answer")
             )
         return answers
 

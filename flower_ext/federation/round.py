@@ -55,7 +55,7 @@ class Round:
         self._spending.reserve(release, self.server_round, identity)
 
     def open(self, summation: Summation, opening: Opening) -> Cohort:
-        """Open the sum; return the clients that contribute, which are none if too few are left."""
+        """Open the sum; return the clients that contribute, or none if too few are left."""
         try:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:

@@ -37,7 +37,7 @@ def agreed(private: bytes, public: bytes) -> bytes:
     InvalidValue
         The public key does not have 32 bytes, is of low order, or is not written as a number below
         the field's prime. A key of low order gives the same secret with every private key, and a
-        number above the prime would be a second name of another key.
+        number above the prime would be a second encoding of another key.
     """
     refusal = InvalidValue("public key: expected 32 bytes that are an X25519 key of full order")
     if int.from_bytes(public, "little") >= _FIELD:

@@ -41,7 +41,8 @@ class isolated:
     Raises
     ------
     ClientCrashed
-        The block raises a BaseException that is no Exception. The user's KeyboardInterrupt passes.
+        The block raises a BaseException that is not an Exception. The user's KeyboardInterrupt is
+        raised as it is.
     """
 
     __slots__ = ("_before",)

@@ -203,8 +203,7 @@ def protected(
     Raises
     ------
     InvalidValue
-        The plan bounds each unit's part of the update and the method does not, or the method does
-        and the plan asks for something else.
+        The plan and the method disagree: only one of them bounds each unit's part of the update.
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.

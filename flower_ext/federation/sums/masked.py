@@ -1,4 +1,4 @@
-"""Masked sums: the server sees the sum of the clients' contributions, and no single one.
+"""Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
 This module has both ends of a sum, and the names of all that passes between them. The protocol's
 arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).

@@ -284,8 +284,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
         that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
         refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
-        with their stddev. It cannot name the member, whom the masks hide, and misses a bad
-        upload that is no larger than the noise and the other members' bounds allow.
+        with their stddev. The server cannot name the member, because masks hide each upload. The
+        check misses a bad upload that is no larger than noise and bounds allow.
 
         Parameters
         ----------

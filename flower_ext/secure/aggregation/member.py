@@ -80,7 +80,7 @@ class MemberState(JsonRecord):
     held: Mapping[int, bytes] = field(default_factory=dict)
 
     def forgetting(self, **changes: Any) -> MemberState:
-        """Return a state with the given fields that has forgotten all other messages and secrets."""
+        """Return a state with the given fields, which has forgotten all other secrets."""
         return MemberState(
             context=self.context, index=self.index, neighbours=self.neighbours, **changes
         )

@@ -3,7 +3,7 @@
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
 others, which no clipping of each gradient bounds. The trials compare what a pass over many examples
 finds with each example's own gradient, and its bits with those of other batches. They use random
-and odd examples, whose shapes and types alone come from real ones.
+and unusual examples, which have only the shapes and types of real ones.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def require_single_examples(
 ) -> None:
     """Refuse a model or a loss that keeps something of an example, or learns from none by itself.
 
-    Random and odd examples, whose shapes and types alone come from real ones, pass one by one, each
-    time through a fresh model: in one order, then in the other. So neither the largest example nor
-    the first one hides what the others leave. On an accelerator, integer features are zeros and
+    Random and unusual examples, which have only the shapes and types of real ones, pass one by one,
+    each time through a fresh model: in one order, then in the other. So neither the largest example
+    nor the first one hides what the others leave. On an accelerator, integer features are zeros and
     ones; on a CPU the trial uses other integers too (see `unlike_examples`).
 
     Parameters

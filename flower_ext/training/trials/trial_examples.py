@@ -1,4 +1,4 @@
-"""Kinds of trainings for trials to run, and random and odd examples of the form of real ones.
+"""Kinds of trainings for trials to run, and random or unusual examples that look like real ones.
 
 They depend on nobody's values, so a trial reveals nothing about any record.
 """
@@ -91,7 +91,7 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
 
 
 def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
-    """Return a copy of examples in which some rows consist of one odd value."""
+    """Return a copy of examples in which some rows consist of one unusual value."""
 
     def fill(leaf: Tensor) -> Tensor:
         leaf = leaf.clone()
@@ -107,7 +107,7 @@ def unlike_examples(
     """Return examples that differ in every way that a model or a loss could remember.
 
     They have the shapes and types of ``features`` and ``targets``. The first is random, with a
-    target of zero, and the last is odd.
+    target of zero; the last consists of unusual values.
 
     Parameters
     ----------
