@@ -1,7 +1,7 @@
 """The loss and gradient of one example alone, and a trial of model and loss before DP-SGD.
 
-Nothing but buffers may change while an example passes, because the next one would see it. Every
-example finds buffers as they were sent.
+While an example passes through the model, nothing but buffers may change, because the next example
+would see the change. Buffers are reset for every example.
 
 An example whose loss raises, or whose gradient is not finite, counts as zero under DP-SGD. If a
 model does so for every example, DP-SGD would spend its budget on noise alone.
@@ -93,7 +93,7 @@ def loss_alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -
 def gradient_alone(
     model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
 ) -> Params:
-    """Return the gradient of one example; the next one finds the model's buffers as they were."""
+    """Return the gradient of one example, and leave the model's buffers unchanged."""
     point = {**params, **clone(dict(model.named_buffers()))}
     return gradient(
         lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),
