@@ -22,6 +22,7 @@ from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
+    Budget,
     Guarantee,
     NoiseSource,
     PrivacyPlan,
@@ -271,8 +272,14 @@ class Run:
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory) -> None:
+    def attach(self, directory: RunDirectory, *, budget: Budget | None = None) -> None:
         """Make a run that has not begun write to a directory, with a ledger for its releases.
+
+        Parameters
+        ----------
+        directory : RunDirectory
+        budget : Budget, optional
+            Limit of the directory's ledger.
 
         Raises
         ------
@@ -291,7 +298,7 @@ class Run:
             )
         self._write_to(directory)
         if self.mechanism.release is not None and self.spending.ledger is None:
-            self.spending.ledger = directory.open_ledger()
+            self.spending.ledger = directory.open_ledger(budget=budget)
 
     def _write_to(self, directory: RunDirectory | None) -> None:
         self.progress.directory = directory

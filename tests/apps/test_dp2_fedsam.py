@@ -110,9 +110,10 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"noise_placement": "moon"}, "noise-placement='moon'"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
+def test_bad_settings_are_named_and_leave_no_run_directory(overrides, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         run(tmp_path / "run", **overrides)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_method_without_sam_needs_no_radius(tmp_path):
