@@ -12,7 +12,6 @@ from flower_ext.federation.client.client_method import (
     personal_part,
     shared_model,
 )
-from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
@@ -29,6 +28,7 @@ from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.training.side_by_side import Steps, Training, one_by_one
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, TypeVar
@@ -162,8 +162,6 @@ class Clients:
         question: ConfigRecord,
         read: Callable[[Message], T],
         special: Mapping[int, Content] | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
     ) -> dict[int, T]:
         """Ask a question of the method, and return the clients' answers by partition.
 
@@ -171,8 +169,6 @@ class Clients:
         ----------
         special : Mapping[int, Content], optional
             Records for one partition only, besides the question.
-        partitions : Sequence[int], optional
-            Partitions to ask; by default all.
 
         Raises
         ------
@@ -180,7 +176,7 @@ class Clients:
             A node does not answer, or ``read`` refuses its answer.
         """
         content: Content = {records.QUESTION: question}
-        contents = dict.fromkeys(self.nodes if partitions is None else partitions, content)
+        contents = dict.fromkeys(self.nodes, content)
         for partition, more in (special or {}).items():
             contents[partition] = {**content, **more}
         return self.query(contents, read)

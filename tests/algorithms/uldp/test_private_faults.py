@@ -9,11 +9,11 @@ from flwr.app import ArrayRecord
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import UldpAvg, averaging
-from flower_ext.algorithms.uldp.silo_part import counts_of
 from flower_ext.algorithms.uldp.weights import user_weights
 from flower_ext.data import SiloData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation.sums.weighted_silo import counts_of
 from flower_ext.privacy import Ledger, PoissonSampling
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.training import Task
