@@ -24,7 +24,7 @@ from flower_ext.federation.recording import first_config, record, recorded_run, 
 from flower_ext.federation.records import Update
 from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
@@ -35,7 +35,6 @@ __all__ = [
     "Arrays",
     "ClientMemory",
     "ClientMethod",
-    "ClientVault",
     "ClientWork",
     "Clients",
     "Cohort",

@@ -161,25 +161,22 @@ class Clients:
         self,
         question: ConfigRecord,
         read: Callable[[Message], T],
-        special: Mapping[int, Content] | None = None,
+        beside: Mapping[str, ConfigRecord],
     ) -> dict[int, T]:
         """Ask a question of the method, and return the clients' answers by partition.
 
         Parameters
         ----------
-        special : Mapping[int, Content], optional
-            Records for one partition only, besides the question.
+        beside : Mapping[str, ConfigRecord]
+            Records besides the question.
 
         Raises
         ------
         FederationNotReady
             A node does not answer, or ``read`` refuses its answer.
         """
-        content: Content = {records.QUESTION: question}
-        contents = dict.fromkeys(self.nodes, content)
-        for partition, more in (special or {}).items():
-            contents[partition] = {**content, **more}
-        return self.query(contents, read)
+        content: Content = {records.QUESTION: question, **beside}
+        return self.query(dict.fromkeys(self.nodes, content), read)
 
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.

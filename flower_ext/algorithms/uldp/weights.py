@@ -182,7 +182,7 @@ def ask_silos(
     answers = clients.ask(
         ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
         lambda reply: _read_answer(reply, num_users if histogram else 0),
-        dict.fromkeys(clients.nodes, records.training_records(trainings)),
+        records.training_records(trainings),
     )
     one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     return np.array(one_by_one), np.stack(counts)

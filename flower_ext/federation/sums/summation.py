@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
@@ -172,10 +172,17 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
 
 
 def single_message(arrays: Arrays) -> tuple[str, bytes]:
-    """Return the name and the bytes of the one array in the server's record."""
-    if len(arrays) != 1:
-        raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
-    ((name, array),) = arrays.items()
-    if array.dtype != np.uint8:
-        raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
-    return name, array.tobytes()
+    """Return the name and the bytes of the one array in the server's record.
+
+    Raises
+    ------
+    InvalidValue
+        There is another number of arrays, or the array has no bytes.
+    """
+    with knowing_no_data():
+        if len(arrays) != 1:
+            raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
+        ((name, array),) = arrays.items()
+        if array.dtype != np.uint8:
+            raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
+        return name, array.tobytes()

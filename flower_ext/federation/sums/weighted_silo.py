@@ -31,6 +31,7 @@ from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.secure.weighting.agreement import BEGIN
 from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
+from flower_ext.training.params import flat_rows
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
     from flower_ext.secure.weighting.silo_party import SiloParty, SiloSum
@@ -240,10 +241,11 @@ class SiloPart:
         Several silos may train in one batch, and an error of one must not end the others.
         """
         started = time.monotonic()
-        clipped = flat_rows_of(clip_each_row(rows, self._norm))
+        clipped = clip_each_row(rows, self._norm)
+        vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
         try:
             if self._error is None:
-                self._sum.add(dict(zip(users, clipped, strict=True)))
+                self._sum.add(dict(zip(users, vectors.cpu().numpy(), strict=True)))
         except Exception as error:
             self._error = error
         self._seconds += time.monotonic() - started
@@ -286,9 +288,3 @@ class SiloPart:
                 exc_info=error,
             )
             return self._begin().finish(noise)
-
-
-def flat_rows_of(rows: Params) -> np.ndarray:
-    """Return rows as (rows, coordinates), with the parameters in the order of their names."""
-    parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
-    return np.concatenate(parts, axis=1)
