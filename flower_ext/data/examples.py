@@ -173,7 +173,10 @@ class SiloData(ClientData):
         """
         owners = self.owners.cpu().numpy()
         if len(owners) and owners.max() >= len(limits):
-            raise InvalidValue(f"limits for {len(limits)} users, but one here is {owners.max()}")
+            raise InvalidValue(
+                f"limits for {len(limits)} users, but one here is {owners.max()}: expected a limit "
+                "for each user of the silo"
+            )
         rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
         kept = torch.from_numpy(owners[rows])
         return SiloData(train=self.train.subset(rows), owners=kept, test=self.test)
@@ -221,7 +224,7 @@ def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
         features = examples.features
         if not isinstance(features, Tensor):
             raise InvalidValue(
-                "features are no single tensor: expected one vector a record, whose norm counts"
+                "features are a tuple or mapping: expected one tensor, whose norms are bounded"
             )
         norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
         divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)

@@ -91,7 +91,7 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
-    """Return the local training; ``changes`` are fields of `LocalTraining` that come first."""
+    """Return the local training; ``changes`` are fields of `LocalTraining` that override them."""
     same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
     options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
     options["epochs"] = settings.local_epochs
@@ -194,8 +194,8 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
     if not multiplier:
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
-                f"run-config evaluation-noise-multiplier={multiplier!r} without an epsilon that "
-                "evaluations could have a share of: expected above 0"
+                f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
+                "a number > 0, because evaluations have no share of an epsilon"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,
@@ -273,7 +273,7 @@ def _shared_budget(settings: PrivacySettings) -> Budget | None:
 
 
 def begun(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings for the run's plan: those of the run, with its first number of rounds."""
+    """Return the settings from which to build a resumed run's plan: its first number of rounds."""
     return kind.of(first_config(context.run_config))
 
 

@@ -123,8 +123,8 @@ class Clients:
 
         A ClientApp of another project may be unable to train, for example because it reads a record
         that no message has, or returns arrays of other names. Each round would then spend privacy,
-        and nobody would train. One client with odd records must not end a run, so the server asks
-        up to three clients in turn.
+        and nobody would train. One client with unusual records must not end a run, so the server
+        asks up to three clients in turn.
 
         Parameters
         ----------
@@ -192,7 +192,7 @@ class Clients:
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
-                + ("; ".join(self.refusals[refused_before:]) or "silent")
+                + ("; ".join(self.refusals[refused_before:]) or "no answer")
             )
         return answers
 
@@ -283,7 +283,7 @@ def _check_origin(reply: Message, question: Message) -> None:
         return  # made in this process, for this message
     received, expected = reply.metadata, question.metadata
     if received.group_id != expected.group_id:
-        raise RefusedReply(f"answers round {received.group_id}")
+        raise RefusedReply(f"answers round {received.group_id}, expected {expected.group_id}")
     if received.message_type != expected.message_type:
         raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
     if expected.message_id and received.reply_to_message_id != expected.message_id:

@@ -47,7 +47,7 @@ RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, 
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:
-    """Return the records of one kind, as a copy; Flower's properties check and write each again."""
+    """Return a copy of the records of one kind, without Flower's check of each."""
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: user code that follows a run while it goes on."""
+"""Callbacks: user code that follows a run in progress."""
 
 from __future__ import annotations
 

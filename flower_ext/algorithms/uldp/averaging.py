@@ -145,11 +145,11 @@ class UldpAvg(Method):
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that is not one of users among so many silos."""
+        """Refuse a plan that does not protect users whose records lie in this method's silos."""
         check_user_plan(plan, self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the users, whose parts a weighted sum hides."""
+        """Return the population: the users, which a weighted sum hides from the server."""
         if not summation.brings_weights:
             return UsersInSilos(plan.sampling, self.num_silos)
         is_oblivious = summation.hidden_draw != ""

@@ -73,7 +73,8 @@ def check_weights(
 ) -> None:
     """Refuse weights by which one user could move the sum by more than the clipping norm.
 
-    The guarantee counts equal weights as 1/|S| in single uploads, so no weight may be larger.
+    Under equal weights the guarantee assumes that a user moves a single upload by at most 1/|S|
+    clipping norms, so no weight may be larger.
 
     Raises
     ------
@@ -90,16 +91,16 @@ def check_weights(
         raise InvalidValue("weights: expected numbers in [0, 1]")
     if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
         raise InvalidValue(
-            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as weights are "
-            "equal; a user would move an upload by more than the ε counts"
+            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos} with equal "
+            "weights, because ε assumes that a user moves an upload by no more"
         )
     sums = weights.sum(axis=0)
     if (sums > 1 + _ROUNDING).any():
         worst = int(sums.argmax())
         whose = f"user {users[worst]}" if len(sums) == len(users) else "every user"
         raise InvalidValue(
-            f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, as "
-            "a user would else move the sum by more than the clipping norm"
+            f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, "
+            "because a user could otherwise move the sum by more than the clipping norm"
         )
 
 
@@ -164,7 +165,7 @@ def ask_silos(
     trainings : Mapping[str, LocalTraining]
         The phases of a user's training. How they run depends on a silo's machine.
     histogram : bool
-        True if the silos shall tell how many records each user has.
+        True to ask for the number of records of each user.
 
     Returns
     -------
@@ -194,7 +195,7 @@ def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
     if arrays[ONE_BY_ONE].dtype.kind not in "biu":
-        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a truth value")
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected true or false")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

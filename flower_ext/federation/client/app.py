@@ -107,7 +107,11 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
 def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Answer a question of the method."""
     if side.method.answer is None:
-        raise tellable(InvalidValue(f"{side.method.name} answers no questions: ask it none"))
+        raise tellable(
+            InvalidValue(
+                f"{side.method.name}: expected no questions, as its ClientMethod has no answer"
+            )
+        )
     task = side.task_of(context)
     question = Question(
         task=task,

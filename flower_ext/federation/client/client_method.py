@@ -56,7 +56,8 @@ class ClientWork:
     config : Mapping[str, object]
         The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
     steady : bool
-        True if no bit of the result may depend on trainings beside this one (see `train_groups`).
+        True if no bit of the result may depend on the trainings that share its batch (see
+        `train_groups`).
     """
 
     task: Task
@@ -107,7 +108,7 @@ class ClientWork:
 
 @dataclass(kw_only=True)
 class LocalResult:
-    """The result of a client's work: its upload before bound and noise, and its new memory.
+    """The result of a client's work: its upload before clipping and noise, and its new memory.
 
     Attributes
     ----------
@@ -141,7 +142,7 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question of the server beside the rounds, and the data to answer it with.
+    """A question that the server asks outside the rounds, and the data to answer it with.
 
     ``values`` has the plain values of the question, and ``training`` the phases of training that
     it describes.
@@ -187,9 +188,9 @@ class ClientMethod:
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
-        The only phase of training between the received model and the update, if its other terms
-        depend on no record. Noise in this phase then protects the update. None if there is no such
-        phase.
+        The phase of training that alone turns the received model into the update, with other terms
+        that depend on no record. Noise in this phase then protects the update. None if there is no
+        such phase.
     takes_weighted_sums : bool
         True if ``local_update`` opens a `ClientWork.weighted_part`. Clients of other methods refuse
         the set-up of a weighted sum, which counts the records of their users.

@@ -42,8 +42,8 @@ class NodePolicy:
 
     The owner of a SuperNode sets these values with ``--node-config``:
 
-    * ``require-secure-noise=true``: the client refuses anything that protects nobody, as seeded
-      noise does.
+    * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
+      noise.
     * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
@@ -60,7 +60,7 @@ class NodePolicy:
 
     @property
     def may_simulate(self) -> bool:
-        """True if this client accepts what protects nobody: seeded noise and small keys."""
+        """True if this client accepts settings that protect nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def check(self, protection: Protection) -> None:
@@ -185,8 +185,7 @@ def protected(
     Raises
     ------
     InvalidValue
-        The plan bounds each unit's part of the update and the method does not, or the method does
-        and the plan asks for something else.
+        The plan and the method disagree: only one of them bounds each unit's part of the update.
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.

@@ -227,7 +227,7 @@ class ClientSide:
             return
         if not self.method.keeps_memory:
             reason = f"{self.method.name} returns memory, but declares memory=Memory.NONE"
-            raise tellable(InvalidValue(f"{reason}: expected another Memory"))
+            raise tellable(InvalidValue(f"{reason}: declare another Memory"))
         kept = ClientMemory(turn.context, self.method.name, turn.request.run)
         kept.store(memory, turn.request.round, and_before=self.method.memory is Memory.MIRRORED)
 

@@ -96,7 +96,7 @@ def masked_vector(
         policy.check(protection)
         if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.sums:
             raise tellable(
-                InvalidValue("query: expected a protection by noise in cells, and a secure sum")
+                InvalidValue("query: expected a secure sum, and its protection ClipToCells")
             )
         number = request.entries["query"]
         noise = policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")

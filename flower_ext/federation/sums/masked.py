@@ -1,4 +1,4 @@
-"""Masked sums: the server sees the sum of the clients' contributions, and no single one.
+"""Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
 This module has both ends of a sum, and the names of all that passes between them. The protocol's
 arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).
@@ -92,7 +92,7 @@ class MaskedSum(Summation):
     mechanism: NoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:
-        """Let the cohort agree on masks; clients that do not are no longer in the cohort."""
+        """Let the cohort agree on masks; clients that fail to agree leave the cohort."""
         return OpenMaskedSum(self.mechanism, opening)
 
 
@@ -137,7 +137,8 @@ class OpenMaskedSum(OpenSum):
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return the least number of answers, and the least number of honest ones among them.
 
-        After the training no honest share counts before unmasking, when no sum is visible.
+        Once answers have arrived, and until unmasking begins, the second number is 0, because
+        nobody can see a sum.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0

@@ -28,7 +28,7 @@ class Opening:
     ----------
     clients : Clients
     population : Population
-        Counts the units; a sum tells it when their order is new.
+        Counts the units. A sum tells it when the silos have a new secret order of users.
     cohort : Cohort
         The clients to ask.
     number, server_round : int
@@ -145,7 +145,7 @@ class Summation(ABC):
         Raises
         ------
         RoundDiscarded
-            Too few clients are left, so that nobody shall train.
+            Too few clients are left, so nobody trains.
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:

@@ -98,7 +98,8 @@ class WeightedSum(Summation):
     ----------
     protocol : WeightingProtocol
     mechanism : NoisedSum
-        That of the plan. Once the protocol is set up, it has the protocol's own costs in privacy.
+        The plan's mechanism. Once the protocol is set up, it also counts the privacy that the
+        protocol itself costs.
 
     Raises
     ------
@@ -133,8 +134,8 @@ class WeightedSum(Summation):
         """Refuse methods without silos or weights by records, and norms of hidden updates."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
-                f"sum: expected none with weighting={method.weighting!r}, as private weights are "
-                "by records; take UldpAvg(weighting='by-records')"
+                f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
+                "UldpAvg(weighting='by-records'), because a weighted sum weights by records"
             )
         if diagnostics:
             raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
@@ -288,7 +289,7 @@ class OpenWeightedSum(OpenSum):
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:
-            raise self._discarding(f"{error}, or a silo sent what is no sum") from error
+            raise self._discarding(f"{error}, or a silo sent something other than a sum") from error
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None

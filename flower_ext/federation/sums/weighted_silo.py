@@ -202,7 +202,7 @@ class SiloPart:
 
     Silos that lost their data, or whose users came or left since the set-up, still send a sum, in
     which users without an update count as zero. Silos that cannot encrypt their updates send a sum
-    of zeros. A missing sum would tell everybody that a record here is odd.
+    of zeros. A missing sum would reveal that this silo holds an unusual record.
 
     Parameters
     ----------
@@ -228,7 +228,7 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, which leaves the silo with the silo's noise, masked."""
+        """The sum, which `seal` noises and masks before it leaves the silo."""
         return HiddenSum(bound=self._norm, encrypt=self.seal)
 
     def counts(self, user: int) -> bool:

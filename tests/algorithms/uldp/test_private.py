@@ -791,10 +791,7 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
             "draw_choices=5: users are drawn at a rate of 0.5, expected a multiple of 1/5 below 1",
         ),
         (lambda: make(diagnostics=True), "diagnostics=True"),
-        (
-            lambda: make(weighting="equal"),
-            "sum: expected none with weighting='equal', as private weights are by records",
-        ),
+        (lambda: make(weighting="equal"), "with weighting='equal': expected UldpAvg"),
         (
             lambda: private_strategy_of(UldpSgd, plan=plan(), local=LOCAL, **COMMON),
             "ULDP-SGD has no local training",
