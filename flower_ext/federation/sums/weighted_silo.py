@@ -82,9 +82,8 @@ def answer(
     """
     with _protocol_errors():
         step, content = single_message(message)
-        silo = stored_silo(vault)
-        if step == BEGIN:
-            silo = _begin(content, silo, partition, vault, may_simulate=may_simulate)
+        is_first = step == BEGIN
+        silo = _begin(content, partition, vault, may_simulate) if is_first else stored_silo(vault)
         if silo is None:
             raise ProtocolError(
                 f"silo {partition} has no keys of this run: name a state-folder in its "
@@ -95,14 +94,10 @@ def answer(
 
 
 def _begin(
-    content: bytes,
-    before: SiloParty[Any, Any] | None,
-    partition: int,
-    vault: ClientVault,
-    *,
-    may_simulate: bool,
+    content: bytes, partition: int, vault: ClientVault, may_simulate: bool
 ) -> SiloParty[Any, Any]:
     """Return a silo with fresh keys, of the protocol whose settings the server sent."""
+    before = stored_silo(vault)
     with knowing_no_data():
         kind = protocol_of(content).silo_type
         settings = kind.settings_type.from_bytes(content)
