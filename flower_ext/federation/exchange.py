@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, TypeVar
@@ -161,29 +161,22 @@ class Clients:
         self,
         question: ConfigRecord,
         read: Callable[[Message], T],
-        special: Mapping[int, Content] | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
+        beside: Mapping[str, ConfigRecord],
     ) -> dict[int, T]:
         """Ask a question of the method, and return the clients' answers by partition.
 
         Parameters
         ----------
-        special : Mapping[int, Content], optional
-            Records for one partition only, besides the question.
-        partitions : Sequence[int], optional
-            Partitions to ask; by default all.
+        beside : Mapping[str, ConfigRecord]
+            Records besides the question.
 
         Raises
         ------
         FederationNotReady
             A node does not answer, or ``read`` refuses its answer.
         """
-        content: Content = {records.QUESTION: question}
-        contents = dict.fromkeys(self.nodes if partitions is None else partitions, content)
-        for partition, more in (special or {}).items():
-            contents[partition] = {**content, **more}
-        return self.query(contents, read)
+        content: Content = {records.QUESTION: question, **beside}
+        return self.query(dict.fromkeys(self.nodes, content), read)
 
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.

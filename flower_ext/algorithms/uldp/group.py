@@ -25,10 +25,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos, owned
+from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
+from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import (
     Arrays,

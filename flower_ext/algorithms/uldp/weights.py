@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from flower_ext.data import ClientData, SiloData
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.data.examples import owned
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
@@ -36,8 +36,6 @@ WEIGHTS = "weights"
 HISTOGRAM, ONE_BY_ONE = "histogram", "one-by-one"
 MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
-MOST_USERS = 2**24
-"""Most users that a silo makes room for, whatever number a server names."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
     "equal": (),
     "by-records": (
@@ -137,31 +135,6 @@ def read_weights(work: ClientWork) -> np.ndarray:
         return weights
 
 
-def owned(data: ClientData, num_users: int) -> SiloData:
-    """Return the silo's data, whose records have owners.
-
-    Raises
-    ------
-    ValueError
-        The data have no owners, or an owner or ``num_users`` is out of range.
-    """
-    if not 1 <= num_users <= MOST_USERS:
-        raise tellable(InvalidValue(f"{num_users} users: expected 1 … {MOST_USERS}"))
-    if not isinstance(data, SiloData):
-        raise tellable(
-            InvalidValue(
-                "data of the Task: expected SiloData, whose owners name the user of each training "
-                "example"
-            )
-        )
-    if len(data.owners) and int(data.owners.max()) >= num_users:
-        raise InvalidValue(
-            f"owners: expected users 0 … {num_users - 1}, as the plan's population is "
-            f"{num_users}; one owner is {int(data.owners.max())}"
-        )
-    return data
-
-
 def answer_server(question: Question) -> Params:
     """Say if the described trainings run one by one on this machine, and count users' records.
 
@@ -210,7 +183,7 @@ def ask_silos(
     answers = clients.ask(
         ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
         lambda reply: _read_answer(reply, num_users if histogram else 0),
-        dict.fromkeys(clients.nodes, records.training_records(trainings)),
+        records.training_records(trainings),
     )
     one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     return np.array(one_by_one), np.stack(counts)

@@ -8,7 +8,7 @@ the model, in each local step, or in the objective. The mechanisms are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
@@ -99,25 +100,6 @@ class NodePolicy:
             )
         partition = partition_of(self.context.node_config)
         return SeededNoise(entries["seed"], purpose, partition, entries["number"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class HiddenSum:
-    """A sum over units that leaves the client only in encrypted form.
-
-    Parameters
-    ----------
-    bound : float
-        Largest distance by which one unit can move the sum, as in `BoundedSum`.
-    encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Function that takes this client's share of the noise, in float64, and returns the encrypted
-        upload: values plus noise, in whole numbers of public steps. The function itself rounds the
-        noise to these steps. Noise that was rounded before to coarser multiples would leave the
-        steps between them without noise.
-    """
-
-    bound: float
-    encrypt: Callable[[Params], Mapping[str, np.ndarray]]
 
 
 Contribution = Params | BoundedSum | HiddenSum

@@ -28,7 +28,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -46,6 +46,7 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
+    single_message,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
@@ -254,7 +255,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order.
     """
     with knowing_no_data():
-        stage, data = _stage_of(
+        stage, data = single_message(
             records.to_arrays(message.content.array_records[records.SECURE_SUM])
         )
         vault = _vault(context, method)
@@ -274,16 +275,14 @@ def answer(message: Message, context: Context, method: str) -> Message:
     )
 
 
-def seal(
-    cells: Mapping[str, np.ndarray], request: Mapping[str, Any], context: Context, method: str
-) -> Arrays:
+def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, method: str) -> Arrays:
     """Return a masked contribution as the arrays of an upload.
 
     Parameters
     ----------
     cells : Mapping[str, ndarray]
         The noised update as int64. It is sent modulo a power of two, in the order of its names.
-    request : Mapping[str, array]
+    message : Mapping[str, ndarray]
         The record of the secure sum in the server's training message.
 
     Raises
@@ -295,7 +294,7 @@ def seal(
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        stage, data = _stage_of(request)
+        stage, data = single_message(message)
         if stage != DELIVERY:
             raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
         delivery = Delivery.from_bytes(data, member.context)
@@ -306,17 +305,6 @@ def seal(
 
 def _vault(context: Context, method: str) -> ClientVault:
     return ClientVault(context, f"{method}-sum")
-
-
-def _stage_of(arrays: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return the stage of the server's message, and its bytes."""
-    if len(arrays) != 1:
-        raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
-    ((stage, values),) = arrays.items()
-    array = np.asarray(values)
-    if array.dtype != np.uint8:
-        raise InvalidValue(f"{stage!r} in the server's message is {array.dtype}: expected bytes")
-    return stage, array.tobytes()
 
 
 def _invited(vault: ClientVault, data: bytes) -> Member:
