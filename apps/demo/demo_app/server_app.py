@@ -21,8 +21,8 @@ def main(grid: Grid, context: Context) -> None:
     settings = configured.begun(Settings, context)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    facts = {"data-source": SOURCES[settings.dataset]}
-    configured.start(grid, context, Settings, task, partial(strategy_of, plan), facts=facts)
+    notes = {"data-source": SOURCES[settings.dataset]}
+    configured.start(grid, context, Settings, task, partial(strategy_of, plan), notes=notes)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:

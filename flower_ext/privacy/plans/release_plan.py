@@ -75,8 +75,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     ...     clipping_norm=1.0,
     ...     noise_placement="server",
     ... )
-    >>> round(plan.noise_multiplier, 2)
-    SIGMA
+    >>> round(plan.noise_multiplier, 1)
+    3.3
     """
 
     @classmethod
