@@ -25,7 +25,7 @@ round's context.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
 from typing import TypeVar
@@ -154,8 +154,12 @@ class OpenMaskedSum(OpenSum):
         message = self._read(reply, MaskedInput, records.UPDATE)
         return SealedUpdate({}, metrics, message)
 
-    def aggregate(self, contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
-        """Add masked contributions up as they arrive, unmask their sum, and release its mean.
+    def add(self, partition: int, update: records.Update) -> None:
+        """Add a masked contribution; refuse one that does not fit the round."""
+        self._take(message_of(update), self._server.add_masked)
+
+    def close(self) -> Aggregate:
+        """Unmask the sum with the clients' help, and release its mean.
 
         Raises
         ------
@@ -163,12 +167,10 @@ class OpenMaskedSum(OpenSum):
             Too few clients answered in one of the stages, so nobody learns any part of a sum; or
             the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
         """
-        messages = (message_of(update) for _, update in contributions)
-        self._take(messages, self._server.add_masked)
         try:
             requests = self._server.unmask_requests()
             self._unmasking = True
-            self._take(self._ask(QUESTION, requests, Revealed), self._server.add_revealed)
+            self._ask(QUESTION, requests, Revealed, self._server.add_revealed)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
@@ -185,14 +187,18 @@ class OpenMaskedSum(OpenSum):
     def _agree(self) -> Mapping[int, Delivery]:
         """Let the members agree on masks; return the deliveries of those that can contribute."""
         server = self._server
-        self._take(self._ask(BEGIN, server.invitations(), Advert), server.add_advert)
-        self._take(self._ask(KEYS, server.keys(), SealedShares), server.add_shares)
+        self._ask(BEGIN, server.invitations(), Advert, server.add_advert)
+        self._ask(KEYS, server.keys(), SealedShares, server.add_shares)
         return server.deliveries()
 
     def _ask(
-        self, stage: str, content: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
-    ) -> list[T]:
-        """Send members the messages of a stage, and return the accepted answers."""
+        self,
+        stage: str,
+        content: Mapping[int, Invitation | Keys | UnmaskRequest],
+        kind: type[T],
+        add: Callable[[T], None],
+    ) -> None:
+        """Send members the messages of a stage, and add each accepted answer."""
         contents = {
             self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
@@ -202,14 +208,15 @@ class OpenMaskedSum(OpenSum):
             self._clients.replies(requests.messages),
             lambda reply: self._read(reply, kind, records.ANSWER),
         )
-        return [answer for _, answer in sorted(answers)]
+        for _, answer in sorted(answers):
+            self._take(answer, add)
 
-    def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
-        for message in messages:
-            try:
-                add(message)
-            except (ProtocolError, InvalidValue) as error:
-                self._refuse(f"client {self._partitions[message.member]}: {error}")
+    def _take(self, message: T, add: Callable[[T], None]) -> None:
+        """Add a message; refuse it if it breaks the protocol."""
+        try:
+            add(message)
+        except (ProtocolError, InvalidValue) as error:
+            self._refuse(f"client {self._partitions[message.member]}: {error}")
 
     def _read(self, reply: Message, kind: type[T], record: str) -> T:
         arrays = read_answer(reply, record)

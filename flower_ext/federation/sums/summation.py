@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class SealedUpdate(Update):
 
 
 class OpenSum(ABC):
-    """The sum of one round.
+    """The sum of one round. Call `read` and `add` for each reply, and then `close`.
 
     Attributes
     ----------
@@ -81,8 +81,12 @@ class OpenSum(ABC):
         """Read a client's contribution; raise `RefusedReply` for anything else."""
 
     @abstractmethod
-    def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
-        """Return the released mean of the contributions, which are read once, as they arrive.
+    def add(self, partition: int, update: Update) -> None:
+        """Add the contribution of one client, as `read` returned it."""
+
+    @abstractmethod
+    def close(self) -> Aggregate:
+        """Return the released mean of the added contributions.
 
         Raises
         ------

@@ -22,7 +22,7 @@ decrypted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -237,6 +237,7 @@ class OpenWeightedSum(OpenSum):
         self._summation, self._opening, self._weights = summation, opening, weights
         self.cohort = opening.cohort
         self.measures = dict(seconds)
+        self._messages: dict[int, Any] = {}
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the encrypted weights, the same for all silos."""
@@ -258,7 +259,11 @@ class OpenWeightedSum(OpenSum):
             raise RefusedReply(str(error)) from error
         return SealedUpdate({}, read_metrics(reply), message)
 
-    def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
+    def add(self, partition: int, update: Update) -> None:
+        """Keep a silo's masked sum: nothing is added up before all silos have answered."""
+        self._messages[partition] = message_of(update)
+
+    def close(self) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
 
         Raises
@@ -268,8 +273,7 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        messages = {silo: message_of(update) for silo, update in contributions}
-        if lost := [silo for silo, message in messages.items() if message is None]:
+        if lost := [silo for silo, message in self._messages.items() if message is None]:
             self._summation.keys_lost = True
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
@@ -284,7 +288,7 @@ class OpenWeightedSum(OpenSum):
         )
         bound = norms * mechanism.clipping_norm
         try:
-            total = shaped(summation.server.close_round([*messages.values()]), like)
+            total = shaped(summation.server.close_round([*self._messages.values()]), like)
             mechanism.refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
@@ -293,9 +297,11 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
-        released = mechanism.aggregate([total], cohort_size=1, noise=SecureNoise(), like=like)
+        summed = mechanism.begin_sum(like)
+        summed.add(total)
+        released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
-        return replace(released, answered=len(messages))
+        return replace(released, answered=len(self._messages))
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
         """Return the error that discards a spoiled sum, or ends a run that has no other sums."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -19,14 +18,14 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
-from flower_ext.privacy.mechanisms.bounds import sum_clipped
+from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism, divided
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
-from flower_ext.privacy.mechanisms.updates import Update, l2_norm, total
+from flower_ext.privacy.mechanisms.updates import RunningSum, Update, l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -310,14 +309,13 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 "so nothing is released"
             )
 
-    def aggregate(
-        self,
-        uploads: Iterable[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
-    ) -> Aggregate:
+    def begin_sum(self, like: Update) -> RunningSum:
+        """Return an empty sum of uploads, which clips them if the server adds the noise."""
+        if self.secure_sum is not None:
+            raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
+        return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
+
+    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
         """Return the noised sum of a round's uploads, divided by the expected cohort size.
 
         If the server adds the noise, it bounds every upload itself, so the guarantee relies on no
@@ -327,16 +325,14 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Raises
         ------
         ValueError
-            There are more uploads than asked clients, or names or shapes differ from ``like``.
+            There are more uploads than asked clients, or the sum did not clip what it had to.
         """
-        if self.secure_sum is not None:
-            raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
-        by_server = self.noised_by_server
-        if by_server:
-            clipped = sum_clipped(uploads, self.clipping_norm, like=like)
-            summed, answered = clipped.value, clipped.count
-        else:
-            summed, answered = total(uploads, like=like)
+        by_server, answered = self.noised_by_server, summed.count
+        if by_server and summed.bound > self.clipping_norm:
+            raise InvalidValue(
+                f"uploads of norms up to {summed.bound}: expected at most {self.clipping_norm}, "
+                "the clipping norm; add them to a sum of begin_sum"
+            )
         if answered > cohort_size:
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
@@ -344,7 +340,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         # Variances of shares add up, so the missing clients' part of σ²C² is left to the server.
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
-        value = divided(noised, self.sampling.expected_cohort_size, like)
+        noised = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
+        value = divided(noised, self.sampling.expected_cohort_size, summed.like)
         topped_up = 0.0 if by_server else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

@@ -6,7 +6,6 @@ import torch
 from scipy import stats
 
 from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip
-from flower_ext.privacy.mechanisms.bounds import sum_clipped
 from flower_ext.privacy.mechanisms.noise import (
     IMPROBABLE,
     NoiseSource,
@@ -14,6 +13,7 @@ from flower_ext.privacy.mechanisms.noise import (
     noise_grid,
 )
 from tests.support.arrays import FLOATS, array_of
+from tests.support.sums import sum_clipped
 
 DRAWS = 4_000_000
 
