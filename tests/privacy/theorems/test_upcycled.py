@@ -86,12 +86,13 @@ class PseudoHuber:
 
 
 def gradient(loss, w, x, y, mu, anchor):
-    """Return ∇ of the mean loss + (μ/2)‖w − w̄‖²."""
-    return x.T @ loss.slope(x @ w, y) / len(y) + mu * (w - anchor)
+    """Return ∇ of the mean loss + (μ/2)‖w − w̄‖², at one w or at each row of ``w``."""
+    return loss.slope(w @ x.T, y) @ x / len(y) + mu * (w - anchor)
 
 
 def hessian(loss, w, x, y, mu):
-    return x.T @ (loss.curvature(x @ w, y)[:, None] * x) / len(y) + mu * np.eye(len(w))
+    curvatures = loss.curvature(w @ x.T, y)
+    return np.einsum("...n,ni,nj->...ij", curvatures, x, x) / len(y) + mu * np.eye(x.shape[1])
 
 
 def minimiser(loss, x, y, mu, anchor):
@@ -353,11 +354,8 @@ def log_density(loss, points, data, rate, mu, anchor):
     n = −∇(F(w) + (μ/2)‖w − w̄‖²) is the noise that makes w the minimiser; its Jacobian is −∇².
     """
     x, y = data
-    values = []
-    for w in points:
-        noise = np.linalg.norm(gradient(loss, w, x, y, mu, anchor))
-        values.append(-rate * noise + np.linalg.slogdet(hessian(loss, w, x, y, mu))[1])
-    return np.array(values)
+    noise = np.linalg.norm(gradient(loss, points, x, y, mu, anchor), axis=1)
+    return -rate * noise + np.linalg.slogdet(hessian(loss, points, x, y, mu))[1]
 
 
 LINE = np.linspace(-60, 60, 1201)[:, None]
