@@ -36,6 +36,7 @@ from flower_ext.privacy.theorems.upcycled import (
     upcycled_theorem_6_3,
 )
 from flower_ext.training.newton import newton
+from tests.support.grids import grid
 from tests.support.perturbed import noiseless
 from tests.support.run_facts import run_facts
 
@@ -517,8 +518,17 @@ def test_output_perturbation_is_guaranteed_as_published_and_as_provable():
     assert provable.accountant == EXACT_GAUSSIAN
 
 
-@pytest.mark.parametrize("objective", [KNOWN, LocalObjective()], ids=["stable", "unknown"])
-@pytest.mark.parametrize(("stddev", "rounds", "delta"), [(1.0, 2, 1e-2), (4.0, 30, 1e-5)])
+@pytest.mark.parametrize(
+    ("objective", "stddev", "rounds", "delta"),
+    grid(
+        [
+            pytest.param(objective, *facts, id=f"{name}-{facts[1]}")
+            for name, objective in (("stable", KNOWN), ("unknown", LocalObjective()))
+            for facts in ((1.0, 2, 1e-2), (4.0, 30, 1e-5))
+        ],
+        lambda name: name != "unknown-2",
+    ),
+)
 def test_the_provable_epsilon_is_what_dp_accounting_composes(objective, stddev, rounds, delta):
     size, perturbation = 60, OutputPerturbation(clipping_norm=1.5, noise_stddev=stddev)
     ((_, provable),) = epsilons(
