@@ -310,8 +310,8 @@ def start(
     UnshareableModel
         A layer that clients would share keeps statistics of their data.
     InvalidValue
-        The strategy is not of this package, a name in its ``personal`` matches no part of the
-        model, or `recorded_run` refuses the settings.
+        The strategy is not of this package, does not know the task's frozen part, or names a
+        ``personal`` part that the model lacks; or `recorded_run` refuses the settings.
     """
     config = {**context.run_config, **(notes or {})}
     # The settings are those that the noise was calibrated for; a resumed run may be longer.
@@ -326,6 +326,11 @@ def start(
         base = base_of(strategy)
         require_modules("personal", base.method.personal, task.shapes, task.factory.facts.tied)
         check_shareable(task.model(), base.method.personal)
+        if base.run.frozen != task.fingerprint:
+            raise InvalidValue(
+                f"frozen={base.run.frozen!r} of the strategy: expected task.fingerprint, so that "
+                "nodes with another base model are refused; give the strategy **options(...)"
+            )
         budget = _calibrated_budget(settings, base.run.plan)
         # A wrapper need not train in every round.
         if run.resumed and strategy is base and budget is not None and last > settings.rounds:

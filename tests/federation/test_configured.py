@@ -230,7 +230,7 @@ def test_an_account_of_all_runs_needs_its_epsilon_and_its_delta():
     assert (budget.epsilon, budget.ledger) == (1.0, Path("/people.jsonl"))
 
 
-def start(path, strategy_of, *, planned=None, **changes):
+def start(path, strategy_of, *, planned=None, trained=None, **changes):
     context = Context(
         run_id=1,
         node_id=0,
@@ -241,13 +241,20 @@ def start(path, strategy_of, *, planned=None, **changes):
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     settings = configured.settings(Settings, context)
     strategy = strategy_of(settings)
-    configured.start(grid, context, settings, task(), strategy, planned_rounds=planned)
+    of_server = trained or task()
+    configured.start(grid, context, settings, of_server, strategy, planned_rounds=planned)
     return RunDirectory.open(path)
 
 
 def fedavg(settings):
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     return FederatedStrategy(DPFedAvg(), plan, **configured.options(settings, task(), plan))
+
+
+def test_a_strategy_that_does_not_know_the_frozen_part_is_refused(tmp_path):
+    frozen = Task(model=Net, data=client_data, trainable=("head",), device="cpu")
+    with pytest.raises(InvalidValue, match=r"frozen='' .*: expected task\.fingerprint"):
+        start(tmp_path / "run", fedavg, trained=frozen)
 
 
 def test_a_run_has_the_rounds_of_its_settings_or_of_its_planner(tmp_path):
