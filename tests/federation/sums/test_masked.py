@@ -3,6 +3,7 @@
 import multiprocessing
 from collections import Counter
 from copy import deepcopy
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from scipy import stats
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
+from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
@@ -45,9 +47,18 @@ def run(strategy, grid=Recorder, rounds=1, **facts):
 
 
 def raw_updates():
-    """Return each client's upload of the first round, before clipping and noise."""
+    """Return each client's upload of the first round, before clipping and noise.
+
+    Clients train as they do before clipping: in the forms in which no bit depends on others.
+    """
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
+    work = ClientSide._work
+
+    def invariant_work(self, *args, steady):
+        return work(self, *args, steady=True)
+
+    with patch.object(ClientSide, "_work", invariant_work):
+        grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])
         for reply in grid.received
