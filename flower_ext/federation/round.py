@@ -53,7 +53,7 @@ class Round:
         self._spending.reserve(release, self.server_round, identity)
 
     def open(self, summation: Summation, opening: Opening) -> Cohort:
-        """Open the sum; return the clients that contribute, which are none if too few are left."""
+        """Open the sum; return the clients that contribute, or none if too few are left."""
         try:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:
@@ -74,7 +74,7 @@ class Round:
         return self.requests.messages
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return `OpenSum.exposure`; nobody is exposed without a sum."""
+        """Return `OpenSum.exposure`; 0 shares if the sum was never opened."""
         return (0, answered) if self._sum is None else self._sum.exposure(answered)
 
     @property

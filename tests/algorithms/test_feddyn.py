@@ -70,7 +70,7 @@ def test_without_privacy_the_share_of_those_who_answered_counts():
 def test_lost_replies_leave_h_the_mean_of_what_clients_remember(tmp_path, lost, kept_in):
     strategy = feddyn()
     folder = tmp_path if kept_in == "folder" else ""
-    weights, mean = play(strategy, 60, lost=LOST[lost], folder=folder)
+    weights, mean = play(strategy, 40, lost=LOST[lost], folder=folder)
     np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
@@ -94,8 +94,8 @@ def test_a_discarded_round_leaves_nothing_on_either_side():
 def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
     for _ in range(4):
         with pytest.raises(Died):
-            start(feddyn, 60, tmp_path, dies_in)
-    strategy, weights, mean = start(feddyn, 60, tmp_path)
+            start(feddyn, 40, tmp_path, dies_in)
+    strategy, weights, mean = start(feddyn, 40, tmp_path)
     np.testing.assert_allclose(strategy.run.state.server["h"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 

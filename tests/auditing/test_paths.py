@@ -29,7 +29,6 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
-    silo_part,
     silo_training,
 )
 from flower_ext.data import ClientData, Examples, SiloData
@@ -47,7 +46,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.client import cohort_app, protecting
 from flower_ext.federation.engines import workers
-from flower_ext.federation.sums import masked, plain
+from flower_ext.federation.sums import masked, plain, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.federation.uploads import Update, UploadReply
@@ -501,8 +500,8 @@ PATHS = {
             protocol=PAILLIER,
         ),
         through=(
-            (silo_part, "clip_each_row"),
-            (protecting.HiddenSum, "__init__"),
+            (weighted_silo, "clip_each_row"),
+            (weighted_silo.HiddenSum, "__init__"),
             (WeightedSum, "open"),
         ),
         direction=AXIS,

@@ -1,11 +1,12 @@
 """Resumed runs: a new strategy and a new grid continue, as a new process would."""
 
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 import stat
-import subprocess
-import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -371,23 +372,28 @@ def test_a_budget_at_another_delta_or_without_privacy_is_refused():
 # A full disk -------------------------------------------------------------------------------
 
 
-FULL = """
-import resource, sys
-from pathlib import Path
-from tests.support.dying_runs import play
-size = int(sys.argv[2])
-play(Path(sys.argv[1]), rounds=1, seeded_noise=False)
-resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-play(Path(sys.argv[1]), rounds=40, seeded_noise=False)
-"""
+def _play_on_a_full_disk(folder, size, failure):
+    """Play in a forked process whose files, after a round, may have ``size`` bytes."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # pytest keeps them in files
+        os.dup2(nowhere, stream)
+    play(folder, rounds=1, seeded_noise=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        play(folder, rounds=40, seeded_noise=False)
+    except Exception:
+        failure.send(traceback.format_exc())
 
 
 @pytest.mark.parametrize("size", grid([1500, 4000], lambda size: size == 1500))
 def test_where_nothing_can_be_written_any_more_the_run_ends_and_nobody_is_asked(tmp_path, size):
-    command = [sys.executable, "-c", FULL, str(tmp_path), str(size)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode != 0
-    assert "File too large" in done.stderr
+    context = multiprocessing.get_context("fork")
+    failure, of_child = context.Pipe(duplex=False)
+    process = context.Process(target=_play_on_a_full_disk, args=(tmp_path, size, of_child))
+    process.start()
+    of_child.close()
+    assert "File too large" in failure.recv()
+    process.join()
     run = RunDirectory.open(tmp_path / "run")
     reserved = [entry["kind"] for entry in run.ledger()].count("reserve")
     lines = (run.path / "checkpoints/asked.jsonl").read_text().splitlines()

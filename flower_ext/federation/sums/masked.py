@@ -1,4 +1,4 @@
-"""Masked sums: the server sees the sum of the clients' contributions, and no single one.
+"""Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
 This module has both ends of a sum, and the names of all that passes between them. The protocol's
 arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).
@@ -28,7 +28,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -46,6 +46,7 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
+    single_message,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
@@ -91,7 +92,7 @@ class MaskedSum(Summation):
     mechanism: NoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:
-        """Let the cohort agree on masks; clients that do not are no longer in the cohort."""
+        """Let the cohort agree on masks; clients that fail to agree leave the cohort."""
         return OpenMaskedSum(self.mechanism, opening)
 
 
@@ -136,7 +137,8 @@ class OpenMaskedSum(OpenSum):
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return the least number of answers, and the least number of honest ones among them.
 
-        After the training no honest share counts before unmasking, when no sum is visible.
+        Once answers have arrived, and until unmasking begins, the second number is 0, because
+        nobody can see a sum.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0
@@ -260,7 +262,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order.
     """
     with knowing_no_data():
-        stage, data = _stage_of(
+        stage, data = single_message(
             records.to_arrays(message.content.array_records[records.SECURE_SUM])
         )
         vault = _vault(context, method)
@@ -280,16 +282,14 @@ def answer(message: Message, context: Context, method: str) -> Message:
     )
 
 
-def seal(
-    cells: Mapping[str, np.ndarray], request: Mapping[str, Any], context: Context, method: str
-) -> Arrays:
+def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, method: str) -> Arrays:
     """Return a masked contribution as the arrays of an upload.
 
     Parameters
     ----------
     cells : Mapping[str, ndarray]
         The noised update as int64. It is sent modulo a power of two, in the order of its names.
-    request : Mapping[str, array]
+    message : Mapping[str, ndarray]
         The record of the secure sum in the server's training message.
 
     Raises
@@ -301,7 +301,7 @@ def seal(
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        stage, data = _stage_of(request)
+        stage, data = single_message(message)
         if stage != DELIVERY:
             raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
         delivery = Delivery.from_bytes(data, member.context)
@@ -312,17 +312,6 @@ def seal(
 
 def _vault(context: Context, method: str) -> ClientVault:
     return ClientVault(context, f"{method}-sum")
-
-
-def _stage_of(arrays: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return the stage of the server's message, and its bytes."""
-    if len(arrays) != 1:
-        raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
-    ((stage, values),) = arrays.items()
-    array = np.asarray(values)
-    if array.dtype != np.uint8:
-        raise InvalidValue(f"{stage!r} in the server's message is {array.dtype}: expected bytes")
-    return stage, array.tobytes()
 
 
 def _invited(vault: ClientVault, data: bytes) -> Member:

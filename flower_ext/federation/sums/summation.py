@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, Message
 
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
@@ -26,7 +28,7 @@ class Opening:
     ----------
     clients : Clients
     population : Population
-        Counts the units; a sum tells it when their order is new.
+        Counts the units. A sum tells it when the silos have a new secret order of users.
     cohort : Cohort
         The clients to ask.
     number, server_round : int
@@ -147,7 +149,7 @@ class Summation(ABC):
         Raises
         ------
         RoundDiscarded
-            Too few clients are left, so that nobody shall train.
+            Too few clients are left, so nobody trains.
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
@@ -171,3 +173,20 @@ def message_of(update: Update) -> Any:
 def bytes_record(name: str, data: bytes) -> ArrayRecord:
     """Return a record with one array of bytes."""
     return to_record({name: to_bytes_array(data)})
+
+
+def single_message(arrays: Arrays) -> tuple[str, bytes]:
+    """Return the name and the bytes of the one array in the server's record.
+
+    Raises
+    ------
+    InvalidValue
+        There is another number of arrays, or the array has no bytes.
+    """
+    with knowing_no_data():
+        if len(arrays) != 1:
+            raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
+        ((name, array),) = arrays.items()
+        if array.dtype != np.uint8:
+            raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
+        return name, array.tobytes()

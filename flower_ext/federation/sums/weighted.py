@@ -1,7 +1,7 @@
 """Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
 
 This module has the server's end of a sum, and the names of all that passes between the ends; the
-silos' end is `flower_ext.algorithms.uldp.silo_part`. A `WeightingProtocol` of
+silos' end is `weighted_silo`. A `WeightingProtocol` of
 `flower_ext.secure.weighting` has the arithmetic and all messages, as bytes: Protocol 1 of Kato et
 al., "Uldp-FL" (PVLDB 2024), over Paillier, or one of a plug-in.
 
@@ -29,7 +29,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
@@ -64,11 +64,9 @@ if TYPE_CHECKING:  # it needs the extra ``weighting``
 T = TypeVar("T")
 log = getLogger("flwr")
 
-STEP, WEIGHTED = "step", "weighted-sum"
-"""Key of a question's step; record of the protocol's message to a silo. In this record and in the
-answer, the array of a message has the name of its step."""
 WEIGHTS, SUM, LOST = "weights", "sum", "lost"
-"""Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys."""
+"""Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys.
+The array of any other message, and of its answer, has the name of its step."""
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
@@ -100,7 +98,8 @@ class WeightedSum(Summation):
     ----------
     protocol : WeightingProtocol
     mechanism : NoisedSum
-        That of the plan. Once the protocol is set up, it has the protocol's own costs in privacy.
+        The plan's mechanism. Once the protocol is set up, it also counts the privacy that the
+        protocol itself costs.
 
     Raises
     ------
@@ -135,8 +134,8 @@ class WeightedSum(Summation):
         """Refuse methods without silos or weights by records, and norms of hidden updates."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
-                f"sum: expected none with weighting={method.weighting!r}, as private weights are "
-                "by records; take UldpAvg(weighting='by-records')"
+                f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
+                "UldpAvg(weighting='by-records'), because a weighted sum weights by records"
             )
         if diagnostics:
             raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
@@ -242,7 +241,7 @@ class OpenWeightedSum(OpenSum):
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the encrypted weights, the same for all silos."""
-        return {WEIGHTED: self._weights}
+        return {records.WEIGHTED_SUM: self._weights}
 
     def read(self, reply: Message) -> SealedUpdate:
         """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
@@ -294,7 +293,7 @@ class OpenWeightedSum(OpenSum):
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:
-            raise self._discarding(f"{error}, or a silo sent what is no sum") from error
+            raise self._discarding(f"{error}, or a silo sent something other than a sum") from error
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
@@ -351,8 +350,7 @@ def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
         return read_bytes(arrays, step.name, step.length)
 
     messages = {
-        silo: {WEIGHTED: bytes_record(step.name, message)}
+        silo: {records.WEIGHTED_SUM: bytes_record(step.name, message)}
         for silo, message in step.questions.items()
     }
-    question = ConfigRecord({STEP: step.name})
-    return clients.ask(question, read, messages, partitions=[*step.questions])
+    return clients.query(messages, read)

@@ -186,7 +186,7 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
     Raises
     ------
     InvalidValue
-        They are of another number, or outside [0, 1].
+        The number of weights is not ``count``, or a weight is outside [0, 1].
     """
     shares = [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):

@@ -63,7 +63,7 @@ class ReleaseTerms:
             raise InvalidValue(f"queries={names}: expected each kind of query once")
         evaluated = [query.name for query in self.queries if query.schedule == "in evaluations"]
         if len(evaluated) > 1:
-            raise InvalidValue(f"queries={evaluated} in evaluations: expected one of them")
+            raise InvalidValue(f"queries={evaluated}: expected one query in evaluations at most")
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "
@@ -100,11 +100,12 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Number of clients among which each unit's data may be divided. All of them are asked in
         every round; they are the members of a secure sum over users. None if each unit is a client.
     sensitivity : float
-        Most clipping norms by which one unit moves a sum, at least 1: more for a unit with a part
-        in several uploads.
+        Largest change of a sum due to one unit, in clipping norms. It is at least 1, and more if a
+        unit contributes to several uploads.
     approximation_error : float
-        Most clipping norms between a sum and the exact one, or by which a unit that was not drawn
-        moves it. Above 0 if a protocol adds up under encryption.
+        Bound on two errors of a sum, in clipping norms: its distance from the exact sum, and the
+        distance by which a unit that was not drawn moves it. Above 0 if a protocol adds up under
+        encryption.
     """
 
     silos: int | None = None
@@ -236,7 +237,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def largest_sum(self) -> float:
-        """Largest norm of a secure sum before noise: that of all units with norm C each."""
+        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
         units = self.cohort_size if self.silos is None else self.sampling.population
         return units * self.clipping_norm
 
@@ -277,13 +278,13 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @staticmethod
     def refuse_spoiled(value: Update, *, bound: float, stddev: float) -> None:
-        """Refuse a noised sum that a sum of honest answers exceeds with probability `IMPROBABLE`.
+        """Refuse a noised sum too large for honest answers, except with probability `IMPROBABLE`.
 
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
         that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
         refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
-        with their stddev. It cannot name the member, whom the masks hide, and misses a bad
-        upload that is no larger than the noise and the other members' bounds allow.
+        with their stddev. The server cannot name the member, because masks hide each upload. The
+        check misses a bad upload that is no larger than noise and bounds allow.
 
         Parameters
         ----------
@@ -303,9 +304,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         limit = bound + largest_noised_norm(0.0, stddev, numbers)
         if not (norm := l2_norm(value)) <= limit:
             raise RoundDiscarded(
-                f"the noised sum has a norm of {norm:.4g}, where honest members' has "
-                f"{limit:.4g} at most: a member spoiled it by an upload that is not a clipped and "
-                "noised one, so nothing is released"
+                f"the noised sum has a norm of {norm:.4g}: expected at most {limit:.4g} from "
+                "honest members; a member spoiled it by an upload that was not clipped and noised, "
+                "so nothing is released"
             )
 
     def begin_sum(self, like: Update) -> RunningSum:

@@ -19,7 +19,7 @@ from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 
 
 class RoundDiscarded(RuntimeError):
-    """The plan releases nothing: noise of missing replies is missing, or a sum is spoiled."""
+    """The round releases nothing: too few replies, and so too little noise, or a spoiled sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class RoundMechanism(ABC):
     def release(self) -> Release | None:
         """The release of one round, for accountant and ledger; None without a noised sum.
 
-        Where a mechanism names one, nothing but that sum may show in the model, and cohorts must
-        stay secret.
+        If a mechanism has such a release, the model may depend on clients' data through that sum
+        only, and cohorts must stay secret.
         """
         return None
 
@@ -163,7 +163,7 @@ class RoundMechanism(ABC):
 class PlainAverage(PrivacyPlan, RoundMechanism):
     """A plan that takes the mean of the replies; it promises nothing unless a subclass does.
 
-    It needs nothing of a method but its consent, so it is its own mechanism.
+    The method determines none of its fields, so the plan is its own mechanism.
     """
 
     tells_sizes = True

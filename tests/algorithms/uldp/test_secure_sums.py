@@ -234,9 +234,9 @@ def uploads(grid):
 @pytest.mark.parametrize("make", METHODS)
 def test_nothing_but_a_masked_sum_leaves_a_silo_in_training(make):
     strategy = make(plan=secure(), **{**COMMON, "seeded_noise": False})
-    grid, _ = run(strategy, grid=Recorder, rounds=20)
+    grid, _ = run(strategy, grid=Recorder, rounds=10)
     sent = [reply.content for reply in uploads(grid)]
-    assert len(sent) == 20 * SILOS
+    assert len(sent) == 10 * SILOS
     assert {tuple(content.keys()) for content in sent} == {(records.UPDATE,)}
     numbers = sum(p.numel() for p in task().initial_params(SEED).values())
     masked = [content[records.UPDATE]["message"].numpy()[-4 * numbers :] for content in sent]

@@ -63,7 +63,7 @@ def without_accountant(setting):
     return {name: value for name, value in setting.items() if name != "accountant"}
 
 
-@pytest.mark.parametrize("settings", grid([6, 100], lambda settings: settings == 6))
+@pytest.mark.parametrize("settings", grid([4, 100], lambda settings: settings == 4))
 def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(
     settings, searching_by
 ):
@@ -79,8 +79,11 @@ def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(
             assert less > target, setting
 
 
-def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would(searching_by):
-    for setting in random_settings(60, seed=1):
+@pytest.mark.parametrize("settings", grid([12, 60], lambda settings: settings == 12))
+def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would(
+    settings, searching_by
+):
+    for setting in random_settings(settings, seed=1):
         if isinstance(setting["sampling"], PoissonSampling):
             setting["accountant"] = "rdp"  # PLD takes a minute over the rounds that are tried
         facts = {name: value for name, value in setting.items() if name != "rounds"}
@@ -93,7 +96,7 @@ def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would(se
         assert privacy_loss(rounds=more, **facts).epsilon > target, setting
 
 
-@pytest.mark.parametrize("settings", grid([8, 40], lambda settings: settings == 8))
+@pytest.mark.parametrize("settings", grid([4, 40], lambda settings: settings == 4))
 def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(
     settings, searching_by
 ):
