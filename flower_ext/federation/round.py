@@ -107,10 +107,7 @@ class Round:
             try:
                 if self._sum is None:
                     raise RoundDiscarded(self.discard_reason)
-                assert self.requests is not None
-                for partition, update in self.requests.accepted(replies, self._sum.read):
-                    self._sum.add(partition, update)
-                    updates.add(partition, update)
+                self._add_each(replies, self._sum, updates)
                 aggregate = self._sum.close()
             except RoundDiscarded as reason:
                 self.discard_reason = str(reason)
@@ -122,6 +119,12 @@ class Round:
                 topped_up_stddev=aggregate.topped_up_stddev,
             )
         return aggregate, updates
+
+    def _add_each(self, replies: Iterable[Message], summed: OpenSum, updates: Updates) -> None:
+        assert self.requests is not None
+        for partition, update in self.requests.accepted(replies, summed.read):
+            summed.add(partition, update)
+            updates.add(partition, update)
 
 
 class Updates:

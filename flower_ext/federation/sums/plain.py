@@ -45,6 +45,7 @@ class _OpenPlainSum(OpenSum):
     def close(self) -> Aggregate:
         size, noise = len(self.cohort.partitions), self._opening.noise
         mean = self._mechanism.aggregate(self._summed, cohort_size=size, noise=noise)
+        del self._summed  # as large as a model, and of no more use
         if not self._mechanism.weighs_examples:
             return mean
         # The mean of n weighted uploads becomes their sum over all examples.

@@ -34,12 +34,10 @@ from flower_ext.privacy.mechanisms.updates import (
     Update,
     as_float64,
     check_arrays,
-    check_like,
     in_float64,
     l2_norm,
     plain_norm,
     scaled_norm,
-    zeros_like,
 )
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -131,7 +129,7 @@ class ClippedSum(RunningSum):
     def __init__(self, like: Update, bound: float) -> None:
         require_positive("clipping_norm", bound)
         super().__init__(like)
-        self.bound, self._wide = bound, zeros_like(like)
+        self.bound = bound
 
     def add(self, update: Update) -> None:
         """Clip an update, and add it.
@@ -142,18 +140,14 @@ class ClippedSum(RunningSum):
             As `clip` and `RunningSum.add`.
         """
         check_arrays(update)
-        check_like(update, self.like)
-        clipped: Update = self._wide
-        with np.errstate(over="ignore", invalid="ignore"):  # `clip` handles squares that overflow
-            for name, array in self._wide.items():
-                array[...] = update[name]
-            norm = plain_norm(self._wide) / self.bound
-            if not 1e-100 < norm < 1e100:  # squares overflow or underflow
-                clipped = clip(self._wide, self.bound).value
-            elif norm > _MARGIN:
-                for array in self._wide.values():
-                    array *= _MARGIN / norm
-        super().add(clipped)
+        wide: Update = in_float64(update)
+        norm = plain_norm(wide) / self.bound
+        if not 1e-100 < norm < 1e100:  # squares overflow or underflow
+            wide = clip(wide, self.bound).value
+        elif norm > _MARGIN:
+            for array in wide.values():
+                array *= _MARGIN / norm
+        super().add(wide)
 
 
 def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
