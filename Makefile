@@ -3,7 +3,7 @@
 # make quick   lint, types, and the tests and audits of what you changed: a minute
 # make test    install and run the tests
 # make test-core  train and run engines without any plug-in
-# make test-all   all cases of its grids as well, and the audits with many trials (make audits)
+# make test-all   also all cases of its grids (make grids), and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
 # make nightly   the tests of federation and engines with the newest nightly of Flower
 # make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
@@ -30,7 +30,7 @@ export FLWR_HOME ?= $(CURDIR)/.flwr
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy quick test test-core test-all audits test-slow nightly mutants lint docs check format clean
+.PHONY: install demo deploy quick test test-core test-all grids audits test-slow nightly mutants lint docs check format clean
 
 install: $(VENV)/.installed
 
@@ -76,9 +76,10 @@ CORE = tests/test_plugins.py tests/training/batched tests/training/test_side_by_
 test-core: install
 	FLOWER_EXT_PLUGINS=none $(BIN)/pytest $(CORE)
 
-test-all: $(VENV)/.compiled
-	$(BIN)/pytest -m 'not slow and not exhaustive'
-	$(BIN)/pytest -m exhaustive
+test-all: test grids audits
+
+grids: $(VENV)/.compiled
+	$(BIN)/pytest -m 'full and not slow and not exhaustive'
 
 audits: install
 	$(BIN)/pytest -m exhaustive

@@ -10,12 +10,12 @@ from flower_ext.errors import InvalidValue
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number, of Python or NumPy; a truth value is none."""
+    """Return True for a real number of Python or NumPy; False for a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: object) -> bool:
-    """Return True for an integer by its type; 2.0 and truth values are none."""
+    """Return True for a value of an integer type; False for 2.0 and for a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -37,7 +37,7 @@ def tellable(error: E) -> E:
 
 
 def is_tellable(error: Exception) -> bool:
-    """Return True if `tellable` marked the error, so that its message may travel to the server."""
+    """Return True if `tellable` marked the error, so that its message may reach the server."""
     return _TELLABLE in vars(error)
 
 

@@ -28,7 +28,7 @@ def offered(group: str) -> tuple[Any, ...]:
         ``FLOWER_EXT_PLUGINS`` is set to something other than ``none``.
     """
     if (setting := os.environ.get("FLOWER_EXT_PLUGINS", "")) not in ("", "none"):
-        raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or no such variable")
+        raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or an unset variable")
     if setting:
         return ()
     parts = []

@@ -67,7 +67,7 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 @dataclass(kw_only=True)
 class Mixture(Job):
-    """A job that trains the model Σ_j p_j w_j by changing one w_j, that of ``index``, and p.
+    """A job that trains the model Σ_j p_j w_j by changing p and the core model ``index``.
 
     ``params`` is w_j; ``others`` maps every other client to its core model.
     """

@@ -102,7 +102,7 @@ class Hosted(DPFedAvg):
         return type(self.server).__name__
 
     def init(self, model: records.Arrays, population: int) -> State:
-        """Return no steps, and the moments with which the Flower strategy begins."""
+        """Return a count of 0 steps, and the initial moments of the Flower strategy."""
         return self._state(self.server, steps=0)
 
     def configure(

@@ -14,8 +14,9 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 
 A client uploads y_i − x and K_i. From them the server computes Δc_i = −c − (y_i − x) / (K_i η_l),
 so Δc_i is not sent and reveals nothing beyond the perturbed y_i. The client updates c_i from the
-same perturbed y_i, so c stays the mean of all c_i. With momentum, which the paper does not use, K
-counts how often gradients act, because only then is c_i a mean of gradients, as option II requires.
+same perturbed y_i, so c stays the mean of all c_i. Option II requires that c_i is a mean of
+gradients. With momentum, which the paper does not use, a gradient acts in several steps, so K
+counts all of these.
 """
 
 from __future__ import annotations

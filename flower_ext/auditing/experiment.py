@@ -31,10 +31,11 @@ class Observation:
     scores : Sequence[Mapping[str, float]]
         Means that evaluations released, by round; empty for a round without evaluation.
     sums : Sequence[Arrays | None]
-        For each round, the sum in whole cells that the server of a secure round computes.
+        For each secure round, the sum that its server computes, in steps of the sum's grid; None
+        for any other round.
     bare : Sequence[Mapping[int, Arrays]]
-        For each secure round, by partition: the uploads, in whole cells, that the server can read
-        in the clear.
+        For each secure round, by partition: the uploads that the server can read in the clear, in
+        steps of the same grid.
     """
 
     models: Sequence[Arrays]
@@ -57,7 +58,8 @@ def projected(
 ) -> Score:
     """Return the best score against Gaussian noise: the projection on the canary's direction.
 
-    For the server of a secure round, it projects the sum, or uploads that no mask hides.
+    In a secure round it projects the sum that the server computes, or an upload of the canary that
+    no mask hides.
 
     Parameters
     ----------

@@ -81,7 +81,7 @@ class Audit:
 
     @property
     def broken(self) -> bool:
-        """True if a bound exceeds the reported ε."""
+        """True if a lower bound exceeds the reported ε, which is then false."""
         return any(view.best.exceeds for view in self.views)
 
     def of(self, view: AdversaryView) -> ViewAudit:

@@ -1,10 +1,10 @@
 """A linear problem for audits, whose updates are known for every model.
 
-The model and its loss are linear, so an update is a sum of the records' pulls for every model. The
-canary pulls with a force far above every bound, along one weight and the bias, so that an audit
-also finds a bound on each array by itself. All other records pull the other way, or not at all. The
-loss changes its sign in every round, but noise that is used twice does not, so an audit finds
-reused noise.
+The model and its loss are linear, so every record pulls the model by a fixed amount, whatever the
+model is, and an update is the sum of these pulls. The canary pulls with a force far above every
+bound, along one weight and the bias: an audit thus finds an implementation that bounds each array
+by itself. All other records pull the other way, or not at all. The loss changes its sign in every
+round, but noise that is used twice does not, so an audit finds reused noise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return records along the first axis, one per force with which it pulls the model."""
+    """Return one record per force, which says how strongly it pulls the first weight."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 
@@ -65,16 +65,16 @@ def axes(size: int) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearMechanism:
-    """A mechanism on the linear problem, which becomes an experiment for any noise.
+    """A mechanism that trains the linear problem of this module, ready to be audited.
 
     Parameters
     ----------
     name : str
     plan : Callable[[float, int], Any]
-        Makes the object that adds the noise, a plan or DP-SGD's training, from a multiple of its
-        usual noise and the number of rounds.
+        Makes the object that adds the noise: a plan, or the settings of DP-SGD. Its arguments are a
+        factor on the usual noise, and the number of rounds.
     strategy : Callable[[Any], FederatedStrategy]
-        Makes a new strategy under that plan.
+        Makes a new strategy from the result of ``plan``.
     without, present : Sequence[ClientData]
         Each partition's data, without the canary and with it.
     views, gaussian, score
@@ -82,7 +82,7 @@ class LinearMechanism:
     partitions, whole
         As in `projected`.
     size : int
-        Number of weights of the model; a single one is without a bias.
+        Number of weights of the model; a model with a single weight has no bias.
     app : Callable[[Task], ClientApp], optional
         Makes the ClientApp; by default the strategy's own.
     metrics : Mapping
@@ -153,7 +153,7 @@ def silo_data(owners: Sequence[int], forces: Sequence[float]) -> SiloData:
 
 
 def plain_app(task: Task) -> ClientApp:
-    """Return a ClientApp from elsewhere behind this package's mod: one step of plain torch."""
+    """Return a ClientApp of plain torch behind this package's mod; it trains for one step."""
     app = ClientApp(mods=[client_level_dp_mod()])
 
     @app.train()

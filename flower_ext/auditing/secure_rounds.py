@@ -64,7 +64,7 @@ class SecureTranscript:
             self._replies += [reply for reply in replies if not reply.has_error()]
 
     def sum(self, like: Arrays) -> Arrays | None:
-        """Return the sum in whole cells, with names and shapes of ``like``; None without a sum."""
+        """Return the sum in steps of its grid, shaped as ``like``; None without a sum."""
         if self._context is None or not self._is_of(like):
             return None
         server = SumServer(self._context, [self._graph[m] for m in sorted(self._graph)])

@@ -83,7 +83,7 @@ class ScheduleSettings(Settings):
             raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
-        """Return the plan that keeps the budget in so many rounds, by one basis."""
+        """Return the plan that keeps the budget over ``rounds`` rounds, published or provable."""
         return RecordLevelPlan.for_target(
             epsilon=self.epsilon,
             delta=self.delta or 1 / self.num_examples,
@@ -97,7 +97,7 @@ class ScheduleSettings(Settings):
 
     @property
     def steps(self) -> ClippedSteps | None:
-        """The local steps, if they bound the influence of one record."""
+        """The clipped local steps; None if the settings have no ``gradient-clipping-norm``."""
         return None if self.gradient_clipping_norm is None else self._part(ClippedSteps)
 
     @property

@@ -150,7 +150,7 @@ def on_superlink(
         if is_ours:
             raise
         raise LaunchFailed(
-            "interrupted while Flower was starting the run: the run may have started and go on; "
+            "interrupted while Flower was starting the run: the run may have started and continue; "
             + _how_to_stop("ID", connection)
         ) from None
     if not answer.get("success"):

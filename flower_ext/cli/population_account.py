@@ -27,7 +27,7 @@ def ledger(
         float | None, typer.Option(help="δ of the total ε; by default that of the last run.")
     ] = None,
 ) -> None:
-    """Show the ε that a population has spent in all its runs, the rest, and what no ε covers.
+    """Show the ε that a population has spent in all its runs, the ε left, and what no ε covers.
 
     Example: flower-ext ledger hospital.jsonl
     """

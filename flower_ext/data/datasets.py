@@ -147,7 +147,7 @@ def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     for path, part, part_labels in zip(paths[0::2], images, labels, strict=True):
         if len(part) != len(part_labels):
             raise InvalidValue(
-                f"{path}: {len(part)} images but {len(part_labels)} labels; get both again"
+                f"{path}: {len(part)} images but {len(part_labels)} labels; get both files again"
             )
     return np.concatenate(images), np.concatenate(labels)
 

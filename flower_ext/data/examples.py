@@ -12,7 +12,10 @@ from torch import Tensor
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.data.users import choose
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
+
+MOST_USERS = 2**24
+"""Most users that a silo makes room for, whatever number a server names."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +173,38 @@ class SiloData(ClientData):
         """
         owners = self.owners.cpu().numpy()
         if len(owners) and owners.max() >= len(limits):
-            raise InvalidValue(f"limits for {len(limits)} users, but one here is {owners.max()}")
+            raise InvalidValue(
+                f"limits for {len(limits)} users, but one here is {owners.max()}: expected a limit "
+                "for each user of the silo"
+            )
         rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
         kept = torch.from_numpy(owners[rows])
         return SiloData(train=self.train.subset(rows), owners=kept, test=self.test)
+
+
+def owned(data: ClientData, num_users: int) -> SiloData:
+    """Return the silo's data, whose records have owners.
+
+    Raises
+    ------
+    ValueError
+        The data have no owners, or an owner or ``num_users`` is out of range.
+    """
+    if not 1 <= num_users <= MOST_USERS:
+        raise tellable(InvalidValue(f"{num_users} users: expected 1 … {MOST_USERS}"))
+    if not isinstance(data, SiloData):
+        raise tellable(
+            InvalidValue(
+                "data of the Task: expected SiloData, whose owners name the user of each training "
+                "example"
+            )
+        )
+    if len(data.owners) and int(data.owners.max()) >= num_users:
+        raise InvalidValue(
+            f"owners: expected users 0 … {num_users - 1}, as the plan's population is "
+            f"{num_users}; one owner is {int(data.owners.max())}"
+        )
+    return data
 
 
 def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
@@ -193,7 +224,7 @@ def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
         features = examples.features
         if not isinstance(features, Tensor):
             raise InvalidValue(
-                "features are no single tensor: expected one vector a record, whose norm counts"
+                "features are a tuple or mapping: expected one tensor, whose norms are bounded"
             )
         norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
         divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)

@@ -25,7 +25,7 @@ def partition(
     alpha: float = 0.5,
     min_size: int = 10,
 ) -> list[np.ndarray]:
-    """Divide a pool by the name of a scheme: ``pathological``, ``dirichlet`` or ``iid``.
+    """Divide a pool of examples by the named scheme: ``pathological``, ``dirichlet`` or ``iid``.
 
     ``classes_per_partition`` is for ``pathological``; ``alpha`` and ``min_size`` are for
     ``dirichlet``.
@@ -63,7 +63,7 @@ def pathological(
     ------
     ValueError
         S is not between 1 and the number of classes K, N·S is below K (a class would be left out),
-        or a class has too few examples for its clients. The targets are no classes.
+        or a class has too few examples for its clients. The targets are not classes.
     """
     _check_classes(targets)
     classes = np.unique(targets)
@@ -177,7 +177,7 @@ def split(
     ------
     ValueError
         There are fewer than two examples, ``train_fraction`` is outside (0, 1), or the targets are
-        no classes.
+        not classes.
     """
     _check_classes(targets)
     if not 0 < train_fraction < 1:

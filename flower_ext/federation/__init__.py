@@ -12,7 +12,6 @@ from flower_ext.federation.client.client_method import (
     personal_part,
     shared_model,
 )
-from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
@@ -25,17 +24,17 @@ from flower_ext.federation.recording import first_config, record, recorded_run, 
 from flower_ext.federation.records import Update
 from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.training.side_by_side import Steps, Training, one_by_one
 
 __all__ = [
     "Arrays",
     "ClientMemory",
     "ClientMethod",
-    "ClientVault",
     "ClientWork",
     "Clients",
     "Cohort",

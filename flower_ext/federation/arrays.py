@@ -22,8 +22,8 @@ Arrays = dict[str, np.ndarray]
 class UnsentArray(Array):
     """An array that is serialised only when it leaves this process.
 
-    Flower's own class serialises at once, in vain if clients run in the server's process. Do not
-    change ``values`` afterwards.
+    Flower's own class serialises at once, which is wasted time if clients run in the server's
+    process. Do not change ``values`` afterwards.
     """
 
     values: np.ndarray
@@ -135,7 +135,7 @@ def _read_npy(array: Array) -> np.ndarray:
         )
     if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
         raise InvalidValue(
-            f"{len(array.data) - start} bytes: expected the numbers of {dtype}{shape}"
+            f"{len(array.data) - start} bytes: expected the number of bytes of {dtype}{shape}"
         )
     values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
     return values.reshape(shape, order="F" if fortran_order else "C")

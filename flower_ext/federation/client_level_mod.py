@@ -23,10 +23,12 @@ an error, a missing array, NaN  an update of zeros with noise, as from a client 
 ==============================  ==================================================================
 
 In the last case an error reply would reveal something about a record, because a record may have
-caused the error. As a consequence the server cannot see that a ClientApp breaks during a run. If
-the model does not improve, read the nodes' logs. Before the first round the server lets up to three
-clients train in turn, until one can. Of these trainings the mod sends only that they succeeded, by
-an update of zeros, or failed; the guarantee does not cover that.
+caused the error. The server therefore cannot see that a ClientApp fails during a run. If the model
+does not improve, read the nodes' logs.
+
+Before the first round the server rehearses: it asks up to three clients in turn, until one can
+train. In a rehearsal the mod reports only whether training succeeded (it sends an update of zeros)
+or failed. The guarantee does not cover this report.
 """
 
 from __future__ import annotations

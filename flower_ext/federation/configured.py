@@ -6,21 +6,20 @@ An app's class of settings inherits the shared ones (`flower_ext.runs.shared_set
     class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
         ...
 
-    def strategy_of(settings: Settings, run: RunDirectory) -> FederatedStrategy:
-        plan = configured.release_plan(settings, configured.sampling(settings))
-        local = configured.training(settings)
-        return FederatedStrategy(DPFedAvg(local=local), **configured.options(settings, run, plan))
-
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        configured.start(grid, context, Settings, task, strategy_of)
+        settings = configured.settings(Settings, context)
+        plan = configured.release_plan(settings, configured.sampling(settings))
+        method = DPFedAvg(local=configured.training(settings))
+        strategy = FederatedStrategy(method, plan, **configured.options(settings, task, plan))
+        configured.start(grid, context, settings, task, strategy)
 
 Each function raises `UnfitSetting` if settings contradict each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -50,7 +49,6 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
 from flower_ext.runs.shared_settings import (
@@ -64,6 +62,19 @@ from flower_ext.training import LocalTraining, Task, check_shareable
 from flower_ext.training.params import require_modules
 
 AppSettings = TypeVar("AppSettings", bound=RunSettings)
+
+
+def settings(kind: type[AppSettings], context: Context) -> AppSettings:
+    """Return the settings of a run, with the number of rounds with which it began.
+
+    Parameters
+    ----------
+    kind : type[AppSettings]
+        The app's class of settings.
+    context : Context
+        The argument of the ServerApp.
+    """
+    return kind.of(first_config(context.run_config))
 
 
 @contextmanager
@@ -91,7 +102,7 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
-    """Return the local training; ``changes`` are fields of `LocalTraining` that come first."""
+    """Return the local training; ``changes`` are fields of `LocalTraining` that override them."""
     same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
     options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
     options["epochs"] = settings.local_epochs
@@ -194,8 +205,8 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
     if not multiplier:
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
-                f"run-config evaluation-noise-multiplier={multiplier!r} without an epsilon that "
-                "evaluations could have a share of: expected above 0"
+                f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
+                "a number > 0, because evaluations have no share of an epsilon"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,
@@ -215,48 +226,38 @@ def _with_method(settings: Settings) -> str:
     return "" if method is None else f" with method={method!r}"
 
 
-def options(
-    settings: RunSettings, run: RunDirectory, plan: PrivacyPlan | None = None
-) -> dict[str, Any]:
+def options(settings: RunSettings, task: Task, plan: PrivacyPlan) -> dict[str, Any]:
     """Return the options that every strategy takes.
 
     A run with privacy ends at the provable ε ``budget`` (0: none), at the ``epsilon`` for which its
     noise is provably calibrated, or at the budget of all runs that share the account
-    ``budget_ledger``. The run's ledger records the releases of a `ReleasePlan`.
-
-    Parameters
-    ----------
-    settings : RunSettings
-    run : RunDirectory
-    plan : PrivacyPlan, optional
-        The strategy's plan; None if the strategy makes its own.
+    ``budget_ledger``.
     """
     same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
-    options: dict[str, Any] = {name: getattr(settings, name) for name in same}
-    options |= {
+    budget = None
+    if isinstance(settings, PrivacySettings):
+        if settings.budget and not isinstance(plan, NonPrivatePlan):
+            budget = Budget(epsilon=settings.budget, delta=settings.delta)
+        elif not isinstance(plan, ReleasePlan):  # whose ledger ends the run at this ε
+            budget = _calibrated_budget(settings, plan)
+        budget = _shared_budget(settings) or budget
+    return {
+        **{name: getattr(settings, name) for name in same},
         "seed": settings.seed or None,
         "timeout": settings.connect_timeout,
-        "budget": None,
-        "run": run,
+        "budget": budget,
+        # Nodes whose frozen part differs are refused before the first round.
+        "frozen": task.fingerprint,
     }
-    if plan is not None:
-        options["plan"] = plan
-    if not isinstance(settings, PrivacySettings):
-        return options
-    budget = target = None
-    if settings.budget and not isinstance(plan, NonPrivatePlan):
-        budget = Budget(epsilon=settings.budget, delta=settings.delta)
-    if _is_calibrated(settings, plan) and settings.target is not None:
-        assert isinstance(plan, ReleasePlan | RecordLevelPlan)
-        target = Budget(epsilon=settings.target, delta=plan.delta)
-    if isinstance(plan, ReleasePlan):
-        # The ledger ends the run at this ε, so the strategy needs no budget for it.
-        options["ledger"], target = run.open_ledger(budget=target), None
-    return {**options, "budget": _shared_budget(settings) or budget or target}
 
 
-def _is_calibrated(settings: PrivacySettings, plan: PrivacyPlan | None) -> bool:
-    return isinstance(plan, ReleasePlan | RecordLevelPlan) and settings.calibration == "provable"
+def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the ε for which the noise of a plan is provably calibrated; None if there is none."""
+    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
+        return None
+    if settings.target is None or not isinstance(plan, ReleasePlan | RecordLevelPlan):
+        return None
+    return Budget(epsilon=settings.target, delta=plan.delta)
 
 
 def _shared_budget(settings: PrivacySettings) -> Budget | None:
@@ -272,17 +273,12 @@ def _shared_budget(settings: PrivacySettings) -> Budget | None:
     return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
 
 
-def begun(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings for the run's plan: those of the run, with its first number of rounds."""
-    return kind.of(first_config(context.run_config))
-
-
 def start(
     grid: Grid,
     context: Context,
-    kind: type[AppSettings],
+    settings: RunSettings,
     task: Task,
-    strategy_of: Callable[[AppSettings, RunDirectory], Strategy],
+    strategy: Strategy,
     *,
     planned_rounds: int | None = None,
     notes: Mapping[str, Any] | None = None,
@@ -290,16 +286,18 @@ def start(
 ) -> None:
     """Run a strategy for ``rounds`` rounds in a run directory, and write its report there.
 
+    If the plan is a `ReleasePlan`, the run's ledger records its releases, and ends the run at the
+    ``epsilon`` for which its noise is provably calibrated.
+
     Parameters
     ----------
     grid, context
         The arguments of the ServerApp.
-    kind : type[AppSettings]
-        The app's class of settings.
+    settings : RunSettings
+        The run's settings.
     task : Task
-    strategy_of : Callable[[AppSettings, RunDirectory], Strategy]
-        Function that takes the settings with which the run began, and its directory. It returns a
-        strategy of this package, or a wrapper whose ``base`` is such a strategy.
+    strategy : Strategy
+        A `FederatedStrategy`, or a wrapper whose ``base`` is one.
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     notes : Mapping, optional
@@ -315,25 +313,29 @@ def start(
         The strategy is not of this package, a name in its ``personal`` matches no part of the
         model, or `recorded_run` refuses the settings.
     """
-    config = first_config(context.run_config)
-    settings = kind.of(config)
+    config = {**context.run_config, **(notes or {})}
     # The settings are those that the noise was calibrated for; a resumed run may be longer.
     number: Any = context.run_config["rounds"]
     last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
-    rounds, recorded = last, {**config, **(notes or {})}
+    rounds = last
     if planned_rounds is not None:
         rounds += planned_rounds - settings.rounds
-        recorded["planned-rounds"] = planned_rounds
+        config["planned-rounds"] = planned_rounds
     name = [str(config[part]) for part in ("method", "dataset") if part in config]
-    with recorded_run(recorded, "-".join(name) or "run", callbacks) as run:
-        strategy = strategy_of(settings, run)
+    with recorded_run(config, "-".join(name) or "run", callbacks) as run:
         base = base_of(strategy)
         require_modules("personal", base.method.personal, task.shapes, task.factory.facts.tied)
         check_shareable(task.model(), base.method.personal)
-        # Nodes whose frozen part differs are refused before the first round.
-        base.run.frozen = base.run.frozen or task.fingerprint
-        if run.resumed and strategy is base:  # a wrapper need not train in every round
-            _refuse_more_rounds(settings, last, base.run.plan)
+        budget = _calibrated_budget(settings, base.run.plan)
+        # A wrapper need not train in every round.
+        if run.resumed and strategy is base and budget is not None and last > settings.rounds:
+            raise UnfitSetting(
+                f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
+                f"because its noise stays as it is and spends epsilon={budget.epsilon:g} in these "
+                "rounds. To train longer under that epsilon, begin a new run: leave out --resume, "
+                f"and give --set rounds={last}"
+            )
+        base.run.attach(run, budget=budget)
         record(
             run,
             strategy,
@@ -342,17 +344,3 @@ def start(
             num_rounds=rounds,
             timeout=settings.round_timeout,
         )
-
-
-def _refuse_more_rounds(settings: RunSettings, rounds: int, plan: PrivacyPlan) -> None:
-    """Refuse to extend a run whose budget is the ε for which its noise was calibrated."""
-    if not isinstance(settings, PrivacySettings) or not _is_calibrated(settings, plan):
-        return
-    first, epsilon = settings.rounds, settings.target
-    if epsilon is None or rounds <= first:
-        return
-    raise UnfitSetting(
-        f"run-config rounds={rounds} of a resumed run: expected at most {first}, because its "
-        f"noise stays as it is and spends epsilon={epsilon:g} in these rounds. To train longer "
-        f"under that epsilon, begin a new run: leave out --resume, and give --set rounds={rounds}"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, TypeVar
@@ -123,8 +123,8 @@ class Clients:
 
         A ClientApp of another project may be unable to train, for example because it reads a record
         that no message has, or returns arrays of other names. Each round would then spend privacy,
-        and nobody would train. One client with odd records must not end a run, so the server asks
-        up to three clients in turn.
+        and nobody would train. One client with unusual records must not end a run, so the server
+        asks up to three clients in turn.
 
         Parameters
         ----------
@@ -161,29 +161,22 @@ class Clients:
         self,
         question: ConfigRecord,
         read: Callable[[Message], T],
-        special: Mapping[int, Content] | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
+        beside: Mapping[str, ConfigRecord],
     ) -> dict[int, T]:
         """Ask a question of the method, and return the clients' answers by partition.
 
         Parameters
         ----------
-        special : Mapping[int, Content], optional
-            Records for one partition only, besides the question.
-        partitions : Sequence[int], optional
-            Partitions to ask; by default all.
+        beside : Mapping[str, ConfigRecord]
+            Records besides the question.
 
         Raises
         ------
         FederationNotReady
             A node does not answer, or ``read`` refuses its answer.
         """
-        content: Content = {records.QUESTION: question}
-        contents = dict.fromkeys(self.nodes if partitions is None else partitions, content)
-        for partition, more in (special or {}).items():
-            contents[partition] = {**content, **more}
-        return self.query(contents, read)
+        content: Content = {records.QUESTION: question, **beside}
+        return self.query(dict.fromkeys(self.nodes, content), read)
 
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.
@@ -199,7 +192,7 @@ class Clients:
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
-                + ("; ".join(self.refusals[refused_before:]) or "silent")
+                + ("; ".join(self.refusals[refused_before:]) or "no answer")
             )
         return answers
 
@@ -290,7 +283,7 @@ def _check_origin(reply: Message, question: Message) -> None:
         return  # made in this process, for this message
     received, expected = reply.metadata, question.metadata
     if received.group_id != expected.group_id:
-        raise RefusedReply(f"answers round {received.group_id}")
+        raise RefusedReply(f"answers round {received.group_id}, expected {expected.group_id}")
     if received.message_type != expected.message_type:
         raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
     if expected.message_id and received.reply_to_message_id != expected.message_id:

@@ -107,7 +107,7 @@ def said(error: Error) -> str:
 def printable(text: str) -> str:
     """Return text of a client in one line, with escapes in place of what does not print.
 
-    Raw, a terminal would obey its control characters, and so hide or forge lines of the log.
+    A terminal would obey raw control characters, which could hide or forge lines of the log.
     """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 

@@ -188,7 +188,7 @@ class PldAccountant:
         """Restore a state of `state_dict`.
 
         With a ledger, the accountant keeps the ledger's releases, because the ledger also has
-        those after the state was saved.
+        releases from after the state was saved.
 
         Raises
         ------

@@ -77,7 +77,7 @@ class State:
             if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
                 raise InvalidValue(
                     f"State with a group {name!r} for everyone: expected another name, because "
-                    "messages or the server's part have this one"
+                    "messages or State.server use this one"
                 )
         for name, group in self.groups().items():
             for key, array in group.items():
@@ -324,7 +324,7 @@ class Method:
         return summation.disclosures
 
     def facts(self, run: RunFacts, state: State) -> RunFacts:
-        """Return the facts of a run with those that the method adds; by default as they are."""
+        """Return the facts of a run, to which a method may add; by default unchanged."""
         return run
 
     def claims(
@@ -356,7 +356,7 @@ def require_unit_rate(method: Method, because: str) -> None:
     Raises
     ------
     InvalidValue
-        The rate is not 1; the message says ``because`` of what.
+        The rate is not 1; ``because`` is the reason in the message.
     """
     if method.server_learning_rate != 1.0:
         raise InvalidValue(

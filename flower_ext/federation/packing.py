@@ -14,7 +14,7 @@ Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
 def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return contents and entries as one content; a record that several share is sent once."""
+    """Return several contents and their entries as one content; a shared record is sent once."""
     numbers: dict[int, int] = {}
     every: dict[str, Record] = {}
     names: list[str] = []

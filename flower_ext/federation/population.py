@@ -68,7 +68,7 @@ class Population:
     def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
         """Count the participations of a round that was never finished.
 
-        The round counts because somebody may know its uploads.
+        The round counts because clients may already have sent uploads.
         """
         self.participations.record(units, answered, asked=asked)
 

@@ -157,7 +157,7 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     Raises
     ------
     InvalidValue
-        The run asks for losses on training records beside a noised sum.
+        The run asks for losses on training records, but the plan evaluates by a noised sum.
     """
     query = next((each for each in run.queries if each.schedule == "in evaluations"), None)
     if query is None:

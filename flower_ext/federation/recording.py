@@ -32,7 +32,7 @@ CHANGEABLE = INCIDENTAL | {"rounds"}
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """Return the configuration for the run's plan: ``config``, with the first number of rounds.
+    """Return ``config`` with the number of rounds for which the run's noise was calibrated.
 
     A resumed run may have more rounds than it began with, but its noise is calibrated for the
     first number of rounds. `recorded_run` checks that nothing else differs.

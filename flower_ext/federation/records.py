@@ -29,7 +29,9 @@ SETTINGS = "settings"
 FROZEN = "frozen"
 """Record by which the server asks a client to confirm the frozen part of its model."""
 SECURE_SUM = "secure-sum"
-"""Record of a client's arrays for the secure sum of a round."""
+"""Record of the server's message to a client for a masked sum."""
+WEIGHTED_SUM = "weighted-sum"
+"""Record of the server's message to a silo for a weighted sum."""
 QUERY = "query"
 """Config record of a query beside the training: its name and its fields, as JSON."""
 QUESTION = "question"
@@ -40,12 +42,12 @@ CONFIG = "config"
 """Record of the values that the user passes to ``start``, for their own ClientApps."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
-RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, QUERY})
+RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, QUERY})
 """Names of records beside which a method may send groups of its own."""
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:
-    """Return the records of one kind, as a copy; Flower's properties check and write each again."""
+    """Return a copy of the records of one kind, without Flower's check of each."""
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 

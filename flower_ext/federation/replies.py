@@ -93,7 +93,8 @@ def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
     Raises
     ------
     RefusedReply
-        The model lacks an array of ``base``, or its arrays are not like those. It may have more.
+        The model lacks an array of ``base``, or has it in another shape or type. It may have more
+        arrays.
     """
     if missing := sorted(base.keys() - model.keys()):
         raise RefusedReply(

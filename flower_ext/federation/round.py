@@ -45,8 +45,6 @@ class Round:
         """The messages to the cohort; None before `ask`."""
         self.discard_reason = ""
         """The reason why the round released nothing; empty if it released a mean."""
-        self.measures: Mapping[str, float] = {}
-        """Numbers of the sum for the row of the round; known after `close`."""
         self.cohort = Cohort(partitions=(), units=(), population=0)
         """The clients that contribute; known after `open`."""
 
@@ -55,7 +53,7 @@ class Round:
         self._spending.reserve(release, self.server_round, identity)
 
     def open(self, summation: Summation, opening: Opening) -> Cohort:
-        """Open the sum; return the clients that contribute, which are none if too few are left."""
+        """Open the sum; return the clients that contribute, or none if too few are left."""
         try:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:
@@ -76,13 +74,18 @@ class Round:
         return self.requests.messages
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return `OpenSum.exposure`; nobody is exposed without a sum."""
+        """Return `OpenSum.exposure`; 0 shares if the sum was never opened."""
         return (0, answered) if self._sum is None else self._sum.exposure(answered)
+
+    @property
+    def measures(self) -> Mapping[str, float]:
+        """Numbers of the sum for the row of the round."""
+        return {} if self._sum is None else self._sum.measures
 
     def close(
         self, replies: Iterable[Message], *, kept: bool = False, **notes: Any
     ) -> tuple[Aggregate | None, Updates]:
-        """Read the replies as they arrive, and release their mean.
+        """Read each reply and add its contribution when it arrives; release the mean of all.
 
         Parameters
         ----------
@@ -99,19 +102,20 @@ class Round:
         Updates
             The accepted contributions.
         """
-        updates = Updates(self._accepted(replies), kept=kept)
+        updates = Updates(kept=kept)
         with self._spending.closing() as release:
             try:
                 if self._sum is None:
                     raise RoundDiscarded(self.discard_reason)
-                aggregate = self._sum.aggregate(updates)
+                assert self.requests is not None
+                for partition, update in self.requests.accepted(replies, self._sum.read):
+                    self._sum.add(partition, update)
+                    updates.add(partition, update)
+                aggregate = self._sum.close()
             except RoundDiscarded as reason:
                 self.discard_reason = str(reason)
                 release.discard(self.discard_reason)
                 return None, updates
-            finally:
-                self.measures = self._sum.measures if self._sum else {}
-                updates.exhaust()  # a silent client is counted, too
             release.note(
                 **{"cohort": len(self.cohort.partitions), **notes},
                 answered=aggregate.answered,
@@ -119,50 +123,33 @@ class Round:
             )
         return aggregate, updates
 
-    def _accepted(self, replies: Iterable[Message]) -> Iterator[tuple[int, records.Update]]:
-        if self._sum is None or self.requests is None:
-            return iter(())
-        return self.requests.accepted(replies, self._sum.read)
-
 
 class Updates:
-    """The updates of a round with their partitions, for one pass, as they arrive.
+    """The accepted updates of a round, by partition.
 
     Parameters
     ----------
-    accepted : Iterator[tuple[int, Update]]
     kept : bool
-        True to keep each update for reading it again afterwards.
+        True to keep the updates; else only their metrics stay.
 
     Attributes
     ----------
     metrics : Mapping[int, Mapping[str, float]]
-        Metrics of the arrived updates, by partition.
+        Metrics of the updates.
     each : Mapping[int, Update]
-        Arrived updates by partition. Without ``kept``, reading an update raises InvalidValue.
+        The updates. Without ``kept``, reading one raises InvalidValue.
     """
 
-    def __init__(self, accepted: Iterator[tuple[int, records.Update]], *, kept: bool) -> None:
-        self._accepted = accepted
+    def __init__(self, *, kept: bool) -> None:
         self.metrics: dict[int, Mapping[str, float]] = {}
         self._kept: dict[int, records.Update] | None = {} if kept else None
+        self.each = _NotKept(self.metrics) if self._kept is None else self._kept
 
-    def __iter__(self) -> Iterator[tuple[int, records.Update]]:
-        for partition, update in self._accepted:
-            self.metrics[partition] = update.metrics
-            if self._kept is not None:
-                self._kept[partition] = update
-            yield partition, update
-
-    @property
-    def each(self) -> Mapping[int, records.Update]:
-        """Arrived updates by partition; see the class."""
-        return _NotKept(self.metrics) if self._kept is None else self._kept
-
-    def exhaust(self) -> None:
-        """Wait for the remaining updates, so that they are counted."""
-        for _ in self:
-            pass
+    def add(self, partition: int, update: records.Update) -> None:
+        """Note an update's metrics, and keep the update if the updates are kept."""
+        self.metrics[partition] = update.metrics
+        if self._kept is not None:
+            self._kept[partition] = update
 
 
 class _NotKept(Mapping[int, records.Update]):

@@ -22,6 +22,7 @@ from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
+    Budget,
     Guarantee,
     NoiseSource,
     PrivacyPlan,
@@ -259,20 +260,26 @@ class Run:
     def check_spending(
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
-        """Refuse a release after which the participations would be ``ahead``, as `check_budget`."""
+        """Refuse, as `check_budget` does, a release that raises the participations to ``ahead``."""
         facts = replace(self.facts, participations=ahead)
         self.spending.check(self.mechanism, server_round, facts, self.claims, query=query)
 
     def count_abandoned(self, units: AskedUnits) -> None:
-        """Count a round that the server began and never finished: somebody may know its uploads."""
+        """Count a round that the server began and never finished: clients may have uploaded."""
         self.population.count_abandoned(
             units.participants, units.may_have_answered, asked=units.asked
         )
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory) -> None:
-        """Write to a directory, with a ledger if the plan has releases; the run has not begun.
+    def attach(self, directory: RunDirectory, *, budget: Budget | None = None) -> None:
+        """Make a run that has not begun write to a directory, with a ledger for its releases.
+
+        Parameters
+        ----------
+        directory : RunDirectory
+        budget : Budget, optional
+            Limit of the directory's ledger.
 
         Raises
         ------
@@ -291,7 +298,7 @@ class Run:
             )
         self._write_to(directory)
         if self.mechanism.release is not None and self.spending.ledger is None:
-            self.spending.ledger = directory.open_ledger()
+            self.spending.ledger = directory.open_ledger(budget=budget)
 
     def _write_to(self, directory: RunDirectory | None) -> None:
         self.progress.directory = directory
@@ -322,7 +329,7 @@ class Run:
         self.checkpoints.save(server_round, values, groups)
 
     def restore(self, kept: Packed) -> None:
-        """Take over a checkpoint, but for what the sums keep."""
+        """Restore a checkpoint, except for the state of the sums."""
         values = kept.values
         self.population.participations = Participations.from_dict(values["participations"])
         self.num_examples = dict(values["num_examples"])

@@ -35,7 +35,7 @@ ServerEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
 
 @dataclass(kw_only=True, eq=False)
 class RunLoop:
-    """Plays the rounds of a run by Flower's four methods, and can continue an earlier process's.
+    """Plays the rounds of a new or resumed run through the four methods of a Flower strategy.
 
     A checkpoint stores all that changes between two rounds.
 
@@ -43,7 +43,7 @@ class RunLoop:
     ----------
     run : Run
     player : Strategy
-        The strategy whose methods play each round; a wrapper may stand before that of the run.
+        The strategy whose methods play each round: the run's own, or a wrapper around it.
     grid, num_rounds, timeout, train_config, evaluate_config, evaluate_fn, should_stop
         As in `FederatedStrategy.start`.
     """
@@ -275,13 +275,15 @@ class RunLoop:
         versions = run.clients.query(everyone, _read_version)
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:
+            kept = versions[lost[0]]
             raise FederationNotReady(
                 f"partitions {lost[:10]}{' …' if len(lost) > 10 else ''} no longer have the memory "
-                f"that {run.method.name} needs (partition {lost[0]} stored it in training "
-                f"round {needed[lost[0]]}, now has that of {versions[lost[0]] or 'none'}), so the "
-                "run cannot continue. Memory outlives a process only if the SuperNodes, the "
-                "settings of a simulation, or InProcessGrid(..., {'state-folder': PATH}) name a "
-                "folder. A method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
+                f"that {run.method.name} needs, so the run cannot continue: begin a new run. "
+                f"Partition {lost[0]} stored memory in training round {needed[lost[0]]}, and has "
+                f"{f'only that of round {kept}' if kept else 'none'} now. To keep memory when a "
+                "process ends, name a state-folder: in the node config of each SuperNode, in the "
+                "settings of a simulation, or by InProcessGrid(..., {'state-folder': PATH}). A "
+                "method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
             )
 
 

@@ -34,7 +34,7 @@ class Update:
         return sum(array_bytes(array.shape, array.dtype) for array in self.arrays.values())
 
     def content(self) -> RecordDict:
-        """Return the update as Flower's records, with one of metrics if there are any."""
+        """Return the update as Flower's records, with a record of metrics if there are any."""
         content: dict[str, object] = {UPDATE: to_record(self.arrays)}
         if self.metrics:
             content[METRICS] = metrics_record(self.metrics)

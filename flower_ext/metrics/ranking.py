@@ -33,8 +33,8 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the precision-recall curve, as a sum of steps.
 
-    NaN and parameters are as for `roc_auc`. A model without knowledge scores the share of class 1,
-    where ROC-AUC gives 0.5.
+    NaN and parameters are as for `roc_auc`. A model that guesses scores the share of class 1, while
+    its ROC-AUC is 0.5.
     """
     return _of_scores("average_precision_score", outputs, targets)
 

@@ -74,7 +74,7 @@ def planned_schedules(
     *,
     max_rounds: int,
 ) -> list[PlannedSchedule]:
-    """Return one schedule for each basis, without the published one if G₀ or M is unknown.
+    """Return a schedule by the provable and, if G₀ and M are known, by the published bound.
 
     ``global_weight`` is λ, or the fairness problem that determines it.
     """

@@ -62,13 +62,14 @@ class DittoProblem:
     initial_gap : float
         Ψ₁ = F(w⁰) − F(w*).
     initial_distance : float
-        Ψ₂ = ‖v_n⁰ − v_n*‖², of the client that one plans for; the largest covers all.
+        Ψ₂ = ‖v_n⁰ − v_n*‖², of the client for which you plan; the largest distance covers all
+        clients.
     dimension : int
         d, the number of weights.
     learning_rate, personal_learning_rate : float
         η_G below 2/L, and η_L.
     gradient_bound, model_spread : float
-        G₀ ≥ ‖∇F_n‖ along the run and M ≥ ‖u_n* − w*‖; only the published bound asks for them.
+        G₀ ≥ ‖∇F_n‖ along the run and M ≥ ‖u_n* − w*‖; only the published bound needs them.
     """
 
     strong_convexity: float

@@ -48,12 +48,13 @@ def best_schedule(
     max_rounds: int,
     basis: Basis = "provable",
 ) -> Schedule:
-    """Return T* for a given λ, or (T*, λ*) of Eqn 33 if a fairness problem determines λ.
+    """Return the best number of rounds T* for a given λ, or (T*, λ*) by Eqn 33 of the paper.
 
     Raises
     ------
     ValueError
-        A parameter is out of range, or the two problems differ in clients or dimension.
+        A parameter is out of range, or ``global_weight`` is a fairness problem with another number
+        of clients or another dimension than ``problem``.
     """
 
     def bound_at(weight: float) -> ConvergenceBound:

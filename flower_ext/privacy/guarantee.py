@@ -62,7 +62,7 @@ def _rounded_up(value: float) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """A precondition of a theorem, and the answer to whether this run meets it."""
+    """A precondition of a theorem, with a flag that says if this run meets it."""
 
     text: str
     holds: bool

@@ -1,4 +1,4 @@
-"""Callbacks: user code that follows a run while it goes on."""
+"""Callbacks: user code that follows a run in progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Callback:
         Parameters
         ----------
         run : RunDirectory
-            Read its ``config``, ``path`` and ``id``. Do not write to it.
+            Read its ``config``, ``path`` and ``id``. Do not change its files.
         """
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:

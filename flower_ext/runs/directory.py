@@ -10,7 +10,7 @@ file                   content
 ``guarantee.json``     guarantees
 ``clients.csv``        the last evaluation, one row per client
 ``model.safetensors``  the global model
-``use.json``           what a client needs to make its own model of the global one
+``use.json``           what a client needs to build its own model from the global
 ``checkpoints/``       state from which the run can be resumed
 ``report.md, .html``   the report
 =====================  ====================================================================
@@ -60,7 +60,7 @@ _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", 
 
 
 class NotARun(InvalidValue):
-    """A path is no run directory, may not become one, or holds a file that cannot be read."""
+    """A path is not a run directory, cannot become one, or holds a file that cannot be read."""
 
 
 class RunDirectory:
@@ -140,7 +140,7 @@ class RunDirectory:
         return run
 
     def withdraw(self) -> bool:
-        """Restore ``run.json`` as it was before this start, and return True if it left no round."""
+        """Undo this start in ``run.json`` if it finished no round; return True in that case."""
         idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json("run.json", self._before)
@@ -224,7 +224,9 @@ class RunDirectory:
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
-                raise InvalidValue(f"metric {name}={value!r} of round {round} is not finite")
+                raise InvalidValue(
+                    f"metric {name}={value!r} of round {round}: expected a finite number"
+                )
         line = json.dumps({"round": round, **metrics}).encode()
         append_line(self.metrics_path, line, sync=False)
         if self.on_round is not None:
@@ -314,7 +316,7 @@ class RunDirectory:
         self._write_json("use.json", dict(use))
 
     def use(self) -> dict[str, Any]:
-        """Return what a client needs to make its own model of the shared one; may be empty."""
+        """Return what a client needs to build its own model from the shared one; may be empty."""
         with self._reading("use.json") as text:
             return dict(json.loads(text or "{}"))
 

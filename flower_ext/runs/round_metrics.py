@@ -49,7 +49,7 @@ def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
 
 
 def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return the other metrics, each with the number of clients that report it, by that number.
+    """Return all other metrics with the number of clients that report each, largest first.
 
     A client leaves out a score that failed or that is not finite.
     """

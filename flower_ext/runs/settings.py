@@ -236,8 +236,8 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     counts = isinstance(clients, int) and isinstance(per_node, int)
     if not counts or clients < 1 or per_node < 0 or clients % (per_node or 1):
         raise UnfitSetting(
-            f"run-config {name}={clients!r} with clients-per-node={per_node!r}: expected an "
-            "integer >= 1, and a divisor of it"
+            f"run-config {name}={clients!r} with clients-per-node={per_node!r}: expected "
+            f"{name} >= 1 that is a multiple of clients-per-node"
         )
     return int(clients // (per_node or 1))
 

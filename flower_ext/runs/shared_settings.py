@@ -3,12 +3,12 @@
 ==================== ==============================================================
 class                settings
 ==================== ==============================================================
-`RunSettings`        length, randomness, evaluation, places, waiting times
+`RunSettings`        length, randomness, evaluation, paths, waiting times
 `ClientSettings`     the clients and their places on nodes
-`CohortSettings`     these, and how each round samples a cohort of them
+`CohortSettings`     the clients, and how each round samples a cohort of them
 `PartitionSettings`  the division of a data set among clients
-`PrivacySettings`    these of a run, its guarantee and its budgets
-`ReleaseSettings`    these, noised sums of clients' updates, and secure sums
+`PrivacySettings`    `RunSettings`, and the guarantee and the budgets of a run
+`ReleaseSettings`    `PrivacySettings`, and clipping, noise and secure sums
 `TrainingSettings`   local training
 ==================== ==============================================================
 """
@@ -35,7 +35,7 @@ from flower_ext.runs.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """Length, randomness, evaluation, places and waiting times of a run."""
+    """Length, randomness, evaluation, paths and waiting times of a run."""
 
     rounds: Count = setting("of training")
     seed: CountOrZero = setting(
@@ -125,7 +125,7 @@ class PrivacySettings(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseSettings(PrivacySettings):
-    """Noised sums of clients' updates, and secure sums of updates and scores."""
+    """Clipping and noise of clients' updates, and secure sums of updates and scores."""
 
     delta: FractionBelowOne = setting("at which epsilon holds; 0: 1 / clients")
     noise_multiplier: NotNegative = setting(

@@ -15,8 +15,8 @@ class JsonRecord:
     """A frozen dataclass as JSON, with bytes in hexadecimal and enumerations by name.
 
     A subclass names its ``kind``, which is written beside its fields, and gives a reader for each
-    type of a field that `_READERS` has not. A party's state holds secrets in the clear: store its
-    bytes where nobody else can read them.
+    type of its fields that `_READERS` does not list. A record may hold a party's secrets in the
+    clear: store its bytes where nobody else can read them.
     """
 
     kind: ClassVar[str]
@@ -40,7 +40,7 @@ class JsonRecord:
         except InvalidValue:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue(f"{cls.__name__}: expected the bytes of one, as JSON") from error
+            raise InvalidValue(f"{cls.__name__}: expected bytes that hold one as JSON") from error
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Self:

@@ -37,7 +37,7 @@ def agreed(private: bytes, public: bytes) -> bytes:
     InvalidValue
         The public key does not have 32 bytes, is of low order, or is not written as a number below
         the field's prime. A key of low order gives the same secret with every private key, and a
-        number above the prime would be a second name of another key.
+        number above the prime would be a second encoding of another key.
     """
     refusal = InvalidValue("public key: expected 32 bytes that are an X25519 key of full order")
     if int.from_bytes(public, "little") >= _FIELD:
@@ -50,7 +50,7 @@ def agreed(private: bytes, public: bytes) -> bytes:
 
 
 def check_public(public: bytes) -> None:
-    """Raise the `InvalidValue` of `agreed` for a public key that nobody can agree with.
+    """Refuse a public key with which no key exchange works; raise `InvalidValue` as `agreed` does.
 
     Every private key is a multiple of 8, the order of the curve's small subgroup, so one exchange
     finds all keys of low order.

@@ -68,7 +68,7 @@ class Message:
                 continue
             end = start + lengths.get(field.name, _INTEGER_BYTES)
             if end > len(data):  # no memory is claimed beyond the bytes that arrived
-                raise InvalidValue(f"{name} of {len(data)} bytes: expected more, as it is cut off")
+                raise InvalidValue(f"{name} of {len(data)} bytes is cut off: expected more bytes")
             part, start = bytes(view[start:end]), end
             values[field.name] = part if field.type == "bytes" else int.from_bytes(part, "big")
         check_length(name, data, start)

@@ -6,7 +6,7 @@ A method's ``yield work.train(...)`` passes these modules on its way to a step o
 module                its part
 ====================  =====================================================================
 `side_by_side`        collects the trainings for which methods of many clients wait
-`batched`             trains jobs together where that is faster, as each would train alone
+`batched`             trains jobs together where that is faster, with the same result
 `local`               `train`: trains one job by SGD, SAM, exactly, or in noised steps
 `job`                 a training as a value: settings, examples, mini-batches
 `problem`             the loss plus terms, as a function of the trained part of a model

@@ -5,8 +5,8 @@ trainings share class attributes, global variables and what hooks enclose. Throu
 records would change the updates of other users, or of other clients, which no clipping of each
 update bounds.
 
-The trial compares `snapshots`, which name the place. What no snapshot reaches, results show: they
-must not depend on the examples that passed before.
+The trial compares `snapshots`, and names the place at which they differ. To find what no snapshot
+reaches, it also compares results, which must not depend on the examples that passed before.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _GENERATORS = "the global generator of numpy.random or random (draw from torch.r
 def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
     """Refuse a model or a loss by which one training changes another one in the same process.
 
-    The shapes and types of the examples alone matter. The process remembers the result.
+    Only the shapes and types of the examples matter. The process remembers the result.
 
     Raises
     ------
     InvalidValue
-        The message names what two models share, and may travel.
+        The message names what two models share. It depends on no data, so it may reach the server.
     Exception
         Examples of this kind, such as quantised ones, cannot be made at random.
     """

@@ -80,7 +80,7 @@ class Features:
                 torch.set_num_threads(1)
                 outputs = [*self._outputs(partition, parts)]
             if len({(row.shape, row.dtype) for row in outputs}) > 1:
-                raise InvalidValue("front: puts out tensors of several shapes: expected one")
+                raise InvalidValue("front returned tensors of several shapes: expected one shape")
             rows = torch.cat(outputs) if outputs else torch.empty(0)
             train, test = (
                 Examples(features, part.targets)
@@ -128,5 +128,5 @@ class Features:
             output = call_with(self._front, {}, trees.to(row, self.device))
         if not isinstance(output, Tensor) or output.shape[:1] != (1,):
             form = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise InvalidValue(f"front: puts out {form} of one example: expected a tensor (1, …)")
+            raise InvalidValue(f"front returned {form} for one example: expected a tensor (1, …)")
         return output.cpu().contiguous()

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class ClientCrashed(RuntimeError):
-    """A client's code raised what is no `Exception`, such as SystemExit; the cause is chained."""
+    """A client's code raised a BaseException such as SystemExit; the cause is chained."""
 
 
 def _settings() -> tuple[Any, ...]:
@@ -34,13 +34,15 @@ _RESTORE: tuple[Callable[[Any], object], ...] = (
 class isolated:
     """Restore gradients, the default type and the number of threads after one client's code.
 
-    These are what code usually changes, and reading them takes less than a microsecond. What else
-    a task sets for its whole process, such as a default device, it must set for every client.
+    Code usually changes only these settings, and reading them takes less than a microsecond. A task
+    that changes another setting of its process, such as the default device, must set it for every
+    client.
 
     Raises
     ------
     ClientCrashed
-        The block raises a BaseException that is no Exception. The user's KeyboardInterrupt passes.
+        The block raises a BaseException that is not an Exception. The user's KeyboardInterrupt is
+        raised as it is.
     """
 
     __slots__ = ("_before",)

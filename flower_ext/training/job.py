@@ -203,8 +203,8 @@ def batch_rows(
 ) -> Iterator[Tensor]:
     """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
 
-    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it shares its rows and those
-    of the one before evenly, so the number of steps stays.
+    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it and the mini-batch before
+    it share their rows evenly, so the number of steps stays the same.
     """
     left = training.num_steps(count)
     while left > 0:
@@ -235,7 +235,7 @@ def batches(
 
 
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the mini-batches of a job on the task's device, each of as many rows as it needs."""
+    """Yield the mini-batches of a job on the task's device, none with fewer than `fewest_rows`."""
     data, training = job.examples.to(task.torch_device()), job.training
     fewest = fewest_rows(task, data.features, training.batch_size)
     return batches(data, training, job.generator, fewest=fewest)

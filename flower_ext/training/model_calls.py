@@ -100,7 +100,7 @@ def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
 
 
 def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
-    """Return the least number of rows of a mini-batch: 2 if a single row is left and refused.
+    """Return the least number of rows of a mini-batch: 2 if the model would refuse a last row.
 
     Batch normalisation refuses a single row in training. Only the shapes and the number of examples
     matter.
@@ -108,7 +108,8 @@ def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
     Raises
     ------
     InvalidValue
-        All mini-batches have a single row, and the model refuses it. The message may travel.
+        All mini-batches have a single row, and the model refuses it. The message may reach the
+        server.
     """
     if batch_size > 1 and trees.length(features) % batch_size != 1:
         return 1

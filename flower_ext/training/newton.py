@@ -86,5 +86,5 @@ def newton(
         point = point - length * step
     raise NotConverged(
         f"the gradient's norm stays at {norm:.3g}, above tolerance={tolerance:g}: the objective "
-        "must be strongly convex (set proximal_weight above 0) and the tolerance within reach"
+        "must be strongly convex (set proximal_weight above 0); else raise the tolerance"
     )

@@ -135,7 +135,7 @@ class Task:
     def fingerprint(self) -> str:
         """Digest of the frozen parts; empty if nothing is frozen.
 
-        The server checks by it that each node froze the same.
+        The server compares it to check that all nodes have the same frozen parts.
 
         If ``data`` has a fingerprint, as `Features` has of its frozen front, it is appended to the
         model's.

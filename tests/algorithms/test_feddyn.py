@@ -35,8 +35,9 @@ def moved(plan, answered):
     """Return the model after a round of that mean which so many clients answered."""
     run = FederatedStrategy(FedDyn(), plan).run
     run.model = BASE
-    updates = Updates(((client, Update({}, {})) for client in range(answered)), kept=False)
-    updates.exhaust()
+    updates = Updates(kept=False)
+    for client in range(answered):
+        updates.add(client, Update({}, {}))
     mean = Aggregate(value=MEAN, answered=answered, topped_up_stddev=0.0)
     return TrainingRound(run, 1)._step(mean, updates)
 

@@ -110,9 +110,10 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"noise_placement": "moon"}, "noise-placement='moon'"),
     ],
 )
-def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
+def test_bad_settings_are_named_and_leave_no_run_directory(overrides, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         run(tmp_path / "run", **overrides)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_method_without_sam_needs_no_radius(tmp_path):
@@ -195,7 +196,7 @@ def test_settings_of_secure_evaluations_that_do_not_fit_are_refused_by_name(tmp_
         ({"aggregation": "plain"}, "evaluation='secure' with aggregation='plain'"),
         ({"evaluate_every": 0}, "evaluation='secure' with evaluate-every=0"),
         ({"evaluation_share": 1.0}, r"evaluation-share=1.0: expected a number in \(0, 1\)"),
-        ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 without an epsilon"),
+        ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 without epsilon"),
         ({"method": "fedavg"}, "with method='fedavg'"),
     ):
         with pytest.raises(ValueError, match=said):

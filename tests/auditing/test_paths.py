@@ -29,7 +29,6 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
-    silo_part,
     silo_training,
 )
 from flower_ext.data import ClientData, Examples, SiloData
@@ -47,7 +46,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.client import cohort_app, protecting
 from flower_ext.federation.engines import workers
-from flower_ext.federation.sums import masked, plain
+from flower_ext.federation.sums import masked, plain, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.federation.uploads import Update, UploadReply
@@ -62,8 +61,7 @@ from flower_ext.privacy import (
     SecureScores,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms import bounds, noised_sum, protections, quantization
-from flower_ext.privacy.mechanisms import plan as plans
+from flower_ext.privacy.mechanisms import bounds, protections, quantization
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import (
@@ -74,6 +72,7 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipUpdate,
     Protection,
 )
+from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
@@ -382,7 +381,7 @@ def scores(size):
     return {"score": 2 * told["scored_clients"] * (told["accuracy_mean"] - 0.5)}
 
 
-AVERAGED, ADDED, CLIPPED = (plans, "total"), (noised_sum, "total"), (noised_sum, "sum_clipped")
+ADDED, CLIPPED = (RunningSum, "add"), (bounds.ClippedSum, "add")
 LOST = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.25)}
 PAILLIER = PrivateWeighting(
     key_bits=512, allow_insecure_key_size=True, max_records_per_user=SILOS, precision=1e-6
@@ -403,7 +402,7 @@ PATHS = {
     ),
     "arrays, as they are": Path(
         run=partial(sent, plan=NonPrivatePlan(sampling=EVERYONE)),
-        through=(AVERAGED, (NonPrivatePlan, "aggregate")),
+        through=(ADDED, (NonPrivatePlan, "aggregate")),
         bound=math.inf,
     ),
     "arrays, weighted by examples": Path(
@@ -413,12 +412,12 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(AVERAGED, (plain, "as_float64"), (plain, "divided")),
+        through=(ADDED, (plain, "as_float64"), (plain, "divided")),
         bound=math.inf,
     ),
     "arrays, whole models": Path(
         run=partial(sent, plan=BY_MODELS, method=SentModels),
-        through=(AVERAGED, (OutputPerturbation, "released"), (PerturbationPlan, "protection")),
+        through=(ADDED, (OutputPerturbation, "released"), (PerturbationPlan, "protection")),
     ),
     # Several processes, which share the clients.
     "workers, the server clips": Path(
@@ -456,7 +455,7 @@ PATHS = {
             (ClipToCells, "released"),
             (masked, "seal"),
             (masked.MaskedSum, "open"),
-            (masked.OpenMaskedSum, "aggregate"),
+            (masked.OpenMaskedSum, "add"),
         ),
     ),
     "masked sum without one member": Path(
@@ -501,8 +500,8 @@ PATHS = {
             protocol=PAILLIER,
         ),
         through=(
-            (silo_part, "clip_each_row"),
-            (protecting.HiddenSum, "__init__"),
+            (weighted_silo, "clip_each_row"),
+            (weighted_silo.HiddenSum, "__init__"),
             (WeightedSum, "open"),
         ),
         direction=AXIS,
@@ -582,7 +581,7 @@ NOT_HERE = {
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
     "Unprotected": "leaves an upload as it is; nothing is promised",
-    "BoundedSum": "returned by sum_clipped and sum_clipped_rows",
+    "BoundedSum": "returned by sum_clipped_rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
     "check_cell": "adds nothing",
@@ -596,7 +595,8 @@ def classes():
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
         if module.name.split(".")[1] in ("privacy", "federation"):
             import_module(module.name)
-    found, waiting = set(), [Protection, RoundMechanism, bounds.BoundedSum, Grid, Summation]
+    found = set()
+    waiting = [Protection, RoundMechanism, bounds.BoundedSum, RunningSum, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()

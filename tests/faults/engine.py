@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from flower_ext.privacy import (
     ReleasePlan,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms.plan import Aggregate
 from flower_ext.runs import RunDirectory
 from tests.faults.grid import Delivered, FaultyGrid
 from tests.faults.worlds import SEED, SILOS, Case, initial
@@ -64,20 +63,20 @@ class Referee:
         self.strategy, self.grid, self.outcome = strategy, grid, outcome
         self.weights: defaultdict[int, float] = defaultdict(float)
         """By client: the number of rounds that an adversary who sees each sum learns from."""
-        self._used: Mapping[int, records.Update] = {}
+        self._used: dict[int, records.Update] = {}
         summation = strategy.run.summation
         open_sum, aggregate = summation.open, strategy.aggregate_train
         evaluate = strategy.aggregate_evaluate
 
         def watched_open(opening: Opening) -> OpenSum:
             opened = open_sum(opening)
-            add_up = opened.aggregate
+            add = opened.add
 
-            def watched_sum(contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
-                self._used = dict(contributions)
-                return add_up(self._used.items())
+            def watched_add(partition: int, update: records.Update) -> None:
+                self._used[partition] = update
+                add(partition, update)
 
-            vars(opened).update(aggregate=watched_sum)
+            vars(opened).update(add=watched_add)
             return opened
 
         def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:

@@ -29,9 +29,8 @@ from flower_ext.runs.shared_settings import (
     RunSettings,
     TrainingSettings,
 )
-from flower_ext.training import LocalTraining
-from tests.support.strategies import strategy_of
-from tests.support.worlds import task
+from flower_ext.training import LocalTraining, Task
+from tests.support.worlds import Net, client_data, task
 
 CLIENTS = 3
 TARGET = {"epsilon": 2.0, "delta": 0.01, "rounds": 6}
@@ -141,10 +140,11 @@ def test_a_delta_of_zero_is_one_over_the_clients_and_of_no_other_unit():
         plan_of(settings, of_users=True)
 
 
-def test_options_are_those_of_the_settings(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", config={})
+def test_options_are_those_of_the_settings_and_the_task():
     settings = RunSettings(rounds=1, seeded_noise=True, evaluate_every=2, connect_timeout=9)
-    assert configured.options(settings, run) == {
+    frozen = Task(model=Net, data=client_data, trainable=("head",), device="cpu")
+    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    assert configured.options(settings, frozen, plan) == {
         "seed": None,
         "seeded_noise": True,
         "evaluate_every": 2,
@@ -152,19 +152,18 @@ def test_options_are_those_of_the_settings(tmp_path):
         "diagnostics": False,
         "timeout": 9,
         "budget": None,
-        "run": run,
+        "frozen": frozen.fingerprint,
     }
+    assert frozen.fingerprint
 
 
-def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", config={})
-    options = configured.options(RunSettings(rounds=1), run)
+def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default():
+    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    options = configured.options(RunSettings(rounds=1), task(), plan)
     defaults = {
         name: each.default for name, each in signature(FederatedStrategy).parameters.items()
     }
-    assert {name: defaults[name] for name in options if name != "run"} == {
-        name: value for name, value in options.items() if name != "run"
-    }
+    assert {name: defaults[name] for name in options} == options
 
 
 @pytest.mark.parametrize(
@@ -174,27 +173,31 @@ def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tm
         ({"budget": 0.0}, None, None),
         ({"budget": 3.0}, None, 3.0),
         ({"epsilon": 2.0}, None, None),  # the settings fix the noise
-        ({"epsilon": 2.0, "noise_multiplier": 0.0}, 2.0, None),
-        ({"epsilon": 2.0, "noise_multiplier": 0.0, "calibration": "provable"}, 2.0, None),
-        ({"epsilon": 2.0, "noise_multiplier": 0.0, "calibration": "published"}, None, None),
+        ({"epsilon": 2.0, "noise-multiplier": 0.0}, 2.0, None),
+        ({"epsilon": 2.0, "noise-multiplier": 0.0, "budget": 1.5}, 2.0, 1.5),
+        ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "provable"}, 2.0, None),
+        ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "published"}, None, None),
     ],
 )
 def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
     settings, of_ledger, of_run, tmp_path
 ):
-    chosen = release(**{"sampling": "everyone", "noise_multiplier": 1.0, **settings})
-    run = RunDirectory.create(tmp_path / "run", config={})
-    options = configured.options(chosen, run, plan_of(chosen))
-    found = options["ledger"].budget, options["budget"]
-    assert [budget and (budget.epsilon, budget.delta) for budget in found] == [
-        of_ledger and (of_ledger, 0.01),
-        of_run and (of_run, 0.01),
-    ]
-    run.close()
+    strategies = []
+
+    def kept(settings):
+        strategies.append(dp_fedavg(settings))
+        return strategies[0]
+
+    start(tmp_path / "run", kept, **{"noise-multiplier": 1.0, **settings})
+    spending = strategies[0].run.spending
+    assert [
+        budget and (budget.epsilon, budget.delta)
+        for budget in (spending.ledger.budget, spending.budget)
+    ] == [of_ledger and (of_ledger, 0.01), of_run and (of_run, 0.01)]
 
 
 @pytest.mark.parametrize(("basis", "epsilon"), [("provable", 2.0), ("published", None)])
-def test_a_run_under_a_plan_of_records_ends_at_a_provable_epsilon(basis, epsilon, tmp_path):
+def test_a_run_under_a_plan_of_records_ends_at_a_provable_epsilon(basis, epsilon):
     settings = PrivacySettings(
         rounds=6, epsilon=2.0, delta=0.01, clipping_norm=0.5, calibration=basis
     )
@@ -205,46 +208,46 @@ def test_a_run_under_a_plan_of_records_ends_at_a_provable_epsilon(basis, epsilon
         clipping_norm=0.5,
         basis=basis,
     )
-    run = RunDirectory.create(tmp_path / "run", config={})
-    options = configured.options(settings, run, plan)
-    assert "ledger" not in options
-    assert (options["budget"] and options["budget"].epsilon) == epsilon
+    budget = configured.options(settings, task(), plan)["budget"]
+    assert (budget and budget.epsilon) == epsilon
 
 
 def test_no_budget_is_asked_of_a_plan_that_promises_nothing(tmp_path):
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    run = RunDirectory.create(tmp_path / "run", config={})
-    options = configured.options(release(budget=1.0, epsilon=1.0, delta=0.1), run, plan)
-    assert options["budget"] is None
-    assert "ledger" not in options
+    given = release(budget=1.0, epsilon=1.0, delta=0.1)
+    assert configured.options(given, task(), plan)["budget"] is None
+    done = start(tmp_path / "run", fedavg, budget=1.0, epsilon=1.0)
+    assert not done.ledger_path.exists()
 
 
-def test_an_account_of_all_runs_needs_its_epsilon_and_its_delta(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", config={})
+def test_an_account_of_all_runs_needs_its_epsilon_and_its_delta():
+    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     account = {"budget_ledger": "/people.jsonl", "population_delta": 0.1}
     with pytest.raises(UnfitSetting, match=r"population-epsilon=0.0 with a budget-ledger"):
-        configured.options(release(**account), run)
-    options = configured.options(release(population_epsilon=1.0, budget=3.0, **account), run)
-    assert options["budget"].epsilon == 1.0
-    assert options["budget"].ledger == Path("/people.jsonl")
+        configured.options(release(**account), task(), plan)
+    given = release(population_epsilon=1.0, budget=3.0, **account)
+    budget = configured.options(given, task(), plan)["budget"]
+    assert (budget.epsilon, budget.ledger) == (1.0, Path("/people.jsonl"))
 
 
-def start(path, strategy_of, *, planned=None, **settings):
+def start(path, strategy_of, *, planned=None, **changes):
     context = Context(
         run_id=1,
         node_id=0,
         node_config={},
         state=RecordDict(),
-        run_config={"run-directory": str(path), "rounds": 3, "connect-timeout": 5, **settings},
+        run_config={"run-directory": str(path), "rounds": 3, "connect-timeout": 5, **changes},
     )
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-    configured.start(grid, context, Settings, task(), strategy_of, planned_rounds=planned)
+    settings = configured.settings(Settings, context)
+    strategy = strategy_of(settings)
+    configured.start(grid, context, settings, task(), strategy, planned_rounds=planned)
     return RunDirectory.open(path)
 
 
-def fedavg(settings, run):
+def fedavg(settings):
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    return strategy_of(DPFedAvg, **configured.options(settings, run, plan))
+    return FederatedStrategy(DPFedAvg(), plan, **configured.options(settings, task(), plan))
 
 
 def test_a_run_has_the_rounds_of_its_settings_or_of_its_planner(tmp_path):
@@ -260,9 +263,9 @@ def test_a_resumed_run_goes_as_far_beyond_its_planner_as_its_settings_say(tmp_pa
     assert len(again.metrics()) == 3
 
 
-def dp_fedavg(settings, run):
-    options = configured.options(settings, run, plan_of(settings))
-    return strategy_of(DPFedAvg, local=configured.training(settings), **options)
+def dp_fedavg(settings):
+    plan, method = plan_of(settings), DPFedAvg(local=configured.training(settings))
+    return FederatedStrategy(method, plan, **configured.options(settings, task(), plan))
 
 
 def test_a_resumed_run_may_not_exceed_the_rounds_of_its_epsilon_and_stays_complete(tmp_path):
@@ -291,7 +294,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, logged):
 
 
 def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
-    done = start(tmp_path / "run", lambda settings, run: Upcycled(fedavg(settings, run), 0.5))
+    done = start(tmp_path / "run", lambda settings: Upcycled(fedavg(settings), 0.5))
     assert done.status == "completed"
     assert len(done.client_metrics()) == CLIENTS
 
@@ -299,16 +302,14 @@ def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
 def test_a_strategy_that_keeps_no_record_is_refused_by_name(tmp_path):
     for strategy in (FedAvg(), Upcycled(FedAvg(), 0.5)):
         with pytest.raises(InvalidValue, match="strategy=FedAvg: expected"):
-            start(tmp_path / type(strategy).__name__, lambda settings, run, given=strategy: given)
+            start(tmp_path / type(strategy).__name__, lambda settings, given=strategy: given)
 
 
 def test_a_personal_part_that_the_model_lacks_ends_the_run_before_its_first_round(tmp_path):
-    def strategy(settings, run):
+    def strategy(settings):
         plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
         local = configured.training(settings)
-        return FederatedStrategy(
-            DP2FedSAM(head=local, extractor=local, personal=("last",)), plan, run=run
-        )
+        return FederatedStrategy(DP2FedSAM(head=local, extractor=local, personal=("last",)), plan)
 
     with pytest.raises(InvalidValue, match="personal='last' names no parameter.*'head'"):
         start(tmp_path / "run", strategy)

@@ -128,7 +128,7 @@ def test_a_number_of_nodes_that_is_none_is_refused_by_name():
     assert num_nodes({"rounds": 5}) is None
     assert num_nodes({"clients": 6, "clients-per-node": 3}) == 2
     for config in ({"num-silos": "5"}, {"clients": 0}):
-        with pytest.raises(UnfitSetting, match="expected an integer >= 1"):
+        with pytest.raises(UnfitSetting, match="a multiple of clients-per-node"):
             num_nodes(config)
     assert num_nodes({"clients": 6, "clients-per-node": 0}) == 6
     for per_node in (-1, 4):

@@ -20,11 +20,11 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms import noise, noised_sum
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip
+from flower_ext.privacy.mechanisms import noise
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, ClippedSum, clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import in_cells
-from flower_ext.privacy.mechanisms.updates import total
+from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
@@ -33,11 +33,6 @@ ENORMOUS = 1e9
 
 def _not_clipped(update, clipping_norm):
     return BoundedSum(value=dict(update), bound=clipping_norm, count=1)
-
-
-def _sum_not_clipped(uploads, clipping_norm, *, like):
-    value, count = total(uploads, like=like)
-    return BoundedSum(value=value, bound=clipping_norm, count=count)
 
 
 def _rows_not_clipped(rows, clipping_norm, weights=None):
@@ -76,7 +71,7 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.protections.in_cells", _cells_not_clipped)
     patch.setattr(SecureScores, "vector", _scores_not_clipped)
-    patch.setattr("flower_ext.privacy.mechanisms.noised_sum.sum_clipped", _sum_not_clipped)
+    patch.setattr(ClippedSum, "add", RunningSum.add)
     patch.setattr(silo_training, "sum_clipped_rows", _rows_not_clipped)
     patch.setattr(silo_training, "sum_rows_in_cells", _rows_in_cells_not_clipped)
     made = ClippedGradient.__init__
@@ -92,8 +87,7 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
 
 def arrays_clipped_apart(patch, experiment: Experiment) -> Experiment:
     """Clip each array of an update or of a gradient by itself to the whole norm."""
-    total_clipped, rows_clipped = noised_sum.sum_clipped, silo_training.sum_clipped_rows
-    added = ClippedGradient._add
+    rows_clipped, added = silo_training.sum_clipped_rows, ClippedGradient._add
 
     def each(clipped, update):
         parts = {name: clipped({name: array}) for name, array in update.items()}
@@ -103,14 +97,8 @@ def arrays_clipped_apart(patch, experiment: Experiment) -> Experiment:
     def clip_each(update, norm):
         return each(lambda part: clip(part, norm), update)
 
-    def sum_each(uploads, norm, *, like):
-        uploads = [dict(upload) for upload in uploads]
-        return each(
-            lambda part: total_clipped(
-                [{name: upload[name] for name in part} for upload in uploads], norm, like=part
-            ),
-            like,
-        )
+    def add_upload(self, upload):
+        RunningSum.add(self, clip_each(upload, self.bound).value)
 
     def rows_each(rows, norm, weights):
         return each(lambda part: rows_clipped(part, norm, weights), rows)
@@ -120,7 +108,7 @@ def arrays_clipped_apart(patch, experiment: Experiment) -> Experiment:
             added(self, summed, {name: part}, passes)
 
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", clip_each)
-    patch.setattr(noised_sum, "sum_clipped", sum_each)
+    patch.setattr(ClippedSum, "add", add_upload)
     patch.setattr(silo_training, "sum_clipped_rows", rows_each)
     patch.setattr(ClippedGradient, "_add", add_each)
     return experiment

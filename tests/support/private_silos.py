@@ -5,7 +5,8 @@ import pytest
 from flwr.app import ArrayRecord, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
-from flower_ext.federation import ClientVault, InProcessGrid, records
+from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import FullParticipation
 from flower_ext.secure.weighting.protocol import load_protocol, protocols
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task

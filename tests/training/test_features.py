@@ -166,7 +166,7 @@ def test_a_front_that_puts_out_no_tensor_is_refused():
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x, x
 
-    with pytest.raises(InvalidValue, match=r"front: puts out tuple .* expected a tensor \(1"):
+    with pytest.raises(InvalidValue, match=r"front returned tuple .* expected a tensor \(1"):
         Features(Pair, images)(0)
 
 

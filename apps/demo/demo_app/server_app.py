@@ -1,16 +1,13 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
-from functools import partial
-
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from demo_app.settings import Settings
 from demo_app.task import SOURCES, task_of
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, configured
+from flower_ext.federation import FederatedStrategy, Method, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
-from flower_ext.runs import RunDirectory
 
 app = ServerApp()
 
@@ -18,11 +15,13 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    settings = configured.begun(Settings, context)
+    settings = configured.settings(Settings, context)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
+    options = configured.options(settings, task, plan)
+    strategy = FederatedStrategy(method_of(settings), plan, **options)
     notes = {"data-source": SOURCES[settings.dataset]}
-    configured.start(grid, context, Settings, task, partial(strategy_of, plan), notes=notes)
+    configured.start(grid, context, settings, task, strategy, notes=notes)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
@@ -33,16 +32,13 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
     return configured.non_private_plan(settings, cohorts)
 
 
-def strategy_of(
-    plan: ReleasePlan | NonPrivatePlan, settings: Settings, run: RunDirectory
-) -> FederatedStrategy:
-    """Return the strategy of a method."""
-    method = DPFedAvg(local=configured.training(settings))
+def method_of(settings: Settings) -> Method:
+    """Return the method that the settings name."""
     if settings.method == "alone":
         # The shared model stays as it was initialised. Each client trains a copy for itself
         # before it is evaluated, and sends nothing of that.
-        method = DPFedAvg(
+        return DPFedAvg(
             local=configured.training(settings, epochs=0),
             fine_tuning=configured.training(settings, epochs=settings.epochs_alone),
         )
-    return FederatedStrategy(method, **configured.options(settings, run, plan))
+    return DPFedAvg(local=configured.training(settings))

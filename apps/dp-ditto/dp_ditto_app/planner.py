@@ -8,13 +8,15 @@ pilot run on the clients' records (``"pilot"``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from dp_ditto_app.loss_constants import LossConstants
 from dp_ditto_app.pilot import pilot_run
 from dp_ditto_app.settings import Settings
 from flower_ext.planning import DittoProblem, best_schedule
 from flower_ext.privacy import PrivacyPlan, RecordLevelPlan
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
 from flower_ext.training.models import parameter_count
@@ -24,6 +26,18 @@ PILOT = (
     "and left its constants in pilot.toml (planner=bound or none turns this off)"
 )
 """Text for a run's report: the release by a pilot run, which no guarantee covers."""
+
+
+@dataclass
+class PilotFile(Callback):
+    """Leaves the estimates of a pilot run as ``pilot.toml`` in the run directory."""
+
+    pilot: LossConstants
+    dimension: int
+
+    def begin(self, run: RunDirectory) -> None:
+        """Write the file."""
+        self.pilot.save(run.path / "pilot.toml", dimension=self.dimension)
 
 
 def pilot_of(settings: Settings, task: Task) -> LossConstants | None:

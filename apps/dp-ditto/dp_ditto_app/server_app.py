@@ -5,14 +5,12 @@ from functools import partial
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from dp_ditto_app.planner import PILOT, pilot_of, planned_rounds
+from dp_ditto_app.planner import PILOT, PilotFile, pilot_of, planned_rounds
 from dp_ditto_app.plans import WITHOUT_PRIVACY, local_training, plan_of
 from dp_ditto_app.settings import Settings
 from dp_ditto_app.task import task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.federation import FederatedStrategy, Method, configured
-from flower_ext.privacy import NonPrivatePlan, RecordLevelPlan
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
 from flower_ext.training.models import parameter_count
@@ -23,7 +21,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    settings = configured.begun(Settings, context)
+    settings = configured.settings(Settings, context)
     method = settings.method
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
@@ -37,22 +35,14 @@ def main(grid: Grid, context: Context) -> None:
     pilot = pilot_of(settings, task)
     rounds = planned_rounds(settings, task, pilot, plan_of=partial(plan_of, settings))
     plan = plan_of(settings, rounds)
-
-    def strategy(settings: Settings, run: RunDirectory) -> FederatedStrategy:
-        if pilot is not None:
-            pilot.save(run.path / "pilot.toml", dimension=parameter_count(task.model()))
-        return strategy_of(plan, settings, run)
-
-    configured.start(grid, context, Settings, task, strategy, planned_rounds=rounds)
-
-
-def strategy_of(
-    plan: RecordLevelPlan | NonPrivatePlan, settings: Settings, run: RunDirectory
-) -> FederatedStrategy:
-    """Return the strategy of a run."""
-    exposed = [PILOT] if settings.planner == "pilot" else []
-    options = configured.options(settings, run, plan)
-    return FederatedStrategy(method_of(settings), exposed=exposed, **options)
+    options = configured.options(settings, task, plan)
+    exposed, callbacks = [], []
+    if pilot is not None:
+        exposed, callbacks = [PILOT], [PilotFile(pilot, parameter_count(task.model()))]
+    strategy = FederatedStrategy(method_of(settings), plan, exposed=exposed, **options)
+    configured.start(
+        grid, context, settings, task, strategy, planned_rounds=rounds, callbacks=callbacks
+    )
 
 
 def method_of(settings: Settings) -> Method:

@@ -1,16 +1,13 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
-from functools import partial
-
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from dp2_fedsam_app.settings import Settings
 from dp2_fedsam_app.task import task_of
 from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedSAM
-from flower_ext.federation import FederatedStrategy, configured
+from flower_ext.federation import FederatedStrategy, Method, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 
 SHARED_MODEL = {
@@ -29,9 +26,12 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    plan, task = plan_of(configured.begun(Settings, context)), task_of(context)
+    settings = configured.settings(Settings, context)
+    plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    configured.start(grid, context, Settings, task, partial(strategy_of, plan))
+    options = configured.options(settings, task, plan)
+    strategy = FederatedStrategy(method_of(settings), plan, **options)
+    configured.start(grid, context, settings, task, strategy)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
@@ -42,10 +42,8 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
     return configured.release_plan(settings, cohorts)
 
 
-def strategy_of(
-    plan: ReleasePlan | NonPrivatePlan, settings: Settings, run: RunDirectory
-) -> FederatedStrategy:
-    """Return the strategy of a method; all methods share the settings that they have."""
+def method_of(settings: Settings) -> Method:
+    """Return the method; all methods share the settings that they have."""
     method, radius = settings.method, settings.sam_radius
     if "sam" in method and radius == 0:
         raise UnfitSetting(
@@ -53,19 +51,17 @@ def strategy_of(
             "(centaur, dp-fedavg and fedavg do without it)"
         )
     sgd, sam = configured.training(settings), configured.training(settings, sam_radius=radius)
-    options, rate = configured.options(settings, run, plan), settings.server_learning_rate
+    rate = settings.server_learning_rate
     if method in SHARED_MODEL:
         local = sam if "sam" in method else sgd
         tuning = sgd if method.endswith("-ft") else None
-        shared = SHARED_MODEL[method](local=local, fine_tuning=tuning, server_learning_rate=rate)
-        return FederatedStrategy(shared, **options)
+        return SHARED_MODEL[method](local=local, fine_tuning=tuning, server_learning_rate=rate)
     head = configured.training(
         settings, epochs=settings.head_epochs, learning_rate=settings.head_learning_rate
     )
-    partial_sharing = PERSONAL_HEAD[method](
+    return PERSONAL_HEAD[method](
         head=head,
         extractor=sam,
         adapt_before_evaluation=settings.adapt_before_evaluation,
         server_learning_rate=rate,
     )
-    return FederatedStrategy(partial_sharing, **options)

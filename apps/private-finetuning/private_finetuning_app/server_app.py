@@ -1,7 +1,5 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
-from functools import partial
-
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -15,7 +13,6 @@ from flower_ext.algorithms import (
 )
 from flower_ext.federation import FederatedStrategy, Method, configured
 from flower_ext.privacy import NonPrivatePlan, PoissonSampling, ReleasePlan
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from private_finetuning_app.settings import Settings
 from private_finetuning_app.task import USERS, client_data, shares_of, source_of, task_of
@@ -42,7 +39,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    settings = configured.begun(Settings, context)
+    settings = configured.settings(Settings, context)
     method = settings.method
     if method in PERSONAL_HEAD and settings.tune == "head":
         raise UnfitSetting(
@@ -50,9 +47,13 @@ def main(grid: Grid, context: Context) -> None:
             "would be left to share; expected tune='adapter' or 'all', or a method with one model "
             f"for all: {', '.join(SHARED_MODEL)}"
         )
-    plan = plan_of(settings)
+    plan, task = plan_of(settings), task_of(context)
     client_data(source_of(settings), shares_of(settings), 0)  # missing data end the run here
-    configured.start(grid, context, Settings, task_of(context), partial(strategy_of, plan))
+    options = configured.options(settings, task, plan)
+    strategy = FederatedStrategy(method_of(settings), plan, **options)
+    if settings.upcycled:
+        strategy = Upcycled(strategy, settings.upcycling_coefficient)
+    configured.start(grid, context, settings, task, strategy)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
@@ -64,17 +65,6 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
         users = PoissonSampling(population=settings.num_users, rate=settings.sampling_rate)
         return configured.release_plan(settings, users, of_users=True, **changes)
     return configured.release_plan(settings, configured.sampling(settings), **changes)
-
-
-def strategy_of(
-    plan: ReleasePlan | NonPrivatePlan, settings: Settings, run: RunDirectory
-) -> FederatedStrategy | Upcycled:
-    """Return the strategy of a method, upcycled if the settings ask for it."""
-    options = configured.options(settings, run, plan)
-    strategy = FederatedStrategy(method_of(settings), **options)
-    if not settings.upcycled:
-        return strategy
-    return Upcycled(strategy, settings.upcycling_coefficient)
 
 
 def method_of(settings: Settings) -> Method:

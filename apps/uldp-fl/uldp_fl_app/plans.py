@@ -1,13 +1,9 @@
 """The plan of a run, and numbers of its training that depend on the method."""
 
+from flower_ext.algorithms import UldpGroup
 from flower_ext.algorithms.uldp import theory_learning_rate
-from flower_ext.federation import configured
-from flower_ext.privacy import (
-    FullParticipation,
-    NonPrivatePlan,
-    PoissonSampling,
-    ReleasePlan,
-)
+from flower_ext.federation import Method, configured
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, PoissonSampling, PrivacyPlan
 from flower_ext.training import DpSgdTraining
 from uldp_fl_app.settings import Settings
 from uldp_fl_app.task import num_users_of
@@ -15,12 +11,12 @@ from uldp_fl_app.task import num_users_of
 PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
 
 
-def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan | None:
-    """Return the plan of whom a round samples and how it noises; None if a method has its own."""
+def plan_of(settings: Settings, method: Method) -> PrivacyPlan:
+    """Return the plan of whom a round samples and how it noises; ULDP-GROUP-k has its own."""
     if settings.method == "default":
         return NonPrivatePlan(sampling=FullParticipation(settings.num_silos))
-    if settings.method == "uldp-group":
-        return None
+    if isinstance(method, UldpGroup):
+        return method.plan(settings.delta)
     users, rate = num_users_of(settings), settings.user_sampling_rate
     return configured.release_plan(
         settings,

@@ -7,7 +7,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.federation import FederatedStrategy, Method, configured
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from uldp_fl_app.plans import PRIVATE, dp_sgd, plan_of, server_learning_rate
 from uldp_fl_app.private_weighting import private_sum_of
@@ -39,48 +38,37 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    settings = configured.begun(Settings, context)
-    method = settings.method
-    if method == "uldp-group" and settings.dataset in SURVIVAL:
+    settings = configured.settings(Settings, context)
+    if settings.method == "uldp-group" and settings.dataset in SURVIVAL:
         raise UnfitSetting(
-            f"run-config method={method!r} with dataset={settings.dataset!r}: its loss compares "
+            f"run-config method='uldp-group' with dataset={settings.dataset!r}: its loss compares "
             "patients, and DP-SGD needs one that is a mean over them; expected another method"
         )
-    if method not in OPENLY and settings.aggregation != "plain":
+    if settings.method not in OPENLY and settings.aggregation != "plain":
         raise UnfitSetting(
-            f"run-config aggregation='secure' with method={method!r}: expected 'plain', as "
-            f"{WHY_PLAIN[method]}"
+            f"run-config aggregation='secure' with method={settings.method!r}: expected 'plain', "
+            f"as {WHY_PLAIN[settings.method]}"
         )
     task = task_of(context)  # missing data end the run here
-    configured.start(grid, context, Settings, task, strategy_of)
-
-
-def strategy_of(settings: Settings, run: RunDirectory) -> FederatedStrategy:
-    """Return the strategy of a run."""
-    method = settings.method
-    options = configured.options(settings, run, plan_of(settings))
-    if method in PRIVATE:
-        options["sum"] = private_sum_of(settings)
-    if method == "uldp-group":
-        group = group_of(settings)
-        return FederatedStrategy(group, group.plan(settings.delta), **options)
-    return FederatedStrategy(method_of(settings), **options)
-
-
-def group_of(settings: Settings) -> UldpGroup:
-    """Return ULDP-GROUP-k, which has a plan of its own."""
-    return UldpGroup(
-        num_silos=settings.num_silos,
-        num_users=num_users_of(settings),
-        group_size=group_size_of(settings),
-        local=dp_sgd(settings),
-        server_learning_rate=server_learning_rate(settings),
-    )
+    method = method_of(settings)
+    plan = plan_of(settings, method)
+    options = configured.options(settings, task, plan)
+    weighted = private_sum_of(settings) if settings.method in PRIVATE else None
+    strategy = FederatedStrategy(method, plan, sum=weighted, **options)
+    configured.start(grid, context, settings, task, strategy)
 
 
 def method_of(settings: Settings) -> Method:
-    """Return any other method; every method gets the same settings where it has them."""
+    """Return the method; every method gets the same settings where it has them."""
     method, fields = settings.method, {"server_learning_rate": server_learning_rate(settings)}
+    if method == "uldp-group":
+        return UldpGroup(
+            num_silos=settings.num_silos,
+            num_users=num_users_of(settings),
+            group_size=group_size_of(settings),
+            local=dp_sgd(settings),
+            **fields,
+        )
     if not method.startswith("uldp-sgd"):
         fields["local"] = configured.training(settings)
     if method == "default":

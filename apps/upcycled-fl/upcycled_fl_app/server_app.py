@@ -8,7 +8,6 @@ from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import Coefficient, Decaying, proximal_ratio
 from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured
 from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
-from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from upcycled_fl_app.plans import local_training, plan_of
 from upcycled_fl_app.settings import Settings
@@ -20,17 +19,22 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    settings = configured.begun(Settings, context)
+    settings = configured.settings(Settings, context)
+    check_method(settings)
     coefficient = coefficient_of(settings)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-
-    def strategy(settings: Settings, run: RunDirectory) -> FederatedStrategy | Upcycled:
-        base = strategy_of(plan, settings, run)
-        return Upcycled(base, coefficient) if settings.upcycled else base
-
+    ratio = settings.straggler_ratio
+    strategy = FederatedStrategy(
+        method_of(plan, settings),
+        plan,
+        stragglers=Stragglers(ratio=ratio) if ratio else None,
+        **configured.options(settings, task, plan),
+    )
+    if settings.upcycled:
+        strategy = Upcycled(strategy, coefficient)
     notes = {"data-source": data_facts(settings).source, "model": model_name(settings)}
-    configured.start(grid, context, Settings, task, strategy, notes=notes)
+    configured.start(grid, context, settings, task, strategy, notes=notes)
 
 
 def coefficient_of(settings: Settings) -> float | Coefficient:
@@ -47,10 +51,14 @@ def coefficient_of(settings: Settings) -> float | Coefficient:
             return proximal_ratio(proximal_weight=weight, penalty=value)
 
 
-def strategy_of(
-    plan: NonPrivatePlan | PerturbationPlan, settings: Settings, run: RunDirectory
-) -> FederatedStrategy:
-    """Return the strategy of a method; all methods share the settings that they have."""
+def check_method(settings: Settings) -> None:
+    """Refuse settings that the method cannot have.
+
+    Raises
+    ------
+    UnfitSetting
+        The message names the setting and the value that the method expects.
+    """
     method, local = settings.method, local_training(settings)
     if method in ("scaffold", "pfedme") and local.tolerance:
         raise UnfitSetting(
@@ -68,12 +76,6 @@ def strategy_of(
             f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, because "
             "its server takes no step of its own"
         )
-    ratio = settings.straggler_ratio
-    return FederatedStrategy(
-        method_of(plan, settings),
-        stragglers=Stragglers(ratio=ratio) if ratio else None,
-        **configured.options(settings, run, plan),
-    )
 
 
 def method_of(plan: NonPrivatePlan | PerturbationPlan, settings: Settings) -> Method:

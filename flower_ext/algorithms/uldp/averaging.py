@@ -31,7 +31,6 @@ from logging import getLogger
 
 import numpy as np
 
-from flower_ext.algorithms.uldp import silo_part
 from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
@@ -41,11 +40,11 @@ from flower_ext.algorithms.uldp.weights import (
     ask_silos,
     check_weighting,
     check_weights,
-    owned,
     read_weights,
     user_weights,
     users_records,
 )
+from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
@@ -53,12 +52,10 @@ from flower_ext.federation import (
     ClientWork,
     Cohort,
     Connected,
-    HiddenSum,
     LocalResult,
     Memory,
     Method,
     Population,
-    Question,
     Released,
     State,
     Steps,
@@ -66,7 +63,6 @@ from flower_ext.federation import (
     shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
-from flower_ext.federation.sums.weighted import STEP, WEIGHTED
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
@@ -89,26 +85,12 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
     num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
     data = owned(work.data, num_users)
-    total: WeightedTotal | silo_part.SiloPart
-    if WEIGHTED in work.state:  # the protocol of a weighted sum weighs each user
-        part = silo_part.open_part(work, users=num_users, clipping_norm=bound)
-        if part is None:
-            lost = HiddenSum(bound=bound, encrypt=lambda noise: silo_part.LOST_KEYS)
-            return LocalResult(update=lost)
-        users, total = data.by_user(), part
-    else:
-        weights = read_weights(work).tolist()
-        users = {user: records for user, records in data.by_user().items() if weights[user] > 0}
-        total = WeightedTotal(work.received, bound, weights, work.settings.get(CELL))
+    total = work.weighted_part(num_users, bound) or WeightedTotal(
+        work.received, bound, read_weights(work).tolist(), work.settings.get(CELL)
+    )
+    users = {user: records for user, records in data.by_user().items() if total.counts(user)}
     yield users_training(work, users, total, num_users)
     return LocalResult(update=total.value)
-
-
-def answer(question: Question) -> Mapping[str, object]:
-    """Answer a question before a round: take a step of a weighted sum, or describe this silo."""
-    if STEP in question.values:
-        return silo_part.answer(question)
-    return answer_server(question)
 
 
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:
@@ -144,8 +126,9 @@ class UldpAvg(Method):
         name="uldp_avg",
         local_update=local_update,
         local_model=shared_model,
-        answer=answer,
+        answer=answer_server,
         memory=Memory.NONE,  # a resumed run sets up keys of a weighted sum anew
+        takes_weighted_sums=True,
     )
 
     num_silos: int
@@ -162,11 +145,11 @@ class UldpAvg(Method):
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that is not one of users among so many silos."""
+        """Refuse a plan that does not protect users whose records lie in this method's silos."""
         check_user_plan(plan, self.num_silos)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the users, whose parts a weighted sum hides."""
+        """Return the population: the users, which a weighted sum hides from the server."""
         if not summation.brings_weights:
             return UsersInSilos(plan.sampling, self.num_silos)
         is_oblivious = summation.hidden_draw != ""

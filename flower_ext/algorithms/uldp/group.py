@@ -25,10 +25,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos, owned
+from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
+from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import (
     Arrays,
@@ -91,7 +92,7 @@ def kept(work: ClientWork) -> Examples:
 class UldpGroup(Method):
     """Record-level DP inside the silos, with group privacy for the records of a user.
 
-    All silos have the same weight in the mean. Run it under its own `plan`.
+    All silos have the same weight in the mean. Run the method under the plan that `plan` returns.
 
     To draw the limits, the server needs every silo's histogram in the clear. No guarantee covers
     that.
@@ -135,7 +136,7 @@ class UldpGroup(Method):
         )
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan of other trainings."""
+        """Refuse a plan that was not made by `plan` for this method's training."""
         if not isinstance(plan, GroupPlan) or plan != self.plan(plan.delta):
             raise InvalidValue(
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
@@ -144,7 +145,7 @@ class UldpGroup(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """Empty, because DP-SGD is the only training."""
+        """No phases of local training, because the method trains by DP-SGD only."""
         return {}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:

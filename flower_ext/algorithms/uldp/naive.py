@@ -34,8 +34,8 @@ from flower_ext.training import LocalTraining
 class UldpNaive(Method):
     """Clip each silo's update as a whole, and noise it for a user with records in every silo.
 
-    All silos have the same weight in the mean. The plan is one of users, as for `UldpAvg`, without
-    sampling.
+    All silos have the same weight in the mean. The plan protects users, as for `UldpAvg`, and
+    samples none.
 
     The provable guarantees and the ledger count 2C for the largest change that one user can make to
     a silo's clipped update. The paper counts C (see `uldp_naive_guarantees`).
@@ -60,7 +60,7 @@ class UldpNaive(Method):
     local: LocalTraining = LocalTraining()
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that is not one of users, or that samples them."""
+        """Refuse a plan that does not protect users, or that samples them."""
         check_user_plan(plan, self.num_silos)
         if not isinstance(plan.sampling, FullParticipation):
             raise InvalidValue(

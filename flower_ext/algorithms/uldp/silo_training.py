@@ -33,6 +33,10 @@ _PREPARED = 2048
 class UsersTotal(Protocol):
     """A total over a silo's users, which takes their unclipped updates in groups of rows."""
 
+    def counts(self, user: int) -> bool:
+        """Return True if the user's update counts; other users need no training."""
+        ...
+
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Add one row of ``rows`` for each of ``users``."""
         ...
@@ -66,6 +70,10 @@ class WeightedTotal:
             else np.zeros(tuple(part.shape), np.int64)
             for name, part in params.items()
         }
+
+    def counts(self, user: int) -> bool:
+        """Return True if the user's weight is above zero."""
+        return self._weights[user] > 0
 
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Add one row of ``rows`` for each of ``users``."""

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from flower_ext.data import ClientData, SiloData
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.data.examples import owned
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
@@ -36,8 +36,6 @@ WEIGHTS = "weights"
 HISTOGRAM, ONE_BY_ONE = "histogram", "one-by-one"
 MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
-MOST_USERS = 2**24
-"""Most users that a silo makes room for, whatever number a server names."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
     "equal": (),
     "by-records": (
@@ -75,7 +73,8 @@ def check_weights(
 ) -> None:
     """Refuse weights by which one user could move the sum by more than the clipping norm.
 
-    The guarantee counts equal weights as 1/|S| in single uploads, so no weight may be larger.
+    Under equal weights the guarantee assumes that a user moves a single upload by at most 1/|S|
+    clipping norms, so no weight may be larger.
 
     Raises
     ------
@@ -92,16 +91,16 @@ def check_weights(
         raise InvalidValue("weights: expected numbers in [0, 1]")
     if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
         raise InvalidValue(
-            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as weights are "
-            "equal; a user would move an upload by more than the ε counts"
+            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos} with equal "
+            "weights, because ε assumes that a user moves an upload by no more"
         )
     sums = weights.sum(axis=0)
     if (sums > 1 + _ROUNDING).any():
         worst = int(sums.argmax())
         whose = f"user {users[worst]}" if len(sums) == len(users) else "every user"
         raise InvalidValue(
-            f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, as "
-            "a user would else move the sum by more than the clipping norm"
+            f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, "
+            "because a user could otherwise move the sum by more than the clipping norm"
         )
 
 
@@ -136,31 +135,6 @@ def read_weights(work: ClientWork) -> np.ndarray:
         return weights
 
 
-def owned(data: ClientData, num_users: int) -> SiloData:
-    """Return the silo's data, whose records have owners.
-
-    Raises
-    ------
-    ValueError
-        The data have no owners, or an owner or ``num_users`` is out of range.
-    """
-    if not 1 <= num_users <= MOST_USERS:
-        raise tellable(InvalidValue(f"{num_users} users: expected 1 … {MOST_USERS}"))
-    if not isinstance(data, SiloData):
-        raise tellable(
-            InvalidValue(
-                "data of the Task: expected SiloData, whose owners name the user of each training "
-                "example"
-            )
-        )
-    if len(data.owners) and int(data.owners.max()) >= num_users:
-        raise InvalidValue(
-            f"owners: expected users 0 … {num_users - 1}, as the plan's population is "
-            f"{num_users}; one owner is {int(data.owners.max())}"
-        )
-    return data
-
-
 def answer_server(question: Question) -> Params:
     """Say if the described trainings run one by one on this machine, and count users' records.
 
@@ -191,7 +165,7 @@ def ask_silos(
     trainings : Mapping[str, LocalTraining]
         The phases of a user's training. How they run depends on a silo's machine.
     histogram : bool
-        True if the silos shall tell how many records each user has.
+        True to ask for the number of records of each user.
 
     Returns
     -------
@@ -209,7 +183,7 @@ def ask_silos(
     answers = clients.ask(
         ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
         lambda reply: _read_answer(reply, num_users if histogram else 0),
-        dict.fromkeys(clients.nodes, records.training_records(trainings)),
+        records.training_records(trainings),
     )
     one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     return np.array(one_by_one), np.stack(counts)
@@ -221,7 +195,7 @@ def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
     if arrays[ONE_BY_ONE].dtype.kind not in "biu":
-        raise RefusedReply(f"{ONE_BY_ONE!r}: expected a truth value")
+        raise RefusedReply(f"{ONE_BY_ONE!r}: expected true or false")
     counts = arrays.get(HISTOGRAM, np.empty(0, dtype=np.int64))
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

@@ -15,7 +15,7 @@ from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.client.unmoved import data_of
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -107,20 +107,35 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
 def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Answer a question of the method."""
     if side.method.answer is None:
-        raise tellable(InvalidValue(f"{side.method.name} answers no questions: ask it none"))
-    partition, content = partition_of(context.node_config), message.content
+        raise tellable(
+            InvalidValue(
+                f"{side.method.name}: expected no questions, as its ClientMethod has no answer"
+            )
+        )
     task = side.task_of(context)
     question = Question(
         task=task,
-        data=data_of(task, partition, hidden=True),
-        partition=partition,
-        values=dict(content.config_records[records.QUESTION]),
-        arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
-        training=records.read_trainings(content),
-        vault=ClientVault(context, side.method.name),
-        may_simulate=side.policy(context).may_simulate,
+        data=data_of(task, partition_of(context.node_config), hidden=True),
+        values=dict(message.content.config_records[records.QUESTION]),
+        training=records.read_trainings(message.content),
     )
     return records.to_record(side.method.answer(question))
+
+
+def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Take a step of the set-up of a weighted sum, or of a secret draw."""
+    if not side.method.takes_weighted_sums:
+        raise tellable(
+            InvalidValue(f"{side.method.name} takes no weighted sum: take UldpAvg or UldpSgd")
+        )
+    partition = partition_of(context.node_config)
+    return weighted_silo.answer(
+        records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
+        data_of(side.task_of(context), partition, hidden=True),
+        partition,
+        ClientVault(context, side.method.name),
+        may_simulate=side.policy(context).may_simulate,
+    )
 
 
 def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
@@ -155,5 +170,6 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
 # By the record that asks; a message with none of them asks for the state.
 _ANSWERS = {
     records.QUESTION: _of_method,
+    records.WEIGHTED_SUM: _of_weighted_sum,
     records.FROZEN: _frozen,
 }

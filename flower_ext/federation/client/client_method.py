@@ -15,9 +15,8 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation import records
 from flower_ext.federation.client.protecting import Contribution
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
@@ -35,8 +34,9 @@ class ClientWork:
         The model that the server sent.
     memory : Params or None
         What the method stored on this client; None before it stored anything.
-    vault : ClientVault
-        Storage for methods with secret keys.
+    weighted_part : Callable[[int, float], SiloPart | LostPart | None]
+        Opens this silo's part of a `weighted_sum`, from the number of users and the clipping norm;
+        returns None if the method weighs its users itself.
     training : Mapping[str, LocalTraining]
         The phases of training by name.
     round : int
@@ -56,14 +56,15 @@ class ClientWork:
     config : Mapping[str, object]
         The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
     steady : bool
-        True if no bit of the result may depend on trainings beside this one (see `train_groups`).
+        True if no bit of the result may depend on the trainings that share its batch (see
+        `train_groups`).
     """
 
     task: Task
     data: ClientData
     received: Params
     memory: Params | None
-    vault: ClientVault
+    weighted_part: Callable[[int, float], SiloPart | LostPart | None]
     training: Mapping[str, LocalTraining]
     round: int
     seed: int
@@ -107,7 +108,7 @@ class ClientWork:
 
 @dataclass(kw_only=True)
 class LocalResult:
-    """The result of a client's work: its upload before bound and noise, and its new memory.
+    """The result of a client's work: its upload before clipping and noise, and its new memory.
 
     Attributes
     ----------
@@ -141,21 +142,16 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question of the server beside the rounds, and the data to answer it with.
+    """A question that the server asks outside the rounds, and the data to answer it with.
 
-    ``values`` has the plain values of the question, ``arrays`` the server's array records by name,
-    ``training`` the phases of training that it describes. ``may_simulate`` is True if this client
-    accepts what protects nobody (see `NodePolicy`).
+    ``values`` has the plain values of the question, and ``training`` the phases of training that
+    it describes.
     """
 
     task: Task
     data: ClientData
-    partition: int
     values: Mapping[str, Any]
-    arrays: Mapping[str, records.Arrays]
     training: Mapping[str, LocalTraining]
-    vault: ClientVault
-    may_simulate: bool
 
 
 class Memory(Enum):
@@ -192,9 +188,12 @@ class ClientMethod:
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
-        The only phase of training between the received model and the update, if its other terms
-        depend on no record. Noise in this phase then protects the update. None if there is no such
-        phase.
+        The phase of training that alone turns the received model into the update, with other terms
+        that depend on no record. Noise in this phase then protects the update. None if there is no
+        such phase.
+    takes_weighted_sums : bool
+        True if ``local_update`` opens a `ClientWork.weighted_part`. Clients of other methods refuse
+        the set-up of a weighted sum, which counts the records of their users.
     """
 
     name: str
@@ -203,6 +202,7 @@ class ClientMethod:
     memory: Memory = Memory.IN_UPDATES
     answer: Callable[[Question], Mapping[str, Any]] | None = None
     upload_phase: str | None = None
+    takes_weighted_sums: bool = False
 
     @property
     def keeps_memory(self) -> bool:

@@ -126,7 +126,9 @@ def _answered(
         with isolated():
             reply = answer(message, context)
         if not isinstance(reply, Message) or not isinstance(context.state, RecordDict):
-            raise TypeError("the ClientApp returned no Message, or its context.state is none")
+            raise TypeError(
+                "the ClientApp must return a Message, and leave a RecordDict in context.state"
+            )
         return reply
     except Exception as error:  # whatever a ClientApp raises becomes an error reply
         context.state = before

@@ -8,7 +8,7 @@ the model, in each local step, or in the objective. The mechanisms are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import partition_of
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
@@ -41,8 +42,8 @@ class NodePolicy:
 
     The owner of a SuperNode sets these values with ``--node-config``:
 
-    * ``require-secure-noise=true``: the client refuses anything that protects nobody, as seeded
-      noise does.
+    * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
+      noise.
     * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
@@ -59,7 +60,7 @@ class NodePolicy:
 
     @property
     def may_simulate(self) -> bool:
-        """True if this client accepts what protects nobody: seeded noise and small keys."""
+        """True if this client accepts settings that protect nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def check(self, protection: Protection) -> None:
@@ -99,25 +100,6 @@ class NodePolicy:
             )
         partition = partition_of(self.context.node_config)
         return SeededNoise(entries["seed"], purpose, partition, entries["number"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class HiddenSum:
-    """A sum over units that leaves the client only in encrypted form.
-
-    Parameters
-    ----------
-    bound : float
-        Largest distance by which one unit can move the sum, as in `BoundedSum`.
-    encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Function that takes this client's share of the noise, in float64, and returns the encrypted
-        upload: values plus noise, in whole numbers of public steps. The function itself rounds the
-        noise to these steps. Noise that was rounded before to coarser multiples would leave the
-        steps between them without noise.
-    """
-
-    bound: float
-    encrypt: Callable[[Params], Mapping[str, np.ndarray]]
 
 
 Contribution = Params | BoundedSum | HiddenSum
@@ -203,8 +185,7 @@ def protected(
     Raises
     ------
     InvalidValue
-        The plan bounds each unit's part of the update and the method does not, or the method does
-        and the plan asks for something else.
+        The plan and the method disagree: only one of them bounds each unit's part of the update.
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.

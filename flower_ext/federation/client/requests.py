@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
+from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.client.protecting import Unprotected
 from flower_ext.federation.protection import check_entries
 from flower_ext.privacy import NonFiniteUpdate
@@ -18,6 +19,9 @@ from flower_ext.training import LocalTraining, Params, Task
 from flower_ext.training.params import is_finite
 
 T = TypeVar("T")
+
+_OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
+"""Records that hold bytes of a protocol; all other arrays become tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class Request:
     """Entries of the round's record, among them those of the protection."""
     model: Params
     state: Mapping[str, Params]
+    sums: Mapping[str, Arrays]
+    """The server's messages for the sum of the round, by the record's name."""
     training: Mapping[str, LocalTraining]
     settings: Mapping[str, float]
     config: Mapping[str, object]
@@ -77,6 +83,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
     def request(message: Message) -> Request:
         content = message.content
         arrays_of = records.of_kind(content, ArrayRecord)
+        sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
         received = {name: params(record) for name, record in arrays_of.items()}
         configs = records.of_kind(content, ConfigRecord)
         if not set(received[records.MODEL]) <= set(task.shapes):
@@ -98,6 +105,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
             entries=round_entries,
             model=received.pop(records.MODEL),
             state=_Told(received),
+            sums=_Told(sums),
             training=_Told(records.read_trainings(content)),
             settings=_Told(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
             config=dict(configs.get(records.CONFIG, {})),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from flower_ext.federation.client.client_method import (
 from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     Contribution,
-    HiddenSum,
     NodePolicy,
     Protected,
     Unprotected,
@@ -54,7 +54,8 @@ from flower_ext.federation.client.vector_answers import WorkView, masked_vector,
 from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.roster import PARTITION, check_addressee, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums import masked
+from flower_ext.federation.sums import masked, weighted_silo
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipToCells
@@ -150,7 +151,12 @@ class ClientSide:
             data=data,
             received=request.model,
             memory=self._load_memory(request, context) if self.method.keeps_memory else None,
-            vault=ClientVault(context, self.method.name),
+            weighted_part=partial(
+                weighted_silo.open_part,
+                request.sums.get(records.WEIGHTED_SUM),
+                ClientVault(context, self.method.name),
+                request.round,
+            ),
             training=request.training,
             round=request.round,
             seed=request.seed,
@@ -178,9 +184,9 @@ class ClientSide:
         contribution, update = self._protected(turn, result)
         metrics, sent = _metrics(turn, result, contribution), arrays_of(update)
         if isinstance(protection, ClipToCells):
-            of_sum = arrays_of(request.state[records.SECURE_SUM])
             update = {name: value * protection.cell for name, value in sent.items()}
             # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
+            of_sum = request.sums[records.SECURE_SUM]
             sent = masked.seal(sent, of_sum, turn.context, self.method.name)
         self._store_memory(turn, result, update)
         return Update(sent, metrics)
@@ -221,7 +227,7 @@ class ClientSide:
             return
         if not self.method.keeps_memory:
             reason = f"{self.method.name} returns memory, but declares memory=Memory.NONE"
-            raise tellable(InvalidValue(f"{reason}: expected another Memory"))
+            raise tellable(InvalidValue(f"{reason}: declare another Memory"))
         kept = ClientMemory(turn.context, self.method.name, turn.request.run)
         kept.store(memory, turn.request.round, and_before=self.method.memory is Memory.MIRRORED)
 

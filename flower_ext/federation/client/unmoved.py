@@ -85,13 +85,13 @@ def unmoved_by_errors(
     """Run ``local_update``, but leave the model unchanged if its training raises or diverges.
 
     If a single training fails, its own model stays as it was. If the method fails, it is called
-    again for a client without examples. If that fails too, the received model is the result, and
-    the client keeps its memory; where no model can be the result, the error is raised.
+    again for a client without examples. If that fails too, the client sends the received model and
+    keeps its memory. Under a protection that takes no models, the error is raised instead.
 
     A `tellable` error depends on no data and is raised. If the protection does not hide failures,
-    only trainings without noise, such as that of a personal model, may fail unseen: noise then
-    protects each step, no record can make a step fail, and any other error is a fault of the
-    method.
+    because noise protects each step, only trainings without noise, such as that of a personal
+    model, may fail unseen. No record can make a noised step fail, so any other error is a fault of
+    the method and is raised.
     """
     try:
         return (yield from _unmoved_trainings(local_update, work))

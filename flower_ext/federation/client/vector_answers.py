@@ -94,17 +94,16 @@ def masked_vector(
     protection = request.protection
     with knowing_no_data():
         policy.check(protection)
-        if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.state:
+        if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.sums:
             raise tellable(
-                InvalidValue("query: expected a protection by noise in cells, and a secure sum")
+                InvalidValue("query: expected a secure sum, and its protection ClipToCells")
             )
         number = request.entries["query"]
         noise = policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
-        of_sum = {n: np.asarray(array) for n, array in request.state[records.SECURE_SUM].items()}
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
     whole = {name: np.asarray(array) for name, array in cells.items()}
-    sealed = masked.seal(whole, of_sum, context, method)
+    sealed = masked.seal(whole, request.sums[records.SECURE_SUM], context, method)
     return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 

@@ -1,6 +1,6 @@
 """Many clients on one node, with fewer and larger messages and training in batches.
 
-A message costs Flower 7 to 25 ms besides any training. A `VirtualGrid` shows a strategy
+Flower takes 7 to 25 ms for a message, without any training. A `VirtualGrid` shows a strategy
 ``clients_per_node`` clients for every node, packs the messages to clients of one node into one, and
 unpacks the reply. A `CohortApp` on the node answers for all of them. Neither the strategy nor a
 client notices.

@@ -1,8 +1,8 @@
 """Worker processes that each answer for a part of the clients, so that one run uses many cores.
 
 The server's process forks them, so they share what it has loaded. A client with a state stays in
-its process for the whole run; the others go to the process with the least work. Each process has
-one thread, because many small trainings gain more from processes than from threads.
+its process for the whole run; a client without one goes to the process with the least work. Each
+process has one thread, because many small trainings gain more from processes than from threads.
 """
 
 from __future__ import annotations

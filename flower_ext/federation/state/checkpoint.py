@@ -48,7 +48,7 @@ class AskedUnits:
 
     @property
     def may_have_answered(self) -> int:
-        """The number of uploads that somebody may have seen."""
+        """The largest number of uploads that the server may have received."""
         return self.asked if self.answered is None else self.answered
 
 
@@ -89,7 +89,7 @@ class Checkpoints:
         Raises
         ------
         OSError
-            It could not be written: nobody may be asked.
+            The record could not be written, so the server must not ask.
         """
         self._note(**{QUERY: query, "number": number})
 

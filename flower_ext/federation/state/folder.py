@@ -7,7 +7,7 @@ node config           meaning
 ``state-key-file``    32 random bytes with which its files are encrypted
 ====================  =====================================================
 
-Keys are in its folder `SECRETS`. Leave that folder out of backups: a client that goes on from an
+Keys are in its folder `SECRETS`. Leave that folder out of backups: a client that continues from an
 older state could use a mask twice, and two messages under one mask reveal their difference.
 
 A SuperNode reads these values from its own node config only, because a server must not name paths

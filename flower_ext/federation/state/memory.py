@@ -74,8 +74,8 @@ class ClientMemory:
     ) -> None:
         """Store the memory of training round ``version``.
 
-        A folder keeps the two versions before it, the context's state none, or with ``and_before``
-        the last of them.
+        A folder also keeps the two versions before it. The context's state keeps only the last
+        version before it if ``and_before`` is set, and none otherwise.
 
         Raises
         ------

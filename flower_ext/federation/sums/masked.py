@@ -1,4 +1,4 @@
-"""Masked sums: the server sees the sum of the clients' contributions, and no single one.
+"""Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
 This module has both ends of a sum, and the names of all that passes between them. The protocol's
 arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).
@@ -25,10 +25,10 @@ round's context.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -46,6 +46,7 @@ from flower_ext.federation.sums.summation import (
     Summation,
     bytes_record,
     message_of,
+    single_message,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
@@ -91,7 +92,7 @@ class MaskedSum(Summation):
     mechanism: NoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:
-        """Let the cohort agree on masks; clients that do not are no longer in the cohort."""
+        """Let the cohort agree on masks; clients that fail to agree leave the cohort."""
         return OpenMaskedSum(self.mechanism, opening)
 
 
@@ -136,7 +137,8 @@ class OpenMaskedSum(OpenSum):
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
         """Return the least number of answers, and the least number of honest ones among them.
 
-        After the training no honest share counts before unmasking, when no sum is visible.
+        Once answers have arrived, and until unmasking begins, the second number is 0, because
+        nobody can see a sum.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0
@@ -152,8 +154,12 @@ class OpenMaskedSum(OpenSum):
         message = self._read(reply, MaskedInput, records.UPDATE)
         return SealedUpdate({}, metrics, message)
 
-    def aggregate(self, contributions: Iterable[tuple[int, records.Update]]) -> Aggregate:
-        """Add masked contributions up as they arrive, unmask their sum, and release its mean.
+    def add(self, partition: int, update: records.Update) -> None:
+        """Add a masked contribution; refuse one that does not fit the round."""
+        self._take(message_of(update), self._server.add_masked)
+
+    def close(self) -> Aggregate:
+        """Unmask the sum with the clients' help, and release its mean.
 
         Raises
         ------
@@ -161,12 +167,10 @@ class OpenMaskedSum(OpenSum):
             Too few clients answered in one of the stages, so nobody learns any part of a sum; or
             the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
         """
-        messages = (message_of(update) for _, update in contributions)
-        self._take(messages, self._server.add_masked)
         try:
             requests = self._server.unmask_requests()
             self._unmasking = True
-            self._take(self._ask(QUESTION, requests, Revealed), self._server.add_revealed)
+            self._ask(QUESTION, requests, Revealed, self._server.add_revealed)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
@@ -183,14 +187,18 @@ class OpenMaskedSum(OpenSum):
     def _agree(self) -> Mapping[int, Delivery]:
         """Let the members agree on masks; return the deliveries of those that can contribute."""
         server = self._server
-        self._take(self._ask(BEGIN, server.invitations(), Advert), server.add_advert)
-        self._take(self._ask(KEYS, server.keys(), SealedShares), server.add_shares)
+        self._ask(BEGIN, server.invitations(), Advert, server.add_advert)
+        self._ask(KEYS, server.keys(), SealedShares, server.add_shares)
         return server.deliveries()
 
     def _ask(
-        self, stage: str, content: Mapping[int, Invitation | Keys | UnmaskRequest], kind: type[T]
-    ) -> list[T]:
-        """Send members the messages of a stage, and return the accepted answers."""
+        self,
+        stage: str,
+        content: Mapping[int, Invitation | Keys | UnmaskRequest],
+        kind: type[T],
+        add: Callable[[T], None],
+    ) -> None:
+        """Send members the messages of a stage, and add each accepted answer."""
         contents = {
             self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
@@ -200,14 +208,15 @@ class OpenMaskedSum(OpenSum):
             self._clients.replies(requests.messages),
             lambda reply: self._read(reply, kind, records.ANSWER),
         )
-        return [answer for _, answer in sorted(answers)]
+        for _, answer in sorted(answers):
+            self._take(answer, add)
 
-    def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
-        for message in messages:
-            try:
-                add(message)
-            except (ProtocolError, InvalidValue) as error:
-                self._refuse(f"client {self._partitions[message.member]}: {error}")
+    def _take(self, message: T, add: Callable[[T], None]) -> None:
+        """Add a message; refuse it if it breaks the protocol."""
+        try:
+            add(message)
+        except (ProtocolError, InvalidValue) as error:
+            self._refuse(f"client {self._partitions[message.member]}: {error}")
 
     def _read(self, reply: Message, kind: type[T], record: str) -> T:
         arrays = read_answer(reply, record)
@@ -253,7 +262,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order.
     """
     with knowing_no_data():
-        stage, data = _stage_of(
+        stage, data = single_message(
             records.to_arrays(message.content.array_records[records.SECURE_SUM])
         )
         vault = _vault(context, method)
@@ -273,16 +282,14 @@ def answer(message: Message, context: Context, method: str) -> Message:
     )
 
 
-def seal(
-    cells: Mapping[str, np.ndarray], request: Mapping[str, Any], context: Context, method: str
-) -> Arrays:
+def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, method: str) -> Arrays:
     """Return a masked contribution as the arrays of an upload.
 
     Parameters
     ----------
     cells : Mapping[str, ndarray]
         The noised update as int64. It is sent modulo a power of two, in the order of its names.
-    request : Mapping[str, array]
+    message : Mapping[str, ndarray]
         The record of the secure sum in the server's training message.
 
     Raises
@@ -294,7 +301,7 @@ def seal(
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        stage, data = _stage_of(request)
+        stage, data = single_message(message)
         if stage != DELIVERY:
             raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
         delivery = Delivery.from_bytes(data, member.context)
@@ -305,17 +312,6 @@ def seal(
 
 def _vault(context: Context, method: str) -> ClientVault:
     return ClientVault(context, f"{method}-sum")
-
-
-def _stage_of(arrays: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return the stage of the server's message, and its bytes."""
-    if len(arrays) != 1:
-        raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
-    ((stage, values),) = arrays.items()
-    array = np.asarray(values)
-    if array.dtype != np.uint8:
-        raise InvalidValue(f"{stage!r} in the server's message is {array.dtype}: expected bytes")
-    return stage, array.tobytes()
 
 
 def _invited(vault: ClientVault, data: bytes) -> Member:

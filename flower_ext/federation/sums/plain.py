@@ -5,10 +5,7 @@ The server adds each contribution when it arrives, and drops it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from flwr.app import Message
 
@@ -30,26 +27,26 @@ class _OpenPlainSum(OpenSum):
     def __init__(self, mechanism: RoundMechanism, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
         self.cohort = opening.cohort
+        like = opening.like
+        self._summed = mechanism.begin_sum(in_float64(like) if mechanism.weighs_examples else like)
+        self._examples = 0.0
 
     def read(self, reply: Message) -> Update:
         return self._opening.read(reply)
 
-    def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
-        like = self._opening.like
-        aggregate = partial(
-            self._mechanism.aggregate,
-            cohort_size=len(self.cohort.partitions),
-            noise=self._opening.noise,
-        )
+    def add(self, partition: int, update: Update) -> None:
+        arrays = update.arrays
+        if self._mechanism.weighs_examples:
+            size = update.metrics["num-examples"]
+            self._examples += size
+            arrays = {name: as_float64(array) * size for name, array in arrays.items()}
+        self._summed.add(arrays)
+
+    def close(self) -> Aggregate:
+        size, noise = len(self.cohort.partitions), self._opening.noise
+        mean = self._mechanism.aggregate(self._summed, cohort_size=size, noise=noise)
         if not self._mechanism.weighs_examples:
-            return aggregate((update.arrays for _, update in contributions), like=like)
-        sizes: list[float] = []
-
-        def weighted() -> Iterator[Mapping[str, Any]]:
-            for _, update in contributions:
-                sizes.append(size := update.metrics["num-examples"])
-                yield {name: as_float64(array) * size for name, array in update.arrays.items()}
-
-        mean = aggregate(weighted(), like=in_float64(like))
+            return mean
         # The mean of n weighted uploads becomes their sum over all examples.
-        return replace(mean, value=divided(mean.value, sum(sizes) / mean.answered, like))
+        value = divided(mean.value, self._examples / mean.answered, self._opening.like)
+        return replace(mean, value=value)

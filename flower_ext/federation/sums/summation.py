@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, Message
 
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
@@ -26,7 +28,7 @@ class Opening:
     ----------
     clients : Clients
     population : Population
-        Counts the units; a sum tells it when their order is new.
+        Counts the units. A sum tells it when the silos have a new secret order of users.
     cohort : Cohort
         The clients to ask.
     number, server_round : int
@@ -57,7 +59,7 @@ class SealedUpdate(Update):
 
 
 class OpenSum(ABC):
-    """The sum of one round.
+    """The sum of one round. Call `read` and `add` for each reply, and then `close`.
 
     Attributes
     ----------
@@ -79,8 +81,12 @@ class OpenSum(ABC):
         """Read a client's contribution; raise `RefusedReply` for anything else."""
 
     @abstractmethod
-    def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
-        """Return the released mean of the contributions, which are read once, as they arrive.
+    def add(self, partition: int, update: Update) -> None:
+        """Add the contribution of one client, as `read` returned it."""
+
+    @abstractmethod
+    def close(self) -> Aggregate:
+        """Return the released mean of the added contributions.
 
         Raises
         ------
@@ -143,7 +149,7 @@ class Summation(ABC):
         Raises
         ------
         RoundDiscarded
-            Too few clients are left, so that nobody shall train.
+            Too few clients are left, so nobody trains.
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
@@ -167,3 +173,20 @@ def message_of(update: Update) -> Any:
 def bytes_record(name: str, data: bytes) -> ArrayRecord:
     """Return a record with one array of bytes."""
     return to_record({name: to_bytes_array(data)})
+
+
+def single_message(arrays: Arrays) -> tuple[str, bytes]:
+    """Return the name and the bytes of the one array in the server's record.
+
+    Raises
+    ------
+    InvalidValue
+        There is another number of arrays, or the array has no bytes.
+    """
+    with knowing_no_data():
+        if len(arrays) != 1:
+            raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
+        ((name, array),) = arrays.items()
+        if array.dtype != np.uint8:
+            raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
+        return name, array.tobytes()

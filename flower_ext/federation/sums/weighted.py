@@ -1,7 +1,7 @@
 """Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
 
 This module has the server's end of a sum, and the names of all that passes between the ends; the
-silos' end is `flower_ext.algorithms.uldp.silo_part`. A `WeightingProtocol` of
+silos' end is `weighted_silo`. A `WeightingProtocol` of
 `flower_ext.secure.weighting` has the arithmetic and all messages, as bytes: Protocol 1 of Kato et
 al., "Uldp-FL" (PVLDB 2024), over Paillier, or one of a plug-in.
 
@@ -22,14 +22,14 @@ decrypted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
@@ -64,11 +64,9 @@ if TYPE_CHECKING:  # it needs the extra ``weighting``
 T = TypeVar("T")
 log = getLogger("flwr")
 
-STEP, WEIGHTED = "step", "weighted-sum"
-"""Key of a question's step; record of the protocol's message to a silo. In this record and in the
-answer, the array of a message has the name of its step."""
 WEIGHTS, SUM, LOST = "weights", "sum", "lost"
-"""Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys."""
+"""Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys.
+The array of any other message, and of its answer, has the name of its step."""
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
@@ -100,7 +98,8 @@ class WeightedSum(Summation):
     ----------
     protocol : WeightingProtocol
     mechanism : NoisedSum
-        That of the plan. Once the protocol is set up, it has the protocol's own costs in privacy.
+        The plan's mechanism. Once the protocol is set up, it also counts the privacy that the
+        protocol itself costs.
 
     Raises
     ------
@@ -135,8 +134,8 @@ class WeightedSum(Summation):
         """Refuse methods without silos or weights by records, and norms of hidden updates."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
-                f"sum: expected none with weighting={method.weighting!r}, as private weights are "
-                "by records; take UldpAvg(weighting='by-records')"
+                f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
+                "UldpAvg(weighting='by-records'), because a weighted sum weights by records"
             )
         if diagnostics:
             raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
@@ -238,10 +237,11 @@ class OpenWeightedSum(OpenSum):
         self._summation, self._opening, self._weights = summation, opening, weights
         self.cohort = opening.cohort
         self.measures = dict(seconds)
+        self._messages: dict[int, Any] = {}
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the encrypted weights, the same for all silos."""
-        return {WEIGHTED: self._weights}
+        return {records.WEIGHTED_SUM: self._weights}
 
     def read(self, reply: Message) -> SealedUpdate:
         """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
@@ -259,7 +259,11 @@ class OpenWeightedSum(OpenSum):
             raise RefusedReply(str(error)) from error
         return SealedUpdate({}, read_metrics(reply), message)
 
-    def aggregate(self, contributions: Iterable[tuple[int, Update]]) -> Aggregate:
+    def add(self, partition: int, update: Update) -> None:
+        """Keep a silo's masked sum: nothing is added up before all silos have answered."""
+        self._messages[partition] = message_of(update)
+
+    def close(self) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
 
         Raises
@@ -269,8 +273,7 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        messages = {silo: message_of(update) for silo, update in contributions}
-        if lost := [silo for silo, message in messages.items() if message is None]:
+        if lost := [silo for silo, message in self._messages.items() if message is None]:
             self._summation.keys_lost = True
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
@@ -285,18 +288,20 @@ class OpenWeightedSum(OpenSum):
         )
         bound = norms * mechanism.clipping_norm
         try:
-            total = shaped(summation.server.close_round([*messages.values()]), like)
+            total = shaped(summation.server.close_round([*self._messages.values()]), like)
             mechanism.refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:
-            raise self._discarding(f"{error}, or a silo sent what is no sum") from error
+            raise self._discarding(f"{error}, or a silo sent something other than a sum") from error
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
-        released = mechanism.aggregate([total], cohort_size=1, noise=SecureNoise(), like=like)
+        summed = mechanism.begin_sum(like)
+        summed.add(total)
+        released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
-        return replace(released, answered=len(messages))
+        return replace(released, answered=len(self._messages))
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
         """Return the error that discards a spoiled sum, or ends a run that has no other sums."""
@@ -345,8 +350,7 @@ def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
         return read_bytes(arrays, step.name, step.length)
 
     messages = {
-        silo: {WEIGHTED: bytes_record(step.name, message)}
+        silo: {records.WEIGHTED_SUM: bytes_record(step.name, message)}
         for silo, message in step.questions.items()
     }
-    question = ConfigRecord({STEP: step.name})
-    return clients.ask(question, read, messages, partitions=[*step.questions])
+    return clients.query(messages, read)

@@ -47,7 +47,7 @@ def calibrate_noise_multiplier(
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
 
     The search ends at a noise multiplier of 0.001, which hides nothing. It gets there only if
-    ``delta`` is at least the chance that a unit is ever drawn; choose a smaller one.
+    ``delta`` is at least the chance that a unit is ever drawn; choose a smaller ``delta``.
 
     Parameters
     ----------

@@ -21,9 +21,9 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     noise_multiplier : float
         Standard deviation of the noise, divided by the largest L2 distance of neighbours.
     releases : float
-        Number of releases. One whose noise was σ_t instead of σ counts (σ/σ_t)² times. For an
-        adversary who sees who took part, these are the releases with a part of the unit that took
-        part most; the number must not depend on anybody's data.
+        Number of releases. A release whose noise was σ_t instead of σ counts (σ/σ_t)² times.
+        Against an adversary who sees who took part, count the releases to which the unit that took
+        part most contributed. The number must not depend on anybody's data.
 
     Raises
     ------

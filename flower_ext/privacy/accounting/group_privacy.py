@@ -33,7 +33,7 @@ _NO_PRIVACY = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd:
-    """Facts of one silo's DP-SGD that accounting needs, of one training or of several together.
+    """Facts of one silo's DP-SGD that accounting needs, over one training or several.
 
     Parameters
     ----------
@@ -58,8 +58,9 @@ class DpSgd:
 def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of at most ``group_size`` records, whichever silos they lie in.
 
-    All silos' releases of one step form one vector with noise in every coordinate. Sampled records
-    move it by at most as many clipping norms as there are; that number is Binomial(k, γ).
+    All silos' releases of one step form one vector with noise in every coordinate. Each sampled
+    record of the user moves it by at most one clipping norm, and the number of sampled records is
+    Binomial(k, γ).
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue
 
 
 class Participations:
-    """Counts of the releases that each unit went into, weighted by how well each was noised.
+    """Counts of the releases to which each unit contributed; less noise gives more weight.
 
     A weight is measured in fully noised sums: a Gaussian of noise σ/√w counts w times as much as
     one of noise σ, because their precisions add up.
@@ -77,7 +77,8 @@ class Participations:
     def level(self, units: Iterable[int]) -> None:
         """Give each of ``units`` the counts of the unit that took part most.
 
-        For units whose own counts are lost: nobody knows any more which of them is which.
+        Use it for units whose own counts are lost, because the server no longer knows which is
+        which.
         """
         units = list(units)
         most = max(self.uploads.values(), default=0)

@@ -25,7 +25,7 @@ the tails of a composition is loose for more copies, and its transforms become l
 
 
 def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
-    """Return the bound on a grid that is as fine as an ε of about ``rough`` asks for."""
+    """Return the bound on ε, computed on a grid fine enough for an ε of about ``rough``."""
     steps = sum(count for _, count in counts)
     # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
     interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
@@ -107,7 +107,9 @@ def _grid_of(event: dp_accounting.DpEvent, count: int, interval: float) -> tuple
                 event.sampling_probs,
                 value_discretization_interval=interval,
             ), count
-    raise TypeError(f"event={event!r}: expected a Gaussian, sub-sampled or a mixture, or neither")
+    raise TypeError(
+        f"event={event!r}: expected a Gaussian, a sub-sampled Gaussian or a mixture of them"
+    )
 
 
 def _composed(losses: Any, count: int) -> Any:

@@ -52,7 +52,7 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the bound at the best order: of every fourth one, then of its neighbours."""
+    """Return the bound at the best order: try every fourth one, then the best one's neighbours."""
     from dp_accounting import rdp
 
     def best_of(orders: Sequence[float]) -> tuple[float, float]:

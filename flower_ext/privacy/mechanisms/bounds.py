@@ -20,7 +20,7 @@ empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ import numpy as np
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.updates import (
+    RunningSum,
     Update,
     as_float64,
     check_arrays,
@@ -108,35 +109,51 @@ def clip(update: Update, clipping_norm: float) -> BoundedSum:
         slack = min(2 * slack, 0.5)
 
 
-def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
-    """Clip every update and return the sum, in float64.
+class ClippedSum(RunningSum):
+    """Sum of updates in float64, each of which is clipped when it is added.
 
-    Each update is clipped, added and dropped before the next one is read, so memory stays bounded.
+    Guarantees
+    ----------
+    Adding or removing one update moves ``value`` by at most ``bound``.
+
+    Parameters
+    ----------
+    like : Update
+    bound : float
+        Clipping norm.
 
     Raises
     ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `clip` and `total`.
+    ValueError
+        ``like`` is empty, or ``bound`` is not a finite number above zero.
     """
-    require_positive("clipping_norm", clipping_norm)
-    summed, wide, count = zeros_like(like), zeros_like(like), 0
-    with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
-        for update in updates:
-            check_arrays(update)
-            check_like(update, like)
-            for name, array in wide.items():
+
+    def __init__(self, like: Update, bound: float) -> None:
+        require_positive("clipping_norm", bound)
+        super().__init__(like)
+        self.bound, self._wide = bound, zeros_like(like)
+
+    def add(self, update: Update) -> None:
+        """Clip an update, and add it.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            As `clip` and `RunningSum.add`.
+        """
+        check_arrays(update)
+        check_like(update, self.like)
+        clipped: Update = self._wide
+        with np.errstate(over="ignore", invalid="ignore"):  # `clip` handles squares that overflow
+            for name, array in self._wide.items():
                 array[...] = update[name]
-            norm = plain_norm(wide) / clipping_norm
-            bounded: Update = wide
+            norm = plain_norm(self._wide) / self.bound
             if not 1e-100 < norm < 1e100:  # squares overflow or underflow
-                bounded = clip(wide, clipping_norm).value
+                clipped = clip(self._wide, self.bound).value
             elif norm > _MARGIN:
-                for array in wide.values():
+                for array in self._wide.values():
                     array *= _MARGIN / norm
-            for name, array in summed.items():
-                array += bounded[name]
-            count += 1
-    return BoundedSum(value=summed, bound=clipping_norm if count else 0.0, count=count)
+        super().add(clipped)
 
 
 def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
@@ -175,7 +192,7 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
     Raises
     ------
     InvalidValue
-        They are of another number, or outside [0, 1].
+        The number of weights is not ``count``, or a weight is outside [0, 1].
     """
     shares = [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):

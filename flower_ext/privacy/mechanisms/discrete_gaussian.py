@@ -168,7 +168,7 @@ def _check(stddev: float) -> None:
     if not LEAST_STDDEV <= stddev <= MOST_STDDEV:
         raise InvalidValue(
             f"stddev={stddev!r} of discrete noise: expected {LEAST_STDDEV:g} to {MOST_STDDEV:g} "
-            "whole numbers; choose another grid"
+            "steps of the grid; take a finer or a coarser grid"
         )
 
 

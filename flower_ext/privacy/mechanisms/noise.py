@@ -7,8 +7,8 @@ multiples of a public grid g, a power of two. The argument:
 1. Let v be the value, as it is, and Z a real Gaussian of the requested stddev σ.
 2. The release is g·round((v + Z)/g), a function of v + Z and of the public g alone.
 3. It is thus post-processing of the Gaussian mechanism, and the sensitivity of v is unchanged.
-4. v/g is split into a whole number and a rest of at most one half. Both are exact, because g is a
-   power of two. Only the rest meets the noise before rounding.
+4. v/g is split into a whole number and a remainder of at most one half. Both are exact, because g
+   is a power of two. Only the remainder is added to the noise before rounding.
 5. Whole numbers below 2⁵³ add up without error in float64; a value above 2⁵² g is refused.
 6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. Where shares of σ change from round to round
    with the size of the cohort, which may be secret, g still follows the whole σ.
@@ -197,7 +197,7 @@ class SeededNoise(NoiseSource):
 
 def _check_grid(grid: float, stddev: float) -> None:
     if not sys.float_info.min <= grid:
-        raise InvalidValue(f"stddev={stddev!r}: expected one above 1e-300, or 0 for no noise")
+        raise InvalidValue(f"stddev={stddev!r}: expected a number above 1e-300, or 0 for no noise")
     if math.frexp(grid)[0] != 0.5 or not _FINEST <= grid / stddev <= _COARSEST:
         raise InvalidValue(
             f"grid={grid!r}: expected a power of two from {_FINEST:g} to {_COARSEST:g} times the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -19,14 +18,14 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
-from flower_ext.privacy.mechanisms.bounds import sum_clipped
+from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism, divided
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
-from flower_ext.privacy.mechanisms.updates import Update, l2_norm, total
+from flower_ext.privacy.mechanisms.updates import RunningSum, Update, l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -64,7 +63,7 @@ class ReleaseTerms:
             raise InvalidValue(f"queries={names}: expected each kind of query once")
         evaluated = [query.name for query in self.queries if query.schedule == "in evaluations"]
         if len(evaluated) > 1:
-            raise InvalidValue(f"queries={evaluated} in evaluations: expected one of them")
+            raise InvalidValue(f"queries={evaluated}: expected one query in evaluations at most")
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "
@@ -101,11 +100,12 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Number of clients among which each unit's data may be divided. All of them are asked in
         every round; they are the members of a secure sum over users. None if each unit is a client.
     sensitivity : float
-        Most clipping norms by which one unit moves a sum, at least 1: more for a unit with a part
-        in several uploads.
+        Largest change of a sum due to one unit, in clipping norms. It is at least 1, and more if a
+        unit contributes to several uploads.
     approximation_error : float
-        Most clipping norms between a sum and the exact one, or by which a unit that was not drawn
-        moves it. Above 0 if a protocol adds up under encryption.
+        Bound on two errors of a sum, in clipping norms: its distance from the exact sum, and the
+        distance by which a unit that was not drawn moves it. Above 0 if a protocol adds up under
+        encryption.
     """
 
     silos: int | None = None
@@ -237,7 +237,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def largest_sum(self) -> float:
-        """Largest norm of a secure sum before noise: that of all units with norm C each."""
+        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
         units = self.cohort_size if self.silos is None else self.sampling.population
         return units * self.clipping_norm
 
@@ -278,13 +278,13 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @staticmethod
     def refuse_spoiled(value: Update, *, bound: float, stddev: float) -> None:
-        """Refuse a noised sum that a sum of honest answers exceeds with probability `IMPROBABLE`.
+        """Refuse a noised sum too large for honest answers, except with probability `IMPROBABLE`.
 
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
         that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
         refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
-        with their stddev. It cannot name the member, whom the masks hide, and misses a bad
-        upload that is no larger than the noise and the other members' bounds allow.
+        with their stddev. The server cannot name the member, because masks hide each upload. The
+        check misses a bad upload that is no larger than noise and bounds allow.
 
         Parameters
         ----------
@@ -304,19 +304,18 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         limit = bound + largest_noised_norm(0.0, stddev, numbers)
         if not (norm := l2_norm(value)) <= limit:
             raise RoundDiscarded(
-                f"the noised sum has a norm of {norm:.4g}, where honest members' has "
-                f"{limit:.4g} at most: a member spoiled it by an upload that is not a clipped and "
-                "noised one, so nothing is released"
+                f"the noised sum has a norm of {norm:.4g}: expected at most {limit:.4g} from "
+                "honest members; a member spoiled it by an upload that was not clipped and noised, "
+                "so nothing is released"
             )
 
-    def aggregate(
-        self,
-        uploads: Iterable[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
-    ) -> Aggregate:
+    def begin_sum(self, like: Update) -> RunningSum:
+        """Return an empty sum of uploads, which clips them if the server adds the noise."""
+        if self.secure_sum is not None:
+            raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
+        return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
+
+    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
         """Return the noised sum of a round's uploads, divided by the expected cohort size.
 
         If the server adds the noise, it bounds every upload itself, so the guarantee relies on no
@@ -326,16 +325,14 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Raises
         ------
         ValueError
-            There are more uploads than asked clients, or names or shapes differ from ``like``.
+            There are more uploads than asked clients, or the sum did not clip what it had to.
         """
-        if self.secure_sum is not None:
-            raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
-        by_server = self.noised_by_server
-        if by_server:
-            clipped = sum_clipped(uploads, self.clipping_norm, like=like)
-            summed, answered = clipped.value, clipped.count
-        else:
-            summed, answered = total(uploads, like=like)
+        by_server, answered = self.noised_by_server, summed.count
+        if by_server and summed.bound > self.clipping_norm:
+            raise InvalidValue(
+                f"uploads of norms up to {summed.bound}: expected at most {self.clipping_norm}, "
+                "the clipping norm; add them to a sum of begin_sum"
+            )
         if answered > cohort_size:
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
@@ -343,7 +340,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         # Variances of shares add up, so the missing clients' part of σ²C² is left to the server.
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
-        value = divided(noised, self.sampling.expected_cohort_size, like)
+        noised = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
+        value = divided(noised, self.sampling.expected_cohort_size, summed.like)
         topped_up = 0.0 if by_server else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +15,11 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.mechanisms.updates import Update, total
+from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 
 
 class RoundDiscarded(RuntimeError):
-    """The plan releases nothing: noise of missing replies is missing, or a sum is spoiled."""
+    """The round releases nothing: too few replies, and so too little noise, or a spoiled sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,8 @@ class RoundMechanism(ABC):
     def release(self) -> Release | None:
         """The release of one round, for accountant and ledger; None without a noised sum.
 
-        Where a mechanism names one, nothing but that sum may show in the model, and cohorts must
-        stay secret.
+        If a mechanism has such a release, the model may depend on clients' data through that sum
+        only, and cohorts must stay secret.
         """
         return None
 
@@ -128,25 +127,20 @@ class RoundMechanism(ABC):
         """Return the protection that each client of a cohort applies to its upload."""
         return None
 
+    def begin_sum(self, like: Update) -> RunningSum:
+        """Return an empty sum, to which each upload of a round is added when it arrives."""
+        return RunningSum(like)
+
     @abstractmethod
-    def aggregate(
-        self,
-        uploads: Iterable[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
-    ) -> Aggregate:
+    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
         """Return the average of a round's uploads.
 
         Parameters
         ----------
-        uploads : Iterable[Update]
-            At most one per client; each is added as it comes and then dropped.
+        summed : RunningSum
+            The sum of `begin_sum`, with at most one upload per client.
         cohort_size : int
             Number of clients that were asked.
-        like : Update
-            Names, shapes and dtypes of the result.
 
         Raises
         ------
@@ -169,7 +163,7 @@ class RoundMechanism(ABC):
 class PlainAverage(PrivacyPlan, RoundMechanism):
     """A plan that takes the mean of the replies; it promises nothing unless a subclass does.
 
-    It needs nothing of a method but its consent, so it is its own mechanism.
+    The method determines none of its fields, so the plan is its own mechanism.
     """
 
     tells_sizes = True
@@ -180,14 +174,7 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
         """Return this plan, which is its own mechanism."""
         return self
 
-    def aggregate(
-        self,
-        uploads: Iterable[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
-    ) -> Aggregate:
+    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
         """Return the mean of the uploads; ``noise`` is not used.
 
         Raises
@@ -195,11 +182,10 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
         RoundDiscarded
             No client answered.
         """
-        summed, answered = total(uploads, like=like)
-        if not answered:
+        if not summed.count:
             raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
-        mean = divided(summed, answered, like)
-        return Aggregate(value=mean, answered=answered, topped_up_stddev=0.0)
+        mean = divided(summed.value, summed.count, summed.like)
+        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
 
 
 def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:

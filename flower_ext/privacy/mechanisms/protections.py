@@ -57,10 +57,10 @@ class Protection:
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
         """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
 
-        Refusing larger uploads changes a sum with at most that probability per upload, which no
-        reported δ counts. A hostile client can then move the sum no further than an honest
-        client's noise might. It does not bound the client's part by C, as a server that
-        adds the noise itself does.
+        Refusing larger uploads refuses an honest one with at most that probability, which no
+        reported δ counts. A hostile client can then move the sum no further than an honest client's
+        noise might. The check does not bound the client's part by C; only a server that adds the
+        noise itself can do that.
 
         Parameters
         ----------
@@ -158,7 +158,7 @@ class ClipToCells(_ClipAndNoise):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUnitsToCells(ClipToCells):
-    """The same where the upload is a sum over units, each clipped and rounded by the method."""
+    """Add discrete Gaussian noise to a sum over units, each clipped and rounded by the method."""
 
     takes_models = False
 

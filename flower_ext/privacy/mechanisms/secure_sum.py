@@ -10,9 +10,9 @@ X ~ Hypergeometric(N - 1, K, k) collude, and if it stays, Y ~ Hypergeometric(n -
 stay. The graph has the least k with a t such that
 
 * T n P(X ≥ t) ≤ 2⁻⁴⁰: no honest member has t colluding neighbours, who could unmask it.
-* T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might call a member answered to some neighbours and lost to
-  the others. Each honest neighbour then gives one kind of share, each colluder gives both, so the
-  server has at most k + X shares, and t of each kind if X ≥ 2t - k.
+* T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might tell some neighbours that a member answered, and the
+  others that it was lost. Each honest neighbour then gives one kind of share, and each colluder
+  gives both. The server then has at most k + X shares, and t of each kind only if X ≥ 2t - k.
 * T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: what honest members remain is connected. A circle
   with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2 pairs
   of gaps. Places are empty if their members collude or do not answer, at most c and D of n.
@@ -96,11 +96,11 @@ class SecureSum:
         of the others.
     dropouts : float
         δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
-        round is discarded. Clients' noise is scaled for the answers of all others.
+        round is discarded. Clients scale their noise so that the answers of all others suffice.
     resist_equivocation : bool
-        Choose t so large that a server which calls a client answered to some neighbours, and lost
-        to the others, cannot collect both of its secrets. Without it graphs have fewer neighbours,
-        and more clients may be lost.
+        Choose t so large that a server cannot collect both secrets of a client, even if it tells
+        some neighbours that the client answered and the others that it was lost. If False, graphs
+        have fewer neighbours, and more clients may be lost.
 
     Raises
     ------
@@ -140,8 +140,8 @@ class SecureSum:
             Number of clients from which cohorts are drawn uniformly. By default all clients are
             members in every round.
         rounds : int
-            Number of rounds of the run, for which all bounds together hold. A run that goes on
-            beyond exceeds them in proportion.
+            Number of rounds of the run, for which all bounds together hold. A longer run exceeds
+            them in proportion.
 
         Raises
         ------

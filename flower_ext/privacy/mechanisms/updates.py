@@ -8,7 +8,7 @@ precision goes unnoticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import array_api_compat as api
@@ -88,23 +88,46 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
     return rounded
 
 
-def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], int]:
-    """Return the sum in float64 and the number of updates; zeros like ``like`` without any.
+class RunningSum:
+    """Sum of updates in float64. Each is added when it arrives, and need not be kept.
 
-    Each update is added and dropped before the next one is read, so memory stays bounded.
+    Parameters
+    ----------
+    like : Update
+        Names and shapes of the updates; names, shapes and types of what is released.
+
+    Attributes
+    ----------
+    value : dict[str, array]
+    count : int
+        Number of added updates.
+    bound : float
+        Largest norm of an added update.
 
     Raises
     ------
     ValueError
-        Names or shapes differ from those of ``like``, or ``like`` is empty.
+        ``like`` is empty.
     """
-    summed, count = zeros_like(like), 0
-    for update in updates:
-        check_like(update, like)
-        for name, array in summed.items():
+
+    bound: float = math.inf
+
+    def __init__(self, like: Update) -> None:
+        self.like = like
+        self.value, self.count = zeros_like(like), 0
+
+    def add(self, update: Update) -> None:
+        """Add an update.
+
+        Raises
+        ------
+        ValueError
+            Names or shapes differ from those of ``like``.
+        """
+        check_like(update, self.like)
+        for name, array in self.value.items():
             array += update[name]
-        count += 1
-    return summed, count
+        self.count += 1
 
 
 def zeros_like(like: Update) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class RecordLevelPlan(PlainAverage):
 
     @property
     def upload_stddev(self) -> float:
-        """σ_u of each weight of an upload; with ``steps``, as if no step shrank earlier noise."""
+        """σ_u of each weight of an upload; with ``steps``, the noise of all steps added up."""
         return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
 
     def describe(self) -> str:

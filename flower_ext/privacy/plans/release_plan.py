@@ -37,7 +37,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
 
     Guarantees
     ----------
-    That of `NoisedSum`, which `mechanism` makes from this plan.
+    The guarantees of `NoisedSum`, which `mechanism` makes from this plan.
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     noise_placement : {"client", "server"} or SecureSum
         Party that adds the noise. ``"client"``: every client adds its share before it sends, and
         the server the shares of those that do not answer. ``"server"``: the server adds all of it.
-        A `SecureSum`: clients add shares of discrete Gaussian noise, and the server sees only the
-        sum of a round's uploads, which are whole numbers, scaled for the least number of answers.
-        It needs cohorts of a fixed size, and discards a round with fewer answers.
+        A `SecureSum`: uploads are whole numbers, and the server sees only their sum. Each client
+        adds a share of discrete Gaussian noise, so large that the least number of answers carries
+        the whole noise. It needs cohorts of a fixed size, and discards a round with fewer answers.
     queries : tuple of VectorQuery
-        What a run releases beside its rounds, counted in the same ε: `SecureScores` for the scores
-        of evaluations, or queries of your own, over all clients in secure sums. Without a query in
+        Further releases of a run, counted in the same ε: `SecureScores` for the scores of
+        evaluations, or queries of your own, over all clients in secure sums. Without a query in
         evaluations, clients report their scores without noise, and no ε covers them.
 
     Examples
@@ -143,7 +143,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         return self.sampling.population
 
     def mechanism(self, method: MethodTraits = _OF_CLIENTS) -> ReleaseMechanism:
-        """Return the mechanism of a method's rounds; by default of a method of clients.
+        """Return the mechanism of a method's rounds; by default, of a method that protects clients.
 
         Raises
         ------

@@ -99,7 +99,8 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunFacts) -> list[Guarantee
     Parameters
     ----------
     mechanism : NoisedSum
-        The mechanism of the silos' sums before it counts all silos' noise and 2C: σ is the user's.
+        The mechanism that the plan makes, before `UldpNaive.mechanism` counts all silos' noise and
+        2C. Its noise multiplier is the plan's σ.
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
@@ -156,7 +157,8 @@ def uldp_avg_guarantees(
     mechanism : NoisedSum
         The mechanism of the silos' sums, with sampling of users and noise by the silos.
     run : RunFacts
-        Of a method with silos. In secure sums, participations count the noise of honest silos only.
+        Facts of a run of a method with silos. In secure sums, participations count the noise of
+        honest silos only.
     secure_sum : str
         Assumption that hides single uploads from the server.
     hidden_draw : str

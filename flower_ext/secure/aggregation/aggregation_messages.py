@@ -86,7 +86,8 @@ class Keys(_RoundMessage):
 class SealedShares(_RoundMessage):
     """A hash of the member's seed, and shares of seed and mask key that neighbours can open.
 
-    Behind each pair of sealed shares come their hashes, by which the server knows a wrong share.
+    Behind each pair of sealed shares come their hashes, by which the server recognises a wrong
+    share.
     """
 
     kind = b"S"

@@ -40,7 +40,7 @@ class RoundContext(JsonRecord):
     bits : int
         32 or 64; sums are modulo 2^bits.
     length : int
-        Number of numbers in each member's vector.
+        Length of each member's vector.
     neighbours : int
         Number of neighbours of each member, as from `degree`.
     threshold : int

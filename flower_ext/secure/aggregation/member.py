@@ -80,7 +80,7 @@ class MemberState(JsonRecord):
     held: Mapping[int, bytes] = field(default_factory=dict)
 
     def forgetting(self, **changes: Any) -> MemberState:
-        """Return a state with these fields, and with nothing else that this one has learned."""
+        """Return a state with the given fields, which has forgotten all other secrets."""
         return MemberState(
             context=self.context, index=self.index, neighbours=self.neighbours, **changes
         )
@@ -119,7 +119,8 @@ class Member:
             raise InvalidValue(f"neighbours: expected members below {context.members}, not {index}")
         if not len(neighbours) == len(near) == context.neighbours:
             raise InvalidValue(
-                f"{len(near)} different neighbours: expected {context.neighbours}, as the context"
+                f"{len(near)} different neighbours: expected {context.neighbours}, "
+                "the number in the context"
             )
         self._token_bytes = token_bytes
         self._state = MemberState(context=context, index=index, neighbours=near)
@@ -210,9 +211,9 @@ class Member:
         """Return ``values`` under the member's own mask and a mask for each neighbour that shared.
 
         The member then forgets its own secrets, so that it can mask nothing else. Shares that it
-        cannot open cost nobody the round: the member masks as usual, and later reveals no share of
-        the neighbour that they came from. The server has the shares of others, and learns from the
-        missing one that the neighbour, or the server itself, sealed badly.
+        cannot open do not end the round: the member masks as usual, and later reveals no share of
+        the neighbour that sent them. The server uses the shares that other members hold, and learns
+        from the missing one that it was sealed badly, by the neighbour or by the server itself.
 
         Parameters
         ----------
@@ -284,7 +285,7 @@ class Member:
             )
         if set(request.kinds) != set(state.held):
             raise ProtocolError(
-                f"neighbours {sorted(request.kinds)}: expected all that shared, "
+                f"neighbours {sorted(request.kinds)}: expected all that shared secrets, "
                 f"{sorted(state.held)}"
             )
         shares = {}

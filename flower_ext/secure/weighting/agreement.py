@@ -95,11 +95,11 @@ class PartySettings(JsonRecord, ABC):
     @property
     @abstractmethod
     def sensitivity(self) -> float:
-        """Most clipping norms by which one user moves a decoded sum; above 1 due to rounding."""
+        """Largest change of a decoded sum due to one user, in clipping norms: 1 plus rounding."""
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance of a sum from the exact one in clipping norms, as in `NoisedSum`."""
+        """Largest distance between a sum and the exact one, in clipping norms; see `NoisedSum`."""
         return 0.0
 
     @property

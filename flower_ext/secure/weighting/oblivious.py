@@ -11,9 +11,9 @@ sender                k_j = H(a·B - (j + 1)·a·A) for every j, and each text s
 receiver              k_c = H(b·A)
 ====================  =====================================================================
 
-Multiples of A are counted from one, so that no scalar is zero and no choice takes a path of its
-own. H is BLAKE2b under a key that hashes the run, A, B and the number of the transfer, and takes
-the place as well. Keys of different runs, answers and places have nothing in common.
+Multiples of A are counted from one, so that no scalar is zero and no choice is a special case. H is
+BLAKE2b under a key that hashes the run, A, B and the number of the transfer, and takes the place as
+well. Keys of different runs, answers and places have nothing in common.
 
 * *The sender learns no choice.* b·G is uniform in the group, and adding (c + 1)·A permutes the
   group, so B is uniform for every c, whatever A the sender chose. This needs no assumption.

@@ -74,9 +74,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
 
         A user with more than ``max_records_per_user`` records, or a total that is not allowed,
-        makes the sum about uniform modulo n. It goes unnoticed with probability 2 · ``sum_bound`` /
-        n, or 2⁻⁶⁴ with packing. A server that tries totals on such a sum may find the user's total;
-        set ``silo_record_limits`` to rule this out.
+        makes the sum about uniform modulo n. This goes unnoticed with probability 2 · ``sum_bound``
+        / n, or 2⁻⁶⁴ with packing. A server that tries totals on such a sum may find the user's
+        total; set ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public

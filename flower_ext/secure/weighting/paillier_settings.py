@@ -106,7 +106,7 @@ class PaillierSettings(PartySettings):
 
     @property
     def sensitivity(self) -> float:
-        """Most clipping norms by which one user moves a decoded sum.
+        """Largest change of a decoded sum due to one user, in clipping norms.
 
         Encoding moves each coordinate of an update by half a step at most. The dither amounts to
         rounding the sum to whole steps at random, which moves a coordinate by less than one step.

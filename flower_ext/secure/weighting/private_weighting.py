@@ -90,7 +90,7 @@ class PrivateWeighting(WeightingProtocol):
 
     @property
     def shown(self) -> Sequence[str]:
-        """Facts that no guarantee covers: users without records, drawn places, running times."""
+        """Facts outside any guarantee, among them the number of users without records."""
         nobody = "how many users have no record in any silo (not which): the server"
         return nobody, *super().shown
 

@@ -1,9 +1,9 @@
 """Interface of private weighting: what a user decides, and the parties of a run.
 
-`federation.sums.weighted` runs the parties over Flower. A distribution adds a protocol by an entry
-point of the group ``flower_ext.weighting``: its name is the protocol's, its object a subclass of
-`WeightingProtocol`. Loading a protocol needs the extra ``weighting``; importing this module does
-not.
+`federation.sums.weighted` runs the parties over Flower. To add a protocol, a distribution declares
+an entry point in the group ``flower_ext.weighting``, which has the name of the protocol and loads a
+subclass of `WeightingProtocol`. Loading a protocol needs the extra ``weighting``; importing this
+module does not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WeightingProtocol(ABC):
     Parameters
     ----------
     max_records_per_user : int
-        The most records of one user; a protocol says where.
+        The most records of one user, in one silo or in all silos together, as the protocol says.
     silo_record_limits : tuple of int, optional
         The most records of one user in each silo.
     draw_choices : int, optional
@@ -76,7 +76,7 @@ class WeightingProtocol(ABC):
 
     @property
     def shown(self) -> Sequence[str]:
-        """Facts that a run reveals, and to whom, outside any guarantee: times, and drawn places."""
+        """Facts that a run reveals outside any guarantee, such as running times, and to whom."""
         return (SHOWN_TIME,) if self.hidden_draw else (SHOWN_PLACES, SHOWN_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:

@@ -123,7 +123,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             As `read_sum`, or a silo sent two sums.
         OverflowError
             The sum is out of bounds: some user has more records than the settings allow, or a silo
-            sent what is no sum.
+            sent something other than a sum.
         """
 
     def read_sum(self, silo: int, data: bytes) -> SumT:

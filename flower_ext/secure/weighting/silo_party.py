@@ -59,8 +59,8 @@ class SiloSum(Protocol):
     def finish(self, noise: NDArray[Any]) -> bytes:
         """Return the masked sum with this silo's share of the noise; the round is then used.
 
-        A user with records here and without an update counts as zero. A missing sum would tell
-        everybody that a record here is odd.
+        A user with records here and without an update counts as zero. A missing sum would reveal
+        that this silo holds an unusual record.
         """
         ...
 

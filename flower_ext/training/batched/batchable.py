@@ -96,8 +96,8 @@ def trains_alike(task: Task, job: Job, form: Form) -> bool:
     """Return True if a plug-in's form trains models like that of ``job`` as `train` does.
 
     A trial decides, because the code of a model may do more than its layers show. A model that
-    counts its passes, say, may act on the count long after the trial, so no model is taken that
-    changes anything in a pass.
+    counts its passes, say, may act on the count long after the trial, so the function returns False
+    for every model that changes anything in a pass.
     """
     return _trains_alike(_kind(task, job), form)
 

@@ -120,7 +120,8 @@ class Stack:
     ) -> Params:
         """Return each job's gradient of its loss and ``terms`` (see `terms`) at ``point``.
 
-        Jobs that ``climbs`` leaves out draw no random numbers, as they would not draw alone.
+        ``climbs`` is True for the jobs that take SAM's ascent step. The other jobs draw no random
+        numbers, because they would draw none if trained alone.
         """
         gradients = {name: torch.zeros_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in gradients.items()}

@@ -11,7 +11,7 @@ choose both, except for how many models there are and where among them the job's
   could stand in for this: such a number differs too rarely. Layers whose arrays are not made of
   rows are therefore left out: those of images, and weights that a model's own code may transform.
 
-What else may depend on size and position, such as matrix products, `_rounds_alike` tries.
+`_rounds_alike` tries whatever else may depend on size and position, such as matrix products.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TRIED = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16)
 
 
 class InvariantStack(Stack):
-    """A stack whose mini-batches all have ``rows`` rows, and one of `_SIZES` of models."""
+    """A stack of 4, 8, 16 or 32 models, whose mini-batches all have ``rows`` rows."""
 
     def __init__(
         self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
@@ -64,7 +64,7 @@ class InvariantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train, and of as many others as fill a size."""
+        """Yield mini-batches of the jobs that still train, and of others that fill the batch up."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -95,10 +95,10 @@ class InvariantBatches:
         self._kind = kind
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups of jobs whose mini-batches have as many rows.
+        """Yield groups of jobs whose mini-batches have equally many rows.
 
-        A job is left out, by its own numbers alone, if 32 of its kind would not fit into the
-        processor's caches, where they gain nothing, or into the memory.
+        A job is left out if 32 jobs of its kind would not fit into memory, or not into the
+        processor's caches: such a batch would gain nothing. Only the job's own numbers decide this.
         """
         alike, most = defaultdict(list), _SIZES[-1]
         for index, job in enumerate(jobs):

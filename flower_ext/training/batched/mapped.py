@@ -160,7 +160,7 @@ class MappedModel:
 
 
 def stacked(many: Sequence[Tensor]) -> Tensor:
-    """Stack tensors as `torch.stack` does, but faster if all are one object (a common start)."""
+    """Stack tensors as `torch.stack` does, but faster if all are one object."""
     one = many[0]
     if any(other is not one for other in many):
         return torch.stack(list(many))

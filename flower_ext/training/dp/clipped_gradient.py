@@ -4,10 +4,11 @@ The inputs and outputs of every layer give the norm of each example's gradient, 
 clipped ones, in one pass (`one_pass`). Examples pass in small groups that stay in the caches. Where
 a model might mix examples, each example's gradient is found by vmap, or in a loop.
 
-Libraries choose their kernels by the number of rows, so an example's gradient would round otherwise
-if another example joined the pass, and a ReLU at its kink turns a difference in the last bit into a
-whole gradient. All passes therefore have one public width, and copies fill the last one up. Where a
-trial finds that an example's bits depend on the others even so, examples pass one by one.
+Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
+differently if another example joined the pass. A ReLU at its kink turns such a difference in the
+last bit into a whole gradient. All passes therefore have one public width, and copies fill the last
+pass up. Where a trial finds that an example's bits depend on the others even so, examples pass one
+by one.
 """
 
 from __future__ import annotations

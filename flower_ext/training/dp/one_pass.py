@@ -129,7 +129,7 @@ class OnePass:
 
 
 def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
-    """Return the sum of each example's own loss; a mean might weigh examples by the others."""
+    """Return the sum of the examples' losses, each computed from that example alone."""
     if loss is functional.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() == 2:
         return functional.cross_entropy(outputs, y, reduction="sum")
     rows = {name: leaf for name, leaf in trees.named("", outputs) if has_rows(leaf, count)}

@@ -4,8 +4,8 @@ A layer's gradient for one example is a product of the layer's input and the slo
 Where that costs less, the gradient is never written down: its norm and weighted sums over examples
 are computed from the two factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
 Norms and sums are in float64, so that rounding gives no example a larger weight, however many
-examples or parameters there are. Opacus' ghost clipping takes a second backward pass, and norms in
-single precision; of Opacus come the layers for which no form here is faster.
+examples or parameters there are. Opacus' ghost clipping takes a second backward pass and computes
+norms in single precision. Layers for which this module has nothing faster use Opacus' samplers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trials of a model and its loss on made-up examples, before real data are touched.
 
 They find out whether one example can change what others contribute, which no clipping of each
-contribution bounds. `trial_examples` makes random and odd examples that reveal nobody's values;
+contribution bounds. `trial_examples` makes random and unusual examples that reveal nobody's values;
 `snapshots` reads all that a model can keep. A trial that finds nothing is evidence and no proof.
 
 Refused under DP-SGD (by `ClippedGradient`):
@@ -24,6 +24,6 @@ Not refused, but trained in a slower way in which no example meets another:
 
 * by vmap, a model that reads values of its features (`control_flow.watched`), or that mixes the
   examples of a batch (`BatchInvarianceTrial.finds_own_gradients`);
-* one by one, a model that rounds an example by its place or by the others even under vmap
-  (`BatchInvarianceTrial.is_batch_invariant`).
+* one by one, a model in which an example is rounded by its place in the batch or by other examples,
+  even under vmap (`BatchInvarianceTrial.is_batch_invariant`).
 """

@@ -3,7 +3,7 @@
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
 others, which no clipping of each gradient bounds. The trials compare what a pass over many examples
 finds with each example's own gradient, and its bits with those of other batches. They use random
-and odd examples, whose shapes and types alone come from real ones.
+and unusual examples, which have only the shapes and types of real ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class BatchInvarianceTrial:
     def finds_own_gradients(
         self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
     ) -> bool:
-        """Return True if one pass over ``count`` examples gives some the gradients they have alone.
+        """Return True if a pass over ``count`` examples finds each one's gradient as if alone.
+
+        Only a few of the examples are compared.
 
         Raises
         ------
@@ -101,9 +103,10 @@ class BatchInvarianceTrial:
     def is_batch_invariant(
         self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
     ) -> bool:
-        """Return True if no bit of a row of ``count`` depends on its place or on the other rows.
+        """Return True if no bit of an example's gradient depends on the rest of its batch.
 
-        False is certain. True is evidence for this processor and this number of its threads.
+        The batch has ``count`` examples; an example's place in it must not matter either. False is
+        certain. True is evidence for this processor and this number of threads.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)

@@ -1,4 +1,4 @@
-"""A watch on models that read values of their features, by which a branch may turn a whole batch.
+"""A check for models that branch on values of their features, by which examples could mix.
 
 A model that reads no value applies the same operations to every batch of a shape, whatever its
 numbers. One kind of reading is harmless: a test whether *all* or *any* values are true, if a row

@@ -1,7 +1,7 @@
-"""One example by itself: its model, its loss, its gradient, and the trial of both by DP-SGD.
+"""The loss and gradient of one example alone, and a trial of model and loss before DP-SGD.
 
-Nothing but buffers may change while an example passes, because the next one would see it. Every
-example finds buffers as they were sent.
+While an example passes through the model, nothing but buffers may change, because the next example
+would see the change. Buffers are reset for every example.
 
 An example whose loss raises, or whose gradient is not finite, counts as zero under DP-SGD. If a
 model does so for every example, DP-SGD would spend its budget on noise alone.
@@ -93,7 +93,7 @@ def loss_alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -
 def gradient_alone(
     model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
 ) -> Params:
-    """Return the gradient of one example; the next one finds the model's buffers as they were."""
+    """Return the gradient of one example, and leave the model's buffers unchanged."""
     point = {**params, **clone(dict(model.named_buffers()))}
     return gradient(
         lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),
@@ -106,10 +106,10 @@ def require_single_examples(
 ) -> None:
     """Refuse a model or a loss that keeps something of an example, or learns from none by itself.
 
-    Random and odd examples, whose shapes and types alone come from real ones, pass one by one, each
-    time through a fresh model: in one order, then in the other. So neither the largest example nor
-    the first one hides what the others leave. An accelerator is tried with zeros and ones as
-    integers, and a processor with others too (see `unlike_examples`).
+    Random and unusual examples, which have only the shapes and types of real ones, pass one by one,
+    each time through a fresh model: in one order, then in the other. So neither the largest example
+    nor the first one hides what the others leave. On an accelerator, integer features are zeros and
+    ones; on a CPU the trial uses other integers too (see `unlike_examples`).
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def require_single_examples(
     Raises
     ------
     InvalidValue
-        The message may travel; it names the place that changes, or the model or loss.
+        The message names the place that changes, or the model or loss. It may reach the server.
     """
     usual = _usual_examples(features, targets)
     for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
@@ -229,7 +229,7 @@ def refuse_without_gradients(
     InvalidValue
         Each example's loss raises, as for labels that do not begin at 0; or no example has a finite
         gradient other than zero, or all examples by themselves have equal outputs. The message may
-        travel.
+        reach the server.
     """
     reasons = [*map(_why_no_gradient, gradients)]
     if "" in reasons and None not in reasons:  # some examples have a gradient, of zero

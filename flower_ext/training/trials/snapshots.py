@@ -56,7 +56,7 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def same_params(one: Params | None, other: Params | None) -> bool:
-    """Return True if all numbers are those of `same_numbers`, or both are None."""
+    """Return True if `same_numbers` is true for all parameters, or both are None."""
     if one is None or other is None:
         return one is other
     return all(map(same_numbers, one.values(), other.values()))

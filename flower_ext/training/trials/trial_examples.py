@@ -1,4 +1,4 @@
-"""Kinds of trainings for trials to run, and random and odd examples of the form of real ones.
+"""Kinds of trainings for trials to run, and random or unusual examples that look like real ones.
 
 They depend on nobody's values, so a trial reveals nothing about any record.
 """
@@ -39,7 +39,7 @@ _DROPPING = {
 
 @dataclass(frozen=True)
 class TrainingKind:
-    """Everything by which a trial speaks for a training: a key, under which it is remembered.
+    """The facts on which a trial's result depends: the key under which a process remembers it.
 
     ``features`` and ``targets`` are one example of zeros, of the same form as the real ones.
     """
@@ -91,7 +91,7 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
 
 
 def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
-    """Return a copy of examples in which some rows consist of one odd value."""
+    """Return a copy of examples in which some rows consist of one unusual value."""
 
     def fill(leaf: Tensor) -> Tensor:
         leaf = leaf.clone()
@@ -104,18 +104,18 @@ def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
 def unlike_examples(
     features: Tree, targets: Tree, model: nn.Module, *, integers: bool
 ) -> tuple[Tree, Tree]:
-    """Return examples that differ in as many ways as models and losses may keep something of them.
+    """Return examples that differ in every way that a model or a loss could remember.
 
     They have the shapes and types of ``features`` and ``targets``. The first is random, with a
-    target of zero, and the last is odd.
+    target of zero; the last consists of unusual values.
 
     Parameters
     ----------
     model : nn.Module
         Its tables name the largest integers that they have rows for.
     integers : bool
-        Also try integers other than zeros and ones. Where tables have no such row, this is an
-        error, and on an accelerator it would be the end of the process.
+        Also try integers other than zeros and ones. A table without such a row raises an error,
+        which on an accelerator ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)

@@ -138,12 +138,12 @@ class LatticeSettings(PartySettings):
 
     @property
     def sensitivity(self) -> float:
-        """Most clipping norms by which one user moves a decoded sum."""
+        """Largest change of a decoded sum due to one user, in clipping norms."""
         return self.contribution_bound(self.clipping_norm) / self.clipping_norm
 
     @property
     def approximation_error(self) -> float:
-        """Most clipping norms between a sum and one that reveals no secret.
+        """Largest distance, in clipping norms, between a sum and one that reveals no secret.
 
         Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
         t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding

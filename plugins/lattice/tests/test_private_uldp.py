@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_part
+from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation.sums.weighted_silo import stored_silo
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -172,7 +173,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     _, grid = transcript
     told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
-        silo = silo_part.stored_silo(vault(grid, number))
+        silo = stored_silo(vault(grid, number))
         for secret in (silo._state.seed, silo._pairs.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
             assert secret not in told
@@ -331,7 +332,7 @@ def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
 def test_a_round_and_its_epoch_are_on_record_before_a_sum_leaves():
     grid, _ = start(lattice_of(sampling=SOME), rounds=2)
     for number in range(SILOS):
-        silo = silo_part.stored_silo(vault(grid, number))
+        silo = stored_silo(vault(grid, number))
         assert (silo._state.last_round, silo._state.last_epoch) == (2, 2)
 
 
@@ -365,7 +366,7 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     sent = server.open_epoch(places=[0]).to_bytes() + server.open_round(3).to_bytes()
     before = vault(grid, 1).load()
     with pytest.raises(ProtocolError, match="epoch 2: expected a number above 2"):
-        silo_part.stored_silo(vault(grid, 1)).open_sum(3, sent)
+        stored_silo(vault(grid, 1)).open_sum(3, sent)
     assert vault(grid, 1).load() == before
 
 
@@ -384,7 +385,7 @@ def test_a_silo_refuses_a_protocol_that_it_does_not_know():
     message = asked(grid, 1)[0]
     settings = json.dumps({"kind": "pigeons", "run": "another"}).encode()
     sent = {"begin": records.to_bytes_array(settings)}
-    message.content["weighted-sum"] = records.to_record(sent)
+    message.content[records.WEIGHTED_SUM] = records.to_record(sent)
     (reply,) = InProcessGrid.send_and_receive(grid, [message])
     assert "protocol='pigeons': expected one of lattice, paillier" in reply.error.reason
 

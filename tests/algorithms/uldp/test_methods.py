@@ -21,10 +21,10 @@ from flower_ext.algorithms.uldp import (
     silo_training,
 )
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
-from flower_ext.algorithms.uldp.silo_part import SiloPart
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
+from flower_ext.federation.sums.weighted_silo import SiloPart
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,

@@ -17,7 +17,6 @@ from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
     UldpSgd,
-    silo_part,
 )
 from flower_ext.data import SiloData
 from flower_ext.federation import (
@@ -26,7 +25,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.federation.sums.weighted import WEIGHTED
+from flower_ext.federation.sums import weighted_silo
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -71,12 +70,11 @@ from tests.support.weighting import numbers
 
 
 def kept(grid, number=0):
-    return silo_part.stored_silo(vault(grid, number))
+    return weighted_silo.stored_silo(vault(grid, number))
 
 
 def is_draw(message):
-    question = message.content.config_records.get("question", {})
-    return question.get("step") == "draw"
+    return "draw" in message.content.get(records.WEIGHTED_SUM, {})
 
 
 # The result --------------------------------------------------------------------------------------
@@ -204,7 +202,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert len(told) == ROUNDS
     pieces = [data[at : at + 32] for _, data in told for at in range(0, len(data), 32)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
-    sent = {data for _, data in arrays(grid.sent, WEIGHTED, "weights")}
+    sent = {data for _, data in arrays(grid.sent, records.WEIGHTED_SUM, "weights")}
     assert len(sent) == ROUNDS  # all silos received the same
     facts = strategy.run.summation.server.settings
     assert {len(data) for data in sent} == {32 + USERS * 5 * (facts.ciphertext_bytes + 16)}
@@ -335,7 +333,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
     assert len(uploads) == SILOS * ROUNDS
     for _, data in uploads:
         sent += numbers(data, facts.ciphertext_bytes)
-    weights = arrays(grid.sent, WEIGHTED, "weights")
+    weights = arrays(grid.sent, records.WEIGHTED_SUM, "weights")
     assert len(weights) == SILOS * ROUNDS
     for data in {data for _, data in weights}:  # one list per round, for all silos
         sent += numbers(data, facts.ciphertext_bytes)
@@ -569,8 +567,7 @@ def test_a_silo_refuses_a_step_of_the_set_up_that_is_repeated(step):
         for m in grid.sent
         if m.metadata.dst_node_id == 1_001
         and m.metadata.message_type == f"query.{METHOD}"
-        and "question" in m.content
-        and m.content["question"].get("step") == step
+        and step in m.content.get(records.WEIGHTED_SUM, {})
     )
     before = vault(grid, 1).load()
     (reply,) = InProcessGrid.send_and_receive(grid, [again])
@@ -794,10 +791,7 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
             "draw_choices=5: users are drawn at a rate of 0.5, expected a multiple of 1/5 below 1",
         ),
         (lambda: make(diagnostics=True), "diagnostics=True"),
-        (
-            lambda: make(weighting="equal"),
-            "sum: expected none with weighting='equal', as private weights are by records",
-        ),
+        (lambda: make(weighting="equal"), "with weighting='equal': expected UldpAvg"),
         (
             lambda: private_strategy_of(UldpSgd, plan=plan(), local=LOCAL, **COMMON),
             "ULDP-SGD has no local training",

@@ -9,10 +9,8 @@ from flwr.app import ArrayRecord
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import UldpAvg, averaging
-from flower_ext.algorithms.uldp.silo_part import counts_of
 from flower_ext.algorithms.uldp.weights import user_weights
 from flower_ext.data import SiloData
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import Ledger, PoissonSampling
 from flower_ext.secure.weighting.paillier_server import PaillierServer
@@ -569,11 +567,3 @@ def test_a_user_beyond_a_silos_limit_weighs_as_if_at_the_limit_and_nobody_sees_i
     monkeypatch.setattr(averaging, "user_weights", limited)
     expected = make_openly(UldpAvg, evaluate_every=0)
     assert difference(model, start(expected)[1]) <= ROUNDS * SMALL.precision
-
-
-def test_counts_are_those_of_the_owners_up_to_the_limit():
-    held = histogram(silos(), USERS)[1]
-    assert counts_of(silos()[1], USERS, most=1000) == held.tolist()
-    assert counts_of(silos()[1], USERS, most=2) == np.minimum(held, 2).tolist()
-    with pytest.raises(InvalidValue, match="owners: expected"):
-        counts_of(silos()[1], 3, most=2)

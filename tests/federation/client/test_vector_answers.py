@@ -20,7 +20,7 @@ ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
 def request(name="scores", fields=ONE_SCORE, protection=SHARE, **state):
     query = {"name": name, "fields": fields if isinstance(fields, str) else json.dumps(fields)}
-    return SimpleNamespace(query=query, protection=protection, state=state, entries={})
+    return SimpleNamespace(query=query, protection=protection, sums=state, entries={})
 
 
 def test_a_query_is_what_the_server_asked():
@@ -64,5 +64,5 @@ def test_the_owner_of_a_node_sets_the_least_noise_of_a_query_too(least, error):
 def test_no_vector_leaves_a_client_without_noise_in_cells_and_a_secure_sum():
     unprotected = request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})
     for asked in (request(), unprotected):
-        with pytest.raises(InvalidValue, match="expected a protection by noise in cells"):
+        with pytest.raises(InvalidValue, match="expected a secure sum, and its protection"):
             answer(asked)

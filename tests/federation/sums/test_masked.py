@@ -11,7 +11,8 @@ from scipy import stats
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
-from flower_ext.federation import ClientVault, records
+from flower_ext.federation import records
+from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
 from flower_ext.privacy import (

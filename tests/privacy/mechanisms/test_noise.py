@@ -6,7 +6,6 @@ import torch
 from scipy import stats
 
 from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip
-from flower_ext.privacy.mechanisms.bounds import sum_clipped
 from flower_ext.privacy.mechanisms.noise import (
     IMPROBABLE,
     NoiseSource,
@@ -14,6 +13,7 @@ from flower_ext.privacy.mechanisms.noise import (
     noise_grid,
 )
 from tests.support.arrays import FLOATS, array_of
+from tests.support.sums import sum_clipped
 
 DRAWS = 4_000_000
 
@@ -361,12 +361,12 @@ def test_no_noise_is_no_rounding_either():
 
 @pytest.mark.parametrize("grid", [0.3, 2.0**-3, 2.0**-33, 0.0, -1.0, math.nan, math.inf])
 def test_a_grid_that_is_none_for_this_noise_is_refused(grid):
-    with pytest.raises(ValueError, match=r"expected a power of two|expected one above"):
+    with pytest.raises(ValueError, match=r"expected a power of two|expected a number above"):
         SecureNoise().add_gaussian({"a": np.zeros(3)}, 1.0, grid=grid)
 
 
 def test_noise_too_small_for_a_grid_is_refused_by_name_and_the_smallest_is_exact():
-    with pytest.raises(ValueError, match="stddev=1e-307: expected one above"):
+    with pytest.raises(ValueError, match="stddev=1e-307: expected a number above"):
         SecureNoise().add_gaussian({"a": np.zeros(3)}, 1e-307)
     noised = SecureNoise().add_gaussian({"a": np.zeros(1000)}, 1e-300)["a"]
     assert (noised / 1e-300).std() == pytest.approx(1, rel=0.15)

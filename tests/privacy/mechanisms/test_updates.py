@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from flower_ext.privacy import NonFiniteUpdate, clip
-from flower_ext.privacy.mechanisms.updates import in_precision_of, l2_norm, total
+from flower_ext.privacy.mechanisms.updates import RunningSum, in_precision_of, l2_norm
+from tests.support.sums import added
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,8 @@ def test_masked_arrays_are_refused_since_norms_would_leave_values_out():
 
 def test_a_total_counts_and_adds_each_update():
     one, other = {"w": np.ones(2, np.float32)}, {"w": np.full(2, 3.0, np.float32)}
-    assert total([], like=one)[1] == 0
-    value, count = total([one, other, one], like=one)
-    assert count == 3
-    np.testing.assert_array_equal(value["w"], [5.0, 5.0])
-    assert value["w"].dtype == np.float64
+    assert RunningSum(one).count == 0
+    summed = added(RunningSum(one), [one, other, one])
+    assert summed.count == 3
+    np.testing.assert_array_equal(summed.value["w"], [5.0, 5.0])
+    assert summed.value["w"].dtype == np.float64

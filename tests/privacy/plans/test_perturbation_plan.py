@@ -21,6 +21,7 @@ from flower_ext.privacy.theorems.upcycled import (
 )
 from flower_ext.training import LocalTraining
 from tests.support.run_facts import run_facts
+from tests.support.sums import aggregate
 
 OUTPUT = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
 OBJECTIVE = ObjectivePerturbation(rate=4.0)
@@ -128,7 +129,7 @@ def test_what_arrives_is_averaged_as_it_is_by_those_who_answered():
     """No noise, clipping or expected size, because each upload is protected already."""
     uploads = [{"a": np.array([1e3, 0.0]), "b": np.array(3.0)}, {"a": np.ones(2), "b": np.array(1)}]
     like = {"a": np.zeros(2), "b": np.zeros(())}
-    made = plan().aggregate(uploads, cohort_size=3, noise=SecureNoise(), like=like)
+    made = aggregate(plan(), uploads, cohort_size=3, noise=SecureNoise(), like=like)
     np.testing.assert_array_equal(made.value["a"], [500.5, 0.5])
     assert made.value["b"] == 2.0
     assert made.answered == 2
@@ -137,18 +138,20 @@ def test_what_arrives_is_averaged_as_it_is_by_those_who_answered():
 
 @pytest.mark.parametrize("like", [np.zeros(3, np.float32), torch.zeros(3, dtype=torch.float64)])
 def test_the_average_has_the_type_of_the_model(like):
-    made = plan().aggregate([{"a": like + 2}], cohort_size=1, noise=SecureNoise(), like={"a": like})
+    made = aggregate(
+        plan(), [{"a": like + 2}], cohort_size=1, noise=SecureNoise(), like={"a": like}
+    )
     assert type(made.value["a"]) is type(like)
     assert made.value["a"].dtype == like.dtype
 
 
 def test_a_round_that_nobody_answers_is_discarded():
     with pytest.raises(RoundDiscarded, match="none of 3 clients"):
-        plan().aggregate([], cohort_size=3, noise=SecureNoise(), like={"a": np.zeros(2)})
+        aggregate(plan(), [], cohort_size=3, noise=SecureNoise(), like={"a": np.zeros(2)})
 
 
 def test_uploads_of_another_shape_are_refused_not_broadcast():
     with pytest.raises(ValueError, match="'a' has shape"):
-        plan().aggregate(
-            [{"a": np.ones(1)}], cohort_size=1, noise=SecureNoise(), like={"a": np.zeros(2)}
+        aggregate(
+            plan(), [{"a": np.ones(1)}], cohort_size=1, noise=SecureNoise(), like={"a": np.zeros(2)}
         )

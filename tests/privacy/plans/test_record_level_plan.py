@@ -16,6 +16,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.theorems.claims import OWN_GRADIENTS
 from tests.support.run_facts import run_facts
+from tests.support.sums import aggregate
 
 TARGET = {
     "epsilon": 10.0,
@@ -102,7 +103,7 @@ def test_the_same_published_epsilon_asks_for_the_same_noise_of_an_upload_with_st
 
 def test_the_server_takes_the_plain_mean_of_what_arrives():
     uploads = [{"w": np.full(3, value)} for value in (1.0, 2.0, 6.0)]
-    mean = plan().aggregate(uploads, cohort_size=20, noise=SeededNoise(0), like=uploads[0])
+    mean = aggregate(plan(), uploads, cohort_size=20, noise=SeededNoise(0), like=uploads[0])
     np.testing.assert_allclose(mean.value["w"], 3.0)
 
 

@@ -15,6 +15,7 @@ from flower_ext.privacy import (
     SeededNoise,
     privacy_loss_of,
 )
+from tests.support.sums import aggregate
 
 DIMENSION = 200_000
 LIKE = {"a": np.zeros(DIMENSION - 1, np.float32), "b": np.zeros((), np.float32)}
@@ -38,8 +39,8 @@ def upload(mechanism, cohort_size: int, seed: int):
     return SeededNoise(seed, "client").add_gaussian(LIKE, stddev)
 
 
-def released_stddev(aggregate, mechanism) -> float:
-    values = np.append(aggregate.value["a"], aggregate.value["b"]).astype(np.float64)
+def released_stddev(released, mechanism) -> float:
+    values = np.append(released.value["a"], released.value["b"]).astype(np.float64)
     return float(values.std() * mechanism.sampling.expected_cohort_size)
 
 
@@ -50,18 +51,18 @@ def test_any_dropout_leaves_the_accounted_noise(cohort_size, lost):
     mechanism = mechanism_of()
     answered = round((1 - lost) * cohort_size)
     uploads = [upload(mechanism, cohort_size, seed) for seed in range(answered)]
-    aggregate = mechanism.aggregate(
-        uploads, cohort_size=cohort_size, noise=SecureNoise(), like=LIKE
+    released = aggregate(
+        mechanism, uploads, cohort_size=cohort_size, noise=SecureNoise(), like=LIKE
     )
-    assert released_stddev(aggregate, mechanism) == pytest.approx(mechanism.noise_stddev, rel=0.01)
+    assert released_stddev(released, mechanism) == pytest.approx(mechanism.noise_stddev, rel=0.01)
     missing = 1 - answered / cohort_size
     expected = mechanism.noise_stddev * math.sqrt(missing)
-    assert aggregate.topped_up_stddev == pytest.approx(expected)
+    assert released.topped_up_stddev == pytest.approx(expected)
 
 
 def test_an_empty_poisson_cohort_releases_pure_noise():
-    aggregate = mechanism_of().aggregate([], cohort_size=0, noise=SecureNoise(), like=LIKE)
-    assert released_stddev(aggregate, mechanism_of()) == pytest.approx(0.75, rel=0.01)
+    released = aggregate(mechanism_of(), [], cohort_size=0, noise=SecureNoise(), like=LIKE)
+    assert released_stddev(released, mechanism_of()) == pytest.approx(0.75, rel=0.01)
 
 
 def test_the_sum_is_divided_by_a_public_constant_not_by_who_answered():
@@ -71,7 +72,7 @@ def test_the_sum_is_divided_by_a_public_constant_not_by_who_answered():
     like = {"a": np.zeros(2)}
     for answered in (1, 4):
         uploads = [{"a": np.array([0.3, 0.0])}] * answered
-        value = mechanism.aggregate(uploads, cohort_size=10, noise=SecureNoise(), like=like).value
+        value = aggregate(mechanism, uploads, cohort_size=10, noise=SecureNoise(), like=like).value
         np.testing.assert_allclose(value["a"], [0.3 * answered / 10, 0.0], atol=1e-7)
 
 
@@ -79,32 +80,30 @@ def test_a_server_that_noises_bounds_every_upload_itself():
     mechanism = mechanism_of(noise_placement="server", noise_multiplier=1e-9)
     like = {"a": np.zeros(2)}
     hostile = {"a": np.array([1e30, -1e30])}
-    value = mechanism.aggregate([hostile], cohort_size=1, noise=SecureNoise(), like=like).value
+    value = aggregate(mechanism, [hostile], cohort_size=1, noise=SecureNoise(), like=like).value
     assert np.linalg.norm(value["a"]) * 10 == pytest.approx(0.5, rel=1e-6)
     assert mechanism.client_noise_stddev(5) == 0.0
 
 
 def test_server_noise_is_all_of_it():
     mechanism = mechanism_of(noise_placement="server")
-    aggregate = mechanism.aggregate([LIKE] * 4, cohort_size=9, noise=SecureNoise(), like=LIKE)
-    assert released_stddev(aggregate, mechanism) == pytest.approx(0.75, rel=0.01)
-    assert aggregate.topped_up_stddev == 0.0
+    released = aggregate(mechanism, [LIKE] * 4, cohort_size=9, noise=SecureNoise(), like=LIKE)
+    assert released_stddev(released, mechanism) == pytest.approx(0.75, rel=0.01)
+    assert released.topped_up_stddev == 0.0
 
 
 @pytest.mark.parametrize("like", [np.zeros(3, np.float32), np.zeros(3, np.float16), torch.zeros(3)])
 def test_the_release_has_the_type_of_the_model(like):
-    value = (
-        mechanism_of()
-        .aggregate([], cohort_size=0, noise=SecureNoise(), like={"a": like})
-        .value["a"]
-    )
+    value = aggregate(
+        mechanism_of(), [], cohort_size=0, noise=SecureNoise(), like={"a": like}
+    ).value["a"]
     assert type(value) is type(like)
     assert value.dtype == like.dtype
 
 
 def test_more_uploads_than_were_asked_for_are_refused():
     with pytest.raises(ValueError, match="2 uploads from a cohort of 1"):
-        mechanism_of().aggregate([LIKE] * 2, cohort_size=1, noise=SecureNoise(), like=LIKE)
+        aggregate(mechanism_of(), [LIKE] * 2, cohort_size=1, noise=SecureNoise(), like=LIKE)
 
 
 def test_what_is_accounted_is_what_is_planned():
@@ -154,7 +153,8 @@ def test_unfit_plans_are_refused_by_field(field, value):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_upload_releases_nothing(placement, value):
     with pytest.raises(NonFiniteUpdate):
-        mechanism_of(noise_placement=placement).aggregate(
+        aggregate(
+            mechanism_of(noise_placement=placement),
             [{"a": np.array([1.0, value])}],
             cohort_size=2,
             noise=SecureNoise(),
@@ -166,9 +166,9 @@ def test_a_few_of_many_missing_are_topped_up_too():
     mechanism = mechanism_of(PoissonSampling(400, 0.5))
     like = {"a": np.zeros(1_000)}
     uploads = [like] * 399  # uploads without noise, so that only the top-up is left
-    value = mechanism.aggregate(uploads, cohort_size=400, noise=SecureNoise(), like=like).value["a"]
+    mean = aggregate(mechanism, uploads, cohort_size=400, noise=SecureNoise(), like=like)
     expected = mechanism.noise_stddev / math.sqrt(400)
-    assert value.std() * 200 == pytest.approx(expected, rel=0.15)
+    assert mean.value["a"].std() * 200 == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize("relation", [*NeighboringRelation])
@@ -204,8 +204,8 @@ def test_every_sum_lies_on_a_grid_that_tells_nothing_of_its_cohort(placement):
                 SecureNoise().add_gaussian(value, stddev, grid=mechanism.noise_grid)
                 for _ in range(answered)
             ]
-            made = mechanism.aggregate(
-                uploads, cohort_size=cohort_size, noise=SecureNoise(), like=like
+            made = aggregate(
+                mechanism, uploads, cohort_size=cohort_size, noise=SecureNoise(), like=like
             )
             whole = np.rint(made.value["a"] * 10 / mechanism.noise_grid)  # the mean is over 10
             np.testing.assert_array_equal(made.value["a"], whole * mechanism.noise_grid / 10)

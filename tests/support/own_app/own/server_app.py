@@ -5,7 +5,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, configured
-from flower_ext.runs import RunDirectory
 from own.settings import Settings
 from own.task import task
 
@@ -14,10 +13,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    configured.start(grid, context, Settings, task, strategy_of)
-
-
-def strategy_of(settings: Settings, run: RunDirectory) -> FederatedStrategy:
+    settings = configured.settings(Settings, context)
     plan = configured.release_plan(settings, configured.sampling(settings))
-    local = configured.training(settings)
-    return FederatedStrategy(DPFedAvg(local=local), **configured.options(settings, run, plan))
+    method = DPFedAvg(local=configured.training(settings))
+    strategy = FederatedStrategy(method, plan, **configured.options(settings, task, plan))
+    configured.start(grid, context, settings, task, strategy)

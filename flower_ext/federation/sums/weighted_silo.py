@@ -1,44 +1,77 @@
 """A silo's end of a weighted sum: the steps of the set-up, and its part of each round.
 
-A silo's state is in the client's vault. Each message may reach a new process: it starts from the
-stored state, and stores its outcome before anything leaves.
+The server's end is `weighted`, with a table of all messages. A silo's state is in the client's
+vault. Each message may reach a new process: it starts from the stored state, and stores its outcome
+before anything leaves.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 
-from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
+from flower_ext.data.examples import owned
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
-from flower_ext.federation import ClientWork, HiddenSum, Question, records
+from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays, arrays_of, flattened
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.weighted import LOST, STEP, SUM, WEIGHTED, WEIGHTS
+from flower_ext.federation.sums.summation import bytes_record, single_message
+from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.secure.weighting.agreement import BEGIN
 from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
+from flower_ext.training.params import flat_rows
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
     from flower_ext.secure.weighting.silo_party import SiloParty, SiloSum
 
 log = getLogger("flwr")
 
-LOST_KEYS: Arrays = {LOST: np.zeros(1, dtype=np.uint8)}
-"""A silo's reply to a training message if it has lost its keys."""
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenSum:
+    """A sum over units that leaves the client only in encrypted form.
+
+    Parameters
+    ----------
+    bound : float
+        Largest distance by which one unit can move the sum, as in `BoundedSum`.
+    encrypt : Callable[[Params], Mapping[str, np.ndarray]]
+        Function that takes this client's share of the noise, in float64, and returns the encrypted
+        upload: values plus noise, in whole numbers of public steps. The function itself rounds the
+        noise to these steps. Noise that was rounded before to coarser multiples would leave the
+        steps between them without noise.
+    """
+
+    bound: float
+    encrypt: Callable[[Params], Mapping[str, np.ndarray]]
 
 
-def answer(question: Question) -> Arrays:
+def answer(
+    message: Arrays, data: ClientData, partition: int, vault: ClientVault, *, may_simulate: bool
+) -> ArrayRecord:
     """Take this silo's part of the set-up, or of a secret draw: one step per message.
+
+    Parameters
+    ----------
+    message : Mapping[str, ndarray]
+        The record of the weighted sum in the server's message.
+    data, partition
+        The data and the number of this silo.
+    vault : ClientVault
+    may_simulate : bool
+        True if this client accepts what protects nobody (see `NodePolicy`).
 
     Raises
     ------
@@ -47,39 +80,35 @@ def answer(question: Question) -> Arrays:
     InvalidValue
         The server's message is malformed, or the data have no owners.
     """
-    step = str(question.values[STEP])
     with _protocol_errors():
-        silo = stored_silo(question.vault)
-        if step not in question.arrays.get(WEIGHTED, {}):
-            raise ProtocolError(f"step={step!r}: expected a message of that name")
-        message = question.arrays[WEIGHTED][step].tobytes()
-        if step == BEGIN:
-            silo = _begin(question, message, silo)
+        step, content = single_message(message)
+        is_first = step == BEGIN
+        silo = _begin(content, partition, vault, may_simulate) if is_first else stored_silo(vault)
         if silo is None:
             raise ProtocolError(
-                f"silo {question.partition} has no keys of this run: name a state-folder in its "
+                f"silo {partition} has no keys of this run: name a state-folder in its "
                 "node config, so that keys outlive the SuperNode, and start the run anew"
             )
-        counts = partial(counts_of, question.data, silo.settings.users)
-        reply = silo.answer(step, message, counts)
-    return {step: records.to_bytes_array(reply)} if reply else {}
+        reply = silo.answer(step, content, partial(counts_of, data, silo.settings.users))
+    return bytes_record(step, reply) if reply else ArrayRecord()
 
 
 def _begin(
-    question: Question, message: bytes, before: SiloParty[Any, Any] | None
+    content: bytes, partition: int, vault: ClientVault, may_simulate: bool
 ) -> SiloParty[Any, Any]:
     """Return a silo with fresh keys, of the protocol whose settings the server sent."""
+    before = stored_silo(vault)
     with knowing_no_data():
-        kind = protocol_of(message).silo_type
-        settings = kind.settings_type.from_bytes(message)
+        kind = protocol_of(content).silo_type
+        settings = kind.settings_type.from_bytes(content)
         if before is not None and before.settings.run == settings.run:
             raise ProtocolError("the set-up of this run began before: expected a new run")
-        if settings.insecurity and not question.may_simulate:
+        if settings.insecurity and not may_simulate:
             raise PermissionError(
                 f"the server asks for {settings.insecurity}: this client takes part only in "
                 "simulation (client_app(..., allow_seeded_noise=True))"
             )
-        return kind(settings, question.partition, save=question.vault.store)
+        return kind(settings, partition, save=vault.store)
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
@@ -122,22 +151,45 @@ def _protocol_errors() -> Iterator[None]:
         raise tellable(error) from None
 
 
-def open_part(work: ClientWork, *, users: int, clipping_norm: float) -> SiloPart | None:
-    """Begin this silo's part of a round among ``users``; return None if it has lost its keys.
+def open_part(
+    message: Arrays | None, vault: ClientVault, number: int, users: int, clipping_norm: float
+) -> SiloPart | LostPart | None:
+    """Begin this silo's part of round ``number`` among ``users``.
+
+    ``message`` is the record of the weighted sum in the server's request. Without it, the method
+    weighs the users itself, and the result is None.
 
     Raises
     ------
     ProtocolError
         The round was used before, or has other users than the set-up.
     """
-    if (silo := stored_silo(work.vault)) is None:
+    if message is None:
         return None
+    if (silo := stored_silo(vault)) is None:
+        return LostPart(clipping_norm)
     with _protocol_errors():
+        name, weights = single_message(message)
+        if name != WEIGHTS:
+            raise ProtocolError(f"{name!r}: expected {WEIGHTS!r}")
         if users != silo.settings.users:
             raise ProtocolError(f"{users} users: expected {silo.settings.users}")
-        weights = np.asarray(work.state[WEIGHTED][WEIGHTS]).tobytes()
-        begin = partial(silo.open_sum, work.round, weights)
-        return SiloPart(silo, work.round, begin, clipping_norm)
+        return SiloPart(silo, number, partial(silo.open_sum, number, weights), clipping_norm)
+
+
+class LostPart:
+    """The part of a silo that has lost its keys: it counts no user, and tells the server why."""
+
+    def __init__(self, clipping_norm: float) -> None:
+        lost = {LOST: np.zeros(1, dtype=np.uint8)}
+        self.value = HiddenSum(bound=clipping_norm, encrypt=lambda noise: lost)
+
+    def counts(self, user: int) -> bool:
+        """Return False."""
+        return False
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Add nothing."""
 
 
 class SiloPart:
@@ -145,7 +197,7 @@ class SiloPart:
 
     Silos that lost their data, or whose users came or left since the set-up, still send a sum, in
     which users without an update count as zero. Silos that cannot encrypt their updates send a sum
-    of zeros. A missing sum would tell everybody that a record here is odd.
+    of zeros. A missing sum would reveal that this silo holds an unusual record.
 
     Parameters
     ----------
@@ -171,20 +223,24 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, which leaves the silo with the silo's noise, masked."""
+        """The sum, which `seal` noises and masks before it leaves the silo."""
         return HiddenSum(bound=self._norm, encrypt=self.seal)
+
+    def counts(self, user: int) -> bool:
+        """Return True if the set-up counted the user; the weight of any other user is zero."""
+        return user in self._counted
 
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Clip and add one row of ``rows`` for each of ``users``; `seal` deals with errors.
 
-        Updates of users whom the silo did not count are left out, as their weight is zero. Several
-        silos may train in one batch, and an error of one must not end the others.
+        Several silos may train in one batch, and an error of one must not end the others.
         """
         started = time.monotonic()
-        clipped = zip(users, flat_rows_of(clip_each_row(rows, self._norm)), strict=True)
+        clipped = clip_each_row(rows, self._norm)
+        vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
         try:
             if self._error is None:
-                self._sum.add({user: update for user, update in clipped if user in self._counted})
+                self._sum.add(dict(zip(users, vectors.cpu().numpy(), strict=True)))
         except Exception as error:
             self._error = error
         self._seconds += time.monotonic() - started
@@ -227,9 +283,3 @@ class SiloPart:
                 exc_info=error,
             )
             return self._begin().finish(noise)
-
-
-def flat_rows_of(rows: Params) -> np.ndarray:
-    """Return rows as (rows, coordinates), with the parameters in the order of their names."""
-    parts = [rows[name].cpu().numpy().reshape(len(rows[name]), -1) for name in sorted(rows)]
-    return np.concatenate(parts, axis=1)
