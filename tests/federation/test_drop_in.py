@@ -1,6 +1,7 @@
 """One line gives a strategy in any ServerApp a run directory, from which the run can be resumed."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
 )
-from flower_ext.runs import NotARun, RunDirectory
-from flower_ext.runs.files import InUse
+from flower_ext.runs import NotARun, RunDirectory, directory
+from flower_ext.runs.files import InUse, lock
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
 from tests.support.recorded_runs import CLIENTS, plan, play
@@ -168,7 +169,8 @@ def test_arrays_of_other_shapes_and_the_same_size_are_refused(tmp_path):
         play(tmp_path / "run", model=model)
 
 
-def test_a_folder_with_other_files_and_one_in_use_are_refused(tmp_path):
+def test_a_folder_with_other_files_and_one_in_use_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "lock", partial(lock, seconds=0.1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(NotARun, match="not empty"):

@@ -7,6 +7,7 @@ import resource
 import shutil
 import stat
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,8 @@ from flower_ext.privacy import (
     PerturbationPlan,
     RecordLevelPlan,
 )
-from flower_ext.runs import RunDirectory, write_report
-from flower_ext.runs.files import InUse
+from flower_ext.runs import RunDirectory, directory, write_report
+from flower_ext.runs.files import InUse, lock
 from flower_ext.training import LocalTraining
 from tests.support.dying_runs import CLIENTS, Died, plan, play
 from tests.support.grids import grid
@@ -207,7 +208,8 @@ def test_another_model_is_refused(tmp_path):
         play(tmp_path, rounds=2, ledger=False)
 
 
-def test_two_runs_do_not_share_a_directory(tmp_path):
+def test_two_runs_do_not_share_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "lock", partial(lock, seconds=0.1))
     config = {"run-directory": str(tmp_path / "run"), "resume": True}
     with (
         recorded_run(config, "one"),
