@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue
@@ -12,10 +13,13 @@ from flower_ext.privacy import (
     PrivacyUnit,
     ReleasePlan,
     SecureSum,
+    SeededNoise,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
 from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.updates import RunningSum
 from tests.support.plans import mechanism_of
 
 POISSON = PoissonSampling(50, 0.2)
@@ -45,6 +49,15 @@ def test_a_masked_sum_of_clients_refuses_cohorts_whose_size_is_secret():
     assert noised_sum(FixedSizeSampling(50, 10), placement=sums).cohort_size == 10
     with pytest.raises(InvalidValue, match="a cohort of 2: expected at least 3"):
         noised_sum(FixedSizeSampling(50, 2), placement=sums)
+
+
+def test_a_sum_of_the_server_that_did_not_clip_is_refused():
+    mechanism, like = noised_sum(placement="server"), {"w": np.zeros(3, np.float32)}
+    looser = ClippedSum(like, 2 * mechanism.clipping_norm)
+    for summed in (RunningSum(like), looser):
+        with pytest.raises(InvalidValue, match="expected at most 0.1, the clipping norm"):
+            mechanism.aggregate(summed, cohort_size=1, noise=SeededNoise(1))
+    assert mechanism.aggregate(mechanism.begin_sum(like), cohort_size=1, noise=SeededNoise(1))
 
 
 def test_a_release_counts_noise_and_residue_in_the_units_of_its_sum():
