@@ -119,13 +119,13 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
         "method": name,
         "runs": len(runs),
         "accuracy": accuracy,
+        "ε provable": _epsilon(runs, "provable"),
+        "ε published": _epsilon(runs, "published"),
         "worst tenth": "–" if noised else mean_and_std([s.worst_decile for s in spreads]),
         "std over clients": "–" if noised else mean_and_std([s.std for s in spreads]),
         "messages": f"{mean('messages'):.0f}",
         "MB": f"{mean('bytes_down', 'bytes_up') / 1e6:.2f}",
         "seconds": f"{mean('training_seconds'):.1f}",
-        "ε provable": _epsilon(runs, "provable"),
-        "ε published": _epsilon(runs, "published"),
     }
 
 
@@ -147,6 +147,7 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
         }
 
     drawn: dict[str, Path] = {}
+    labels = list(groups)
     for name, title, ylabel, measured in (
         ("accuracy", "Mean accuracy of the clients' models", "accuracy", lines("accuracy_mean")),
         ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
@@ -157,13 +158,13 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
         if measured:
-            drawn[title] = draw_lines(folder, name, title, ylabel, measured)
+            drawn[title] = draw_lines(folder, name, title, ylabel, measured, labels=labels)
     accuracy, messages = lines("accuracy_mean"), sums("messages")
     if len(messages) == len(groups):
         title, name = "Mean accuracy for the messages it took", "accuracy_by_messages"
         x = "training messages"
         drawn[title] = draw_lines(
-            folder, name, title, "accuracy", accuracy, xlabel=x, against=messages
+            folder, name, title, "accuracy", accuracy, xlabel=x, against=messages, labels=labels
         )
     return drawn
 

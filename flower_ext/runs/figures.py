@@ -126,6 +126,7 @@ def draw_lines(
     *,
     xlabel: str = "round",
     against: Mapping[str, Sequence[Line]] | None = None,
+    labels: Sequence[str] = (),
     log: bool = False,
     from_zero: bool = False,
 ) -> Path:
@@ -139,6 +140,8 @@ def draw_lines(
         The runs of each label, as (rounds, values).
     against : Mapping[str, Sequence[Line]], optional
         The same for the horizontal axis if that is not the round; the mean over runs is drawn.
+    labels : Sequence[str], optional
+        Labels of all figures of a page, so that a label has one colour in all of them.
     log : bool
         Use a logarithmic vertical axis.
     from_zero : bool
@@ -147,7 +150,9 @@ def draw_lines(
     figure, axes = _canvas(title, xlabel, ylabel)
     faint = 0.15 if len(lines) <= 6 else 0.05
     rows: list[tuple[str, float, float, float]] = []
-    for number, (label, runs) in enumerate(lines.items()):
+    labels = labels or list(lines)
+    for label, runs in lines.items():
+        number = labels.index(label)
         measured = [
             dict(zip(*run, strict=True)) for run in [*runs, *(against or {}).get(label, ())]
         ]
@@ -173,7 +178,7 @@ def draw_lines(
         axes.set_ylim(bottom=0)
     if len(lines) > 6:  # inside the axes, the legend would hide the lines
         figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    elif len(lines) > 1:
+    elif len(labels) > 1:
         axes.legend(frameon=False)
     columns = ("line", xlabel, ylabel, "std")
     if all(len(runs) == 1 for runs in lines.values()):

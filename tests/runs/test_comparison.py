@@ -37,7 +37,7 @@ def test_a_method_without_privacy_claims_no_epsilon(tmp_path):
     lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
     (plain,) = (line for line in lines if line.startswith("| plain "))
     (private,) = (line for line in lines if line.startswith("| dp2-fedsam "))
-    assert plain.endswith("| none | none |")
+    assert "| none | none |" in plain
     assert "none" not in private
 
 
@@ -143,8 +143,8 @@ def test_plain_and_upcycled_runs_of_a_method_are_two_lines_with_their_costs(tmp_
     (upcycled,) = (line for line in lines if line.startswith("| fedprox, upcycled |"))
     assert "| 38 | 12.00 | 1.0 |" in plain  # messages, megabytes, seconds
     view = "record, each-upload, δ = 0.001"
-    assert plain.endswith(f"| 9 ({view}) | 0.25 ({view}) |")
-    assert upcycled.endswith(f"| 4.5 ({view}) | 0.125 ({view}) |")
+    assert f"| 9 ({view}) | 0.25 ({view}) |" in plain
+    assert f"| 4.5 ({view}) | 0.125 ({view}) |" in upcycled
 
 
 def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.figures import draw_figures, draw_lines, qualities
+from flower_ext.runs.figures import COLOURS, draw_figures, draw_lines, qualities
 from tests.support.finished_runs import finished
 
 
@@ -85,6 +85,16 @@ def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):
     deviations = [float(r["std"]) for r in rows_of(tmp_path / "c.csv")]
     assert deviations[0] > 0
     assert deviations[1:] == [0.0, 0.0, 0.0]
+
+
+def test_a_label_has_its_colour_and_its_name_in_a_figure_that_lacks_others(tmp_path):
+    line = {"b": [([1, 2], [0.0, 1.0])]}
+    draw_lines(tmp_path, "c", "title", "accuracy", line, labels=["a", "b"])
+    drawn = (tmp_path / "c.svg").read_text(encoding="utf-8").lower()
+    assert COLOURS[1].lower() in drawn
+    assert COLOURS[0].lower() not in drawn
+    draw_lines(tmp_path, "d", "title", "accuracy", line)
+    assert len((tmp_path / "d.svg").read_text(encoding="utf-8")) < len(drawn)  # it has no legend
 
 
 def test_more_groups_than_colours_stay_apart(tmp_path):
