@@ -79,7 +79,7 @@ def test_a_control_variate_is_the_clients_gradient_also_with_momentum(momentum):
 def test_lost_replies_leave_the_control_the_mean_of_the_clients(tmp_path, lost, kept_in):
     strategy = scaffold()
     folder = tmp_path if kept_in == "folder" else ""
-    weights, mean = play(strategy, 40, lost=LOST[lost], folder=folder)
+    weights, mean = play(strategy, 25, lost=LOST[lost], folder=folder)
     np.testing.assert_allclose(strategy.run.state.everyone["control"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
@@ -131,8 +131,8 @@ def test_replies_lost_by_clients_that_are_asked_again_much_later_change_nothing_
 def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
     for _ in range(4):
         with pytest.raises(Died):
-            start(scaffold, 40, tmp_path, dies_in)
-    strategy, weights, mean = start(scaffold, 40, tmp_path)
+            start(scaffold, 25, tmp_path, dies_in)
+    strategy, weights, mean = start(scaffold, 25, tmp_path)
     np.testing.assert_allclose(strategy.run.state.everyone["control"]["weight"], mean, atol=1e-5)
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
