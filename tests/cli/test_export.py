@@ -249,7 +249,8 @@ def test_what_is_frozen_stays_with_the_base_model(tmp_path):
     package = (folder / "own").rename(folder / "frozen_base")
     (package / "task.py").rename(package / "own_data.py")
     (package / "task.py").write_text(FROZEN_AND_TIED)
-    tuned = {"DPFedAvg(local=local)": "DPFedAvg(local=local, fine_tuning=local)"}
+    local = "local=configured.training(settings)"
+    tuned = {local: f"{local}, fine_tuning=configured.training(settings)"}
     names = {'"own.': '"frozen_base.', "from own.": "from frozen_base.", **tuned}
     for file in (folder / "pyproject.toml", *package.glob("*_app.py")):
         text = file.read_text()
@@ -279,7 +280,7 @@ def test_what_is_frozen_stays_with_the_base_model(tmp_path):
     beside = json.loads((tmp_path / "part.guarantee.json").read_text())
     assert beside["parameters"] == {
         "shared": [],
-        "personal": ["first.weight", "head.weight", "head.bias"],
+        "personal": ["first.weight", "head.bias", "head.weight"],
     }
 
     source = (package / "task.py").read_text()
