@@ -261,8 +261,8 @@ class Run:
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
         """Refuse, as `check_budget` does, a release that raises the participations to ``ahead``."""
-        facts = replace(self.facts, participations=ahead)
-        self.spending.check(self.mechanism, server_round, facts, self.claims, query=query)
+        run_ahead = replace(self.facts, participations=ahead)
+        self.spending.check(self.mechanism, server_round, run_ahead, self.claims, query=query)
 
     def count_abandoned(self, units: AskedUnits) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""

@@ -1,4 +1,4 @@
-"""What experiments share: settings of a command line, and the choice of a search."""
+"""Test the command-line settings of experiments, and the choice that a search makes."""
 
 import math
 

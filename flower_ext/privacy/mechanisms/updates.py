@@ -102,7 +102,7 @@ class RunningSum:
     count : int
         Number of added updates.
     bound : float
-        Largest norm of an added update.
+        Upper bound on the norm of every added update; infinite if the sum clips none.
 
     Raises
     ------

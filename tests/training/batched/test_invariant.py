@@ -103,7 +103,7 @@ ODD = [
     {0: scaled(float("inf")), 6: of_one_example},
     {0: scaled(1e30)},
 ]
-"""What replaces some of the jobs, by their numbers."""
+"""For each case, functions that replace jobs by unusual ones, by the jobs' numbers."""
 MODELS = [
     layered,
     *map(of, (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.GELU, nn.Softplus)),
