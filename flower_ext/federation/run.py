@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
@@ -32,7 +32,6 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_facts import RunFacts
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -214,7 +213,7 @@ class Run:
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
         exposed = ["whether and when each client answered"]
-        noised = any(query.schedule == "in evaluations" for query in self.queries)
+        noised = any(query.schedule == "in evaluations" for query in self.mechanism.queries)
         if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
@@ -251,11 +250,6 @@ class Run:
             ahead = deepcopy(self.population)
             ahead.count(cohort, len(cohort.partitions))
             self.check_spending(server_round, ahead.participations)
-
-    @property
-    def queries(self) -> Sequence[VectorQuery]:
-        """The queries of the plan beside the training."""
-        return self.mechanism.queries if isinstance(self.mechanism, NoisedSum) else ()
 
     def check_spending(
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
