@@ -157,7 +157,9 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     InvalidValue
         The run asks for losses on training records, but the plan evaluates by a noised sum.
     """
-    query = next((each for each in run.mechanism.queries if each.schedule == "in evaluations"), None)
+    query = next(
+        (each for each in run.mechanism.queries if each.schedule == "in evaluations"), None
+    )
     if query is None:
         return ReportedScores(run, server_round)
     if run.training_loss:

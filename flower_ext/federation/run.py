@@ -266,14 +266,14 @@ class Run:
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory, *, budget: Budget | None = None) -> None:
+    def attach(self, directory: RunDirectory, *, limit: Budget | None = None) -> None:
         """Make a run that has not begun write to a directory, with a ledger for its releases.
 
         Parameters
         ----------
         directory : RunDirectory
-        budget : Budget, optional
-            Limit of the directory's ledger.
+        limit : Budget, optional
+            Limit of that ledger, or of a run without one that has no budget yet.
 
         Raises
         ------
@@ -291,8 +291,11 @@ class Run:
                 "new one for a new run"
             )
         self._write_to(directory)
-        if self.mechanism.release is not None and self.spending.ledger is None:
-            self.spending.ledger = directory.open_ledger(budget=budget)
+        spending = self.spending
+        if self.mechanism.release is not None:
+            spending.ledger = spending.ledger or directory.open_ledger(budget=limit)
+        elif spending.budget is None:
+            spending.budget = limit
 
     def _write_to(self, directory: RunDirectory | None) -> None:
         self.progress.directory = directory

@@ -247,14 +247,14 @@ class OpenWeightedSum(OpenSum):
         Nothing is added up before all silos have answered.
         """
         arrays = read_answer(reply, records.UPDATE)
-        silo = self._opening.clients.partition_of(reply)
         if set(arrays) == {LOST} and read_bytes(arrays, LOST, 1) == b"\0":
-            self._messages[silo] = None
+            self._messages[self._opening.clients.partition_of(reply)] = None
             return Update({}, {})
         if set(arrays) != {SUM}:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
         server = self._summation.server
         data = read_bytes(arrays, SUM, server.sum_type.size(server.settings))
+        silo = self._opening.clients.partition_of(reply)
         try:
             message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
