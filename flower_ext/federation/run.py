@@ -338,6 +338,5 @@ class Run:
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""
-        directory = self.checkpoints.directory
-        if directory is not None and (guarantees := self.guarantees()):
-            directory.save_guarantees(guarantees)
+        if self.checkpoints.directory is not None:
+            self.checkpoints.directory.save_guarantees(self.guarantees())
