@@ -43,7 +43,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
+from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.model_checks import refuse_half_precision

@@ -10,6 +10,7 @@ from flwr.serverapp import Grid
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation
+from flower_ext.federation.exchange import Content
 from flower_ext.federation.method import Connected
 from flower_ext.federation.model_checks import refuse_tied
 from flower_ext.federation.replies import read_answer, read_update
@@ -132,7 +133,7 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
     clients, roster = run.clients, run.clients.roster
     if roster is None or not roster.foreign or run.mechanism.delta is None:
         return
-    content = {
+    content: Content = {
         records.MODEL: records.to_record(run.model),
         records.CONFIG: config,
         records.ROUND: ConfigRecord({REHEARSAL: True}),

@@ -112,17 +112,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:
+def attempt_each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:
     """Apply ``step`` to the arguments of each client, and return the results or errors.
 
     Each column holds one argument for every client. If a client's argument is an exception, an
     earlier step failed for this client, and the exception is its result.
     """
-    return list(in_turn(step, *columns))
+    return list(attempt_in_turn(step, *columns))
 
 
-def in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
-    """Yield the results of `each`, one client's before the next one's step begins."""
+def attempt_in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
+    """Yield the results of `attempt_each`, one client's before the next one's step begins."""
     for row in zip(*columns, strict=True):
         for value in row:
             if isinstance(value, Exception):

@@ -24,6 +24,14 @@ from flower_ext.privacy.mechanisms.protections import (
     Protection,
 )
 
+
+class Unprotected(Protection):
+    """No protection: the update leaves the client as it is, and so do errors."""
+
+    bounds_uploads = False
+    hides_failures = False
+
+
 _KINDS: Mapping[str, type[Protection]] = {
     kind.__name__: kind
     for kind in (

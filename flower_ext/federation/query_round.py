@@ -57,7 +57,8 @@ class QueryRound:
 
     def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
         self._run, self._query = run, query
-        self._mechanism = run.mechanism.of_query(query)
+        self._summation = MaskedSum(run.mechanism.of_query(query))
+        self._mechanism = self._summation.mechanism
         self._number = run.participations.answers[query.name] + 1
         self._round = Round("evaluate", server_round, clients=run.clients, spending=run.spending)
 
@@ -88,7 +89,7 @@ class QueryRound:
             like={VECTOR: np.zeros(query.size)},
             read=_read_nothing,
         )
-        cohort = self._round.open(MaskedSum(self._mechanism), opening)
+        cohort = self._round.open(self._summation, opening)
         if not cohort.partitions:
             self.close([])
             return []

@@ -20,9 +20,9 @@ from flower_ext.federation import (
     LocalResult,
     records,
 )
-from flower_ext.federation.client.protecting import NodePolicy, Unprotected, protected
-from flower_ext.federation.client.side import contribution_of
-from flower_ext.federation.protection import check_entries, from_entries, to_entries
+from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.protecting import contribution_of, protected
+from flower_ext.federation.protection import Unprotected, check_entries, from_entries, to_entries
 from flower_ext.privacy import (
     ClippedSteps,
     FixedSizeSampling,

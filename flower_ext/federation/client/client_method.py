@@ -15,11 +15,14 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.client.protecting import Contribution
-from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
+from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart
 from flower_ext.privacy import NoiseSource, SecureNoise
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
+
+Contribution = Params | BoundedSum | HiddenSum
+"""A client's update, or its whole model, before bound and noise."""
 
 
 @dataclass(kw_only=True)  # a frozen class would take six times as long to make

@@ -1,4 +1,4 @@
-"""Protection of an upload before it leaves its client, and what the node's owner permits.
+"""A client's upload: bound and noise the method's result, seal it, and store its memory.
 
 There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
 *update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
@@ -9,165 +9,89 @@ the model, in each local step, or in the objective. The mechanisms are in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context
 
-from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.protection import SEEDED
-from flower_ext.federation.roster import partition_of
+from flower_ext.errors import InvalidValue, is_tellable, tellable
+from flower_ext.federation import records
+from flower_ext.federation.arrays import arrays_of
+from flower_ext.federation.client.client_method import Contribution, LocalResult, Memory
+from flower_ext.federation.client.node import OF_UPLOADS
+from flower_ext.federation.client.turns import Turn
+from flower_ext.federation.client.unmoved import check_finite, log_unmoved
+from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
-from flower_ext.privacy.guarantee import PreconditionFailed
+from flower_ext.federation.uploads import Update
+from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import (
-    ClipSteps,
+    ClipToCells,
     ClipUnits,
     ClipUnitsToCells,
-    ObjectivePerturbation,
     Protection,
 )
-from flower_ext.training import Linear, Params, StepNoise
+from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.training import Params, difference
 
-OF_UPLOADS = "client-noise"
-"""Name of the noise that protects an upload, on the upload or in the training behind it."""
-
-
-@dataclass(frozen=True)
-class NodePolicy:
-    """Limits that the owner of a node, and the developer of its ClientApp, set.
-
-    The owner of a SuperNode sets these values with ``--node-config``:
-
-    * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
-      noise.
-    * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
-      norms. The client then refuses training whose upload it does not noise itself. It also
-      refuses objective perturbation, which has no noise multiplier.
-
-    Parameters
-    ----------
-    context : Context
-    allow_seeded_noise : bool
-        True if the ClientApp was built for simulation.
-    """
-
-    context: Context
-    allow_seeded_noise: bool
-
-    @property
-    def may_simulate(self) -> bool:
-        """True if this client accepts settings that protect nobody: seeded noise and small keys."""
-        return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
-
-    def check(self, protection: Protection) -> None:
-        """Refuse training with less noise than the node's owner requires.
-
-        Raises
-        ------
-        PermissionError
-            The node's owner requires more noise.
-        """
-        least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        if not (multiplier := protection.noise_multiplier) >= least:
-            raise PermissionError(
-                f"the server asks for a noise multiplier of {multiplier:g} on this client's "
-                f"upload: the owner of this node requires least-noise-multiplier={least:g}"
-            )
-
-    def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:
-        """Return secure noise, or seeded noise if the server asks and this client allows it.
-
-        Seeded noise is independent for each ``purpose``.
-
-        Raises
-        ------
-        PermissionError
-            The server asks for seeded noise, but this client does not allow it.
-        """
-        if not entries.get(SEEDED):
-            return SecureNoise()
-        if not self.may_simulate:
-            raise tellable(
-                PermissionError(
-                    "the server asks for seeded noise, which this client does not allow: in "
-                    "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
-                    "elsewhere, set seeded_noise=False on the server"
-                )
-            )
-        partition = partition_of(self.context.node_config)
-        return SeededNoise(entries["seed"], purpose, partition, entries["number"])
-
-
-Contribution = Params | BoundedSum | HiddenSum
-"""A client's update, or its whole model, before bound and noise."""
 Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 """A client's update as it leaves the client."""
 
 
-class Unprotected(Protection):
-    """No protection: the update leaves the client as it is, and so do errors."""
-
-    bounds_uploads = False
-    hides_failures = False
-
-
-def check_size(num_examples: int, protection: Protection) -> None:
-    """Refuse to train on another number of examples than the guarantee assumes.
-
-    Raises
-    ------
-    PreconditionFailed
-        The server's plan assumes another number.
-    """
-    agreed = protection.num_examples
-    if agreed is not None and num_examples != agreed:
-        raise tellable(
-            PreconditionFailed(
-                f"this client trains on another number of examples than the plan's num_examples="
-                f"{agreed}, which holds for all clients: give every client that many, or change "
-                "the plan"
-            )
-        )
+def upload_of(turn: Turn, result: LocalResult) -> Update:
+    """Protect the client's update and store its memory, then return its reply."""
+    protection = turn.request.protection
+    contribution, update = _protected(turn, result)
+    metrics, sent = _metrics(turn, result, contribution), arrays_of(update)
+    if isinstance(protection, ClipToCells):
+        update = {name: value * protection.cell for name, value in sent.items()}
+        # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
+        of_sum = turn.request.sums[records.SECURE_SUM]
+        sent = masked.seal(sent, of_sum, turn.context, turn.method.name)
+    _store_memory(turn, result, update)
+    return Update(sent, metrics)
 
 
-def step_noise(protection: Protection, noise: NoiseSource) -> StepNoise | None:
-    """Return the clipping and noise of each local step, if the server asks for them."""
-    if not isinstance(protection, ClipSteps):
-        return None
-    return StepNoise(
-        clipping_norm=protection.gradient_clipping_norm,
-        stddev=protection.noise_stddev,
-        source=noise,
-    )
+def _protected(turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
+    """Return the client's update before and after its protection."""
+    request, received = turn.request, turn.work.received
+    protection = request.protection
+
+    def protect(result: LocalResult) -> tuple[Contribution, Protected]:
+        contribution = contribution_of(result, received, whole=protection.bounds_models)
+        noise = turn.policy.noise(request.entries, OF_UPLOADS)
+        return contribution, protected(contribution, received, protection, noise)
+
+    try:
+        return protect(result)
+    except Exception as error:  # a difference of two finite models may overflow
+        if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
+            raise
+        log_unmoved(error)
+        return protect(LocalResult(model=received))
 
 
-def objective_terms(
-    params: Params, num_examples: int, protection: Protection, noise: NoiseSource
-) -> tuple[Linear, ...]:
-    """Return ⟨n, w⟩ with fresh noise n if the server asks for objective perturbation.
+def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
+    """Return the part of a result that the plan bounds: the update, or the ``whole`` model.
 
     Raises
     ------
-    PreconditionFailed
-        This client has too few examples for the noise to protect one of them.
+    InvalidValue
+        The result has neither or both of them, or no model where the plan needs one.
     """
-    if not isinstance(protection, ObjectivePerturbation):
-        return ()
-    if num_examples < protection.least_examples:
+    if (result.model is None) == (result.update is None):
+        raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
+    if result.model is not None:
+        return result.model if whole else difference(result.model, received)
+    if whole or result.update is None:
         raise tellable(
-            PreconditionFailed(
-                "this client trains on too few examples: objective perturbation needs at least "
-                f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
-                "proximal_weight"
+            InvalidValue(
+                "the plan clips and noises whole models, but the method returns an update: "
+                "return LocalResult(model=...)"
             )
         )
-    arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
-    direction = protection.direction(arrays, noise)
-    return (Linear(direction={n: torch.from_numpy(d).to(params[n]) for n, d in direction.items()}),)
+    return result.update
 
 
 def protected(
@@ -236,3 +160,49 @@ def _bound_of(value: object) -> str:
         return "none"
     cell = getattr(value, "cell", None)
     return bound if cell is None else f"{bound} in cells of {cell:g}"
+
+
+def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
+    """Return the numbers that leave the client beside its update."""
+    entries, protection = turn.request.entries, turn.request.protection
+    metrics: dict[str, float] = {}
+    if entries.get("report-size"):
+        # Of a client without its data, the agreed number.
+        agreed = protection.num_examples
+        size = len(turn.work.data.train) if agreed is None else agreed
+        metrics |= {"num-examples": size, **result.metrics}
+    if entries.get("diagnostics"):
+        if isinstance(contribution, HiddenSum):
+            raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
+        moved: Mapping[str, Any]
+        if isinstance(contribution, BoundedSum):
+            moved = contribution.in_numbers()
+        elif protection.bounds_models:
+            moved = difference(contribution, turn.work.received)
+        else:
+            moved = contribution
+        metrics["update-norm"] = l2_norm(moved)
+    return metrics
+
+
+def _store_memory(turn: Turn, result: LocalResult, update: Protected) -> None:
+    """Store the client's new memory, which may depend on the ``update`` that it sends."""
+    memory, method = result.memory, turn.method
+    try:
+        if callable(memory):
+            released = {name: torch.as_tensor(value) for name, value in update.items()}
+            received = turn.work.received
+            memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
+        check_finite(memory)
+    except Exception as error:  # the upload is on its way: a missing one would reveal the error
+        if not turn.request.protection.hides_failures:
+            raise
+        log_unmoved(error)
+        memory = turn.work.memory
+    if memory is None:
+        return
+    if not method.keeps_memory:
+        reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
+        raise tellable(InvalidValue(f"{reason}: declare another Memory"))
+    mirrored = method.memory is Memory.MIRRORED
+    turn.memory.store(memory, turn.request.round, and_before=mirrored)

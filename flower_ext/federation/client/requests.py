@@ -11,8 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
-from flower_ext.federation.client.protecting import Unprotected
-from flower_ext.federation.protection import check_entries
+from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import LocalTraining, Params, Task
@@ -104,10 +103,10 @@ def reader(task: Task) -> Callable[[Message], Request]:
             protection=protection,
             entries=round_entries,
             model=received.pop(records.MODEL),
-            state=_Told(received),
-            sums=_Told(sums),
-            training=_Told(records.read_trainings(content)),
-            settings=_Told(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+            state=_Named(received),
+            sums=_Named(sums),
+            training=_Named(records.read_trainings(content)),
+            settings=_Named(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
             config=dict(configs.get(records.CONFIG, {})),
             query=dict(configs.get(records.QUERY, {})),
         )
@@ -137,7 +136,7 @@ def _check_received(params: Params, task: Task) -> None:
             )
 
 
-class _Told(dict[str, T]):
+class _Named(dict[str, T]):
     """A part of the server's message by name; a missing name raises a tellable error."""
 
     def __missing__(self, name: str) -> T:

@@ -10,7 +10,7 @@ from flwr.app import RecordDict
 from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
-from flower_ext.federation.failures import each
+from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.training import Params, evaluate_each
 
@@ -28,12 +28,14 @@ def scores_of(
     A client without test examples has no scores. With ``also_training``, the scores include the
     loss on the client's training examples.
     """
-    tests = each(lambda work: work.data.test, works)
+    tests = attempt_each(lambda work: work.data.test, works)
     scores = _scores(works, models, tests)
     if not also_training:
         return scores
-    trained = _scores(works, models, each(lambda work: work.data.train, works))
-    return each(lambda of, on: {**of, "training_loss": on["loss"]} if on else of, scores, trained)
+    trained = _scores(works, models, attempt_each(lambda work: work.data.train, works))
+    return attempt_each(
+        lambda of, on: {**of, "training_loss": on["loss"]} if on else of, scores, trained
+    )
 
 
 def _scores(
@@ -41,7 +43,7 @@ def _scores(
     models: Sequence[Params | Exception],
     examples: Sequence[Examples | Exception],
 ) -> list[dict[str, float] | Exception]:
-    rows = each(lambda *row: row, works, models, examples)
+    rows = attempt_each(lambda *row: row, works, models, examples)
     scores: list[dict[str, float] | Exception] = [
         row if isinstance(row, Exception) else {} for row in rows
     ]

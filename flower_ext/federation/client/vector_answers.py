@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from logging import getLogger
 
 import numpy as np
-from flwr.app import Context, RecordDict
+from flwr.app import RecordDict
 from numpy.typing import NDArray
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
-from flower_ext.federation.client.protecting import NodePolicy
 from flower_ext.federation.client.requests import Request
 from flower_ext.federation.client.scores import scores_of
+from flower_ext.federation.client.turns import Turn
 from flower_ext.federation.sums import masked
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -73,14 +73,7 @@ def query_of(request: Request, kinds: Mapping[str, type[VectorQuery]]) -> Vector
             raise InvalidValue(f"query {name!r} in the server's message: {error}") from error
 
 
-def masked_vector(
-    query: VectorQuery,
-    view: WorkView,
-    request: Request,
-    context: Context,
-    method: str,
-    policy: NodePolicy,
-) -> RecordDict:
+def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
     """Return a client's bounded, noised and masked vector.
 
     Raises
@@ -91,19 +84,20 @@ def masked_vector(
         The server's message is malformed or out of order, or its protection fits no query.
     """
     vector = _vector(query, view)
-    protection = request.protection
+    request, protection = turn.request, turn.request.protection
     with knowing_no_data():
-        policy.check(protection)
+        turn.policy.check(protection)
         if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.sums:
             raise tellable(
                 InvalidValue("query: expected a secure sum, and its protection ClipToCells")
             )
         number = request.entries["query"]
-        noise = policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
+        noise = turn.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
     whole = {name: np.asarray(array) for name, array in cells.items()}
-    sealed = masked.seal(whole, request.sums[records.SECURE_SUM], context, method)
+    of_sum = request.sums[records.SECURE_SUM]
+    sealed = masked.seal(whole, of_sum, turn.context, turn.method.name)
     return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 

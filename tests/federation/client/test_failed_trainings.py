@@ -11,13 +11,13 @@ from flower_ext.data import ClientData
 from flower_ext.errors import tellable
 from flower_ext.federation.client import unmoved
 from flower_ext.federation.client.client_method import LocalResult
-from flower_ext.federation.client.protecting import Unprotected
 from flower_ext.federation.client.unmoved import (
     NO_DATA,
     check_finite,
     log_unmoved,
     unmoved_by_errors,
 )
+from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ClipUnits, ClipUpdate
 from tests.support.worlds import client_data

@@ -8,8 +8,9 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, is_tellable
-from flower_ext.federation.client.protecting import NodePolicy, Unprotected
+from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.vector_answers import masked_vector, query_of
+from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.protections import ClipToCells
 
@@ -52,7 +53,10 @@ def answer(asked, *, least=0.0):
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
     view = SimpleNamespace(data=None, scores=lambda *, training: {"accuracy": 1.0})
     query = query_of(asked, KINDS)
-    return masked_vector(query, view, asked, context, "m", NodePolicy(context, False))
+    policy = NodePolicy(context, allow_seeded_noise=False)
+    method = SimpleNamespace(name="m")
+    turn = SimpleNamespace(request=asked, policy=policy, context=context, method=method)
+    return masked_vector(query, view, turn)
 
 
 @pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])

@@ -52,12 +52,12 @@ def raw_updates():
     Clients train as they do before clipping: in the forms in which no bit depends on others.
     """
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    work = ClientSide._work
+    turn = ClientSide._turn
 
-    def invariant_work(self, *args, steady):
-        return work(self, *args, steady=True)
+    def invariant_turn(self, *args, steady):
+        return turn(self, *args, steady=True)
 
-    with patch.object(ClientSide, "_work", invariant_work):
+    with patch.object(ClientSide, "_turn", invariant_turn):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])

@@ -1,0 +1,129 @@
+"""A client's node: what its owner permits, and the task on the owner's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from flwr.app import Context
+
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation.protection import SEEDED
+from flower_ext.federation.roster import PARTITION, partition_of
+from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
+from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.training import Task
+from flower_ext.training.isolation import attempted
+
+OF_UPLOADS = "client-noise"
+"""Name of the noise that protects an upload, on the upload or in the training behind it."""
+
+
+@dataclass(frozen=True)
+class NodePolicy:
+    """Limits that the owner of a node, and the developer of its ClientApp, set.
+
+    The owner of a SuperNode sets these values with ``--node-config``:
+
+    * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
+      noise.
+    * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
+      norms. The client then refuses training whose upload it does not noise itself. It also
+      refuses objective perturbation, which has no noise multiplier.
+
+    Parameters
+    ----------
+    context : Context
+    allow_seeded_noise : bool
+        True if the ClientApp was built for simulation.
+    """
+
+    context: Context
+    allow_seeded_noise: bool
+
+    @property
+    def may_simulate(self) -> bool:
+        """True if this client accepts settings that protect nobody: seeded noise and small keys."""
+        return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
+
+    def check(self, protection: Protection) -> None:
+        """Refuse training with less noise than the node's owner requires.
+
+        Raises
+        ------
+        PermissionError
+            The node's owner requires more noise.
+        """
+        least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
+        if not (multiplier := protection.noise_multiplier) >= least:
+            raise PermissionError(
+                f"the server asks for a noise multiplier of {multiplier:g} on this client's "
+                f"upload: the owner of this node requires least-noise-multiplier={least:g}"
+            )
+
+    def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:
+        """Return secure noise, or seeded noise if the server asks and this client allows it.
+
+        Seeded noise is independent for each ``purpose``.
+
+        Raises
+        ------
+        PermissionError
+            The server asks for seeded noise, but this client does not allow it.
+        """
+        if not entries.get(SEEDED):
+            return SecureNoise()
+        if not self.may_simulate:
+            raise tellable(
+                PermissionError(
+                    "the server asks for seeded noise, which this client does not allow: in "
+                    "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
+                    "elsewhere, set seeded_noise=False on the server"
+                )
+            )
+        partition = partition_of(self.context.node_config)
+        return SeededNoise(entries["seed"], purpose, partition, entries["number"])
+
+
+def task_on(task: Task | Callable[[Context], Task], contexts: Sequence[Context]) -> Task:
+    """Return the task that the clients of a process share, on the device that an owner names."""
+    # A node config with an unknown device is an error of its own client only.
+    context = next(filter(_has_device, contexts), contexts[0])
+    shared = task if isinstance(task, Task) else _built(task, context)
+    device = device_of(context)
+    return shared if device is None else replace(shared, device=device)
+
+
+def _built(task: Callable[[Context], Task], context: Context) -> Task:
+    """Build the task, without the partition, because all clients of a process share the task."""
+    rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
+    try:
+        return task(replace(context, node_config=rest))
+    except KeyError as error:
+        if error.args != (PARTITION,):
+            raise
+        raise tellable(
+            InvalidValue(
+                f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
+                "task: load a client's own data in Task.data, which gets the partition"
+            )
+        ) from None
+
+
+def device_of(context: Context) -> str | None:
+    """Return the device that the node config names, or None."""
+    if (named := context.node_config.get("device")) is None:
+        return None
+    name = str(named)
+    try:
+        torch.device(name)
+    except RuntimeError:
+        error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
+        raise tellable(error) from None
+    return name
+
+
+def _has_device(context: Context) -> bool:
+    return not isinstance(attempted(device_of, context), Exception)
