@@ -1,4 +1,4 @@
-"""Three facts that every ε needs: the protected unit, the neighbouring relation, the adversary."""
+"""Three properties that every ε needs: the protected unit, the neighbouring relation, the adversary."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update, to_bytes_array, to_record
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 

@@ -10,7 +10,7 @@ from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Basis, Guarantee
 from flower_ext.privacy.mechanisms.plan import PlainAverage, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
 
@@ -136,7 +136,7 @@ class RecordLevelPlan(PlainAverage):
         """Number of rounds T."""
         return self.rounds
 
-    def num_units(self, run: RunFacts) -> int:
+    def num_units(self, run: RunSummary) -> int:
         """Return the number of records on all clients."""
         return self.sampling.population * self.num_examples
 
@@ -152,7 +152,7 @@ class RecordLevelPlan(PlainAverage):
             )
         return self
 
-    def check_training(self, run: RunFacts) -> None:
+    def check_training(self, run: RunSummary) -> None:
         """Refuse local training that differs from the steps for which the plan accounts."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
@@ -175,7 +175,7 @@ class RecordLevelPlan(PlainAverage):
                     "steps"
                 )
 
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the noise of each client's model, or of each local step."""
         if self.steps is None:
             return OutputPerturbation(
@@ -190,7 +190,7 @@ class RecordLevelPlan(PlainAverage):
             num_examples=self.num_examples,
         )
 
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the published and the provable guarantee.
 
         Both count an upload of every client in every round.
