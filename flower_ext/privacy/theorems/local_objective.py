@@ -19,8 +19,8 @@ class LocalObjective:
     """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
     F_i is the mean over records of a loss F̂(w; d). With the defaults nothing is known. Bounds hold
-    for every possible record and for every w. The last four properties depend on the training: a plan
-    takes them from the run (`PerturbationPlan.objective_in`).
+    for every possible record and for every w. The last four properties depend on the training: a
+    plan takes them from the run (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
