@@ -28,7 +28,6 @@ COMMANDS = {
     "run": "run_command",
     "report": "reporting",
     "calibrate": "calibrate",
-    "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "population_account",
     "export": "export",
