@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 from dp2_fedsam_app.settings import Settings
 from dp2_fedsam_app.task import task_of
 from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedSAM
-from flower_ext.federation import FederatedStrategy, Method, configured
+from flower_ext.federation import Method, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
 from flower_ext.runs.settings import UnfitSetting
 
@@ -29,9 +29,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = configured.settings(Settings, context)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    options = configured.options(settings, task, plan)
-    strategy = FederatedStrategy(method_of(settings), plan, **options)
-    configured.start(grid, context, settings, task, strategy)
+    configured.start(grid, context, settings, task, method_of(settings), plan)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:

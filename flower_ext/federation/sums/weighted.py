@@ -42,10 +42,8 @@ from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import (
     Opening,
     OpenSum,
-    SealedUpdate,
     Summation,
     bytes_record,
-    message_of,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -243,25 +241,27 @@ class OpenWeightedSum(OpenSum):
         """Return the encrypted weights, the same for all silos."""
         return {records.WEIGHTED_SUM: self._weights}
 
-    def read(self, reply: Message) -> SealedUpdate:
-        """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
+    def read(self, reply: Message) -> Update:
+        """Keep a silo's masked sum of this round, or its notice that it has lost its keys.
+
+        Nothing is added up before all silos have answered.
+        """
         arrays = read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and read_bytes(arrays, LOST, 1) == b"\0":
-            return SealedUpdate({}, {})
+            self._messages[self._opening.clients.partition_of(reply)] = None
+            return Update({}, {})
         if set(arrays) != {SUM}:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
         server = self._summation.server
         data = read_bytes(arrays, SUM, server.sum_type.size(server.settings))
+        silo = self._opening.clients.partition_of(reply)
         try:
-            silo = self._opening.clients.partition_of(reply)
             message = server.read_sum(silo, data)
         except (ProtocolError, ValueError) as error:
             raise RefusedReply(str(error)) from error
-        return SealedUpdate({}, read_metrics(reply), message)
-
-    def add(self, partition: int, update: Update) -> None:
-        """Keep a silo's masked sum: nothing is added up before all silos have answered."""
-        self._messages[partition] = message_of(update)
+        metrics = read_metrics(reply)
+        self._messages[silo] = message
+        return Update(arrays, metrics)
 
     def close(self) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -273,7 +273,7 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        if lost := [silo for silo, message in self._messages.items() if message is None]:
+        if lost := sorted(silo for silo, message in self._messages.items() if message is None):
             self._summation.keys_lost = True
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
