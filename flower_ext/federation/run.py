@@ -35,7 +35,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.runs import RunDirectory
 from flower_ext.training import matches
@@ -189,15 +189,15 @@ class Run:
     # Guarantees ---------------------------------------------------------------------------------
 
     @property
-    def facts(self) -> RunFacts:
-        """The facts about the run so far that a plan may use."""
+    def summary(self) -> RunSummary:
+        """Everything that a plan may know about the run so far."""
         method = self.method
         weights = [training.proximal_weight for training in method.training.values()]
         roster = self.clients.roster
         traits = method.traits
         if roster is not None and roster.foreign:  # such clients may remember anything
             traits = replace(traits, keeps_memory=True)
-        facts = RunFacts(
+        summary = RunSummary(
             method=traits,
             participations=self.participations,
             num_examples=self.num_examples,
@@ -208,18 +208,18 @@ class Run:
             secure_cohorts=not self.repeats,
             not_covered=self.not_covered(),
         )
-        return method.facts(facts, self.state or State())
+        return method.complete_summary(summary, self.state or State())
 
-    def claims(self, facts: RunFacts) -> list[Guarantee]:
-        """Return the guarantees that the method claims after these facts."""
-        return self.method.claims(self.plan, facts, self.state or State(), self.summation)
+    def claims(self, summary: RunSummary) -> list[Guarantee]:
+        """Return the guarantees that the method claims after the rounds of a summary."""
+        return self.method.claims(self.plan, summary, self.state or State(), self.summation)
 
     def guarantees(self) -> list[Guarantee]:
         """Return the guarantees after the rounds so far, published and provable."""
         if not self.participations.rounds:
             return []
-        units = self.plan.num_units(self.facts)
-        claims = [replace(claim, units=units) for claim in self.claims(self.facts)]
+        units = self.plan.num_units(self.summary)
+        claims = [replace(claim, units=units) for claim in self.claims(self.summary)]
         if not (answered := self.participations.answers):
             return claims
         beside = f"noised sums of {', '.join(answered)}: {_ROUNDS_ALONE}"
@@ -232,14 +232,14 @@ class Run:
 
     def spent(self) -> dict[str, float]:
         """Return the ε spent so far and its δ, for the log and the report's figures."""
-        facts, mechanism = self.facts, self.mechanism
-        spent = mechanism.spent(facts)
+        summary, mechanism = self.summary, self.mechanism
+        spent = mechanism.spent(summary)
         if spent and mechanism.delta is not None:
             spent["delta"] = mechanism.delta
-            if units := self.plan.num_units(facts):
+            if units := self.plan.num_units(summary):
                 spent["privacy_units"] = units
         if mechanism.release is not None:  # other plans know their published ε
-            for claim in self.claims(facts):
+            for claim in self.claims(summary):
                 if claim.basis == "published":
                     spent["epsilon_published"] = claim.epsilon
         return spent
@@ -270,7 +270,7 @@ class Run:
         InvalidValue
             A setting does not fit; the message names it, and the value that the plan expects.
         """
-        self.mechanism.check_training(self.facts)
+        self.mechanism.check_training(self.summary)
 
     def check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget.
@@ -289,7 +289,7 @@ class Run:
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
         """Refuse, as `check_budget` does, a release that raises the participations to ``ahead``."""
-        run_ahead = replace(self.facts, participations=ahead)
+        run_ahead = replace(self.summary, participations=ahead)
         self.spending.check(self.mechanism, server_round, run_ahead, self.claims, query=query)
 
     def count_abandoned(self, units: AskedUnits) -> None:

@@ -17,7 +17,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 
@@ -74,8 +74,8 @@ class Spending:
         self,
         mechanism: RoundMechanism,
         server_round: int,
-        run: RunFacts,
-        claims: Callable[[RunFacts], list[Guarantee]],
+        run: RunSummary,
+        claims: Callable[[RunSummary], list[Guarantee]],
         *,
         query: VectorQuery | None = None,
     ) -> None:
@@ -86,10 +86,10 @@ class Spending:
         mechanism : RoundMechanism
         server_round : int
             Number of the round, for the message.
-        run : RunFacts
-            Facts of the run, including that round.
-        claims : Callable[[RunFacts], list[Guarantee]]
-            Returns the guarantees after these facts.
+        run : RunSummary
+            The run, including that round.
+        claims : Callable[[RunSummary], list[Guarantee]]
+            Returns the guarantees after the rounds of a summary.
         query : VectorQuery, optional
             The query whose answer is released; the account lists these as a run of their own. None
             for a training round.

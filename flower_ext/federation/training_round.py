@@ -157,7 +157,7 @@ class TrainingRound:
     def _protection_entries(self) -> dict[str, Any]:
         """Return the entries by which the message asks clients to protect their uploads."""
         run = self.run
-        self._protection = run.mechanism.protection(run.facts, len(self.cohort.partitions))
+        self._protection = run.mechanism.protection(run.summary, len(self.cohort.partitions))
         entries = to_entries(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
 

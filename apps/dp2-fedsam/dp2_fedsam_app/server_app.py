@@ -17,8 +17,14 @@ SHARED_MODEL = {
     "dp-fedsam-ft": DPFedSAM,
     "fedavg": DPFedAvg,
 }
-PERSONAL_HEAD = {"centaur": Centaur, "dp2-fedsam": DP2FedSAM, "p-fedsam": DP2FedSAM}
-WITHOUT_PRIVACY = ("fedavg", "p-fedsam")
+OWN_HEAD = "own-head"
+PERSONAL_HEAD = {
+    "centaur": Centaur,
+    "dp2-fedsam": DP2FedSAM,
+    "p-fedsam": DP2FedSAM,
+    OWN_HEAD: DP2FedSAM,
+}
+WITHOUT_PRIVACY = ("fedavg", "p-fedsam", OWN_HEAD)
 
 app = ServerApp()
 
@@ -59,7 +65,7 @@ def method_of(settings: Settings) -> Method:
     )
     return PERSONAL_HEAD[method](
         head=head,
-        extractor=sam,
+        extractor=configured.training(settings, epochs=0) if method == OWN_HEAD else sam,
         adapt_before_evaluation=settings.adapt_before_evaluation,
         server_learning_rate=rate,
     )

@@ -206,11 +206,8 @@ class OpenMaskedSum(OpenSum):
 
     def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
         """Return the message of a member, which must be the client that sent it."""
-        if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
-            raise RefusedReply(
-                f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
-            )
-        message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
+        _, data = single_message(arrays, SENT)
+        message = kind.from_bytes(data, self._context)
         partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
             raise RefusedReply(
@@ -248,9 +245,8 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order.
     """
     with knowing_no_data():
-        stage, data = single_message(
-            records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        )
+        content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+        stage, data = single_message(content, BEGIN, KEYS, QUESTION)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: Advert | SealedShares | Revealed
@@ -258,10 +254,8 @@ def answer(message: Message, context: Context, method: str) -> Message:
             reply = member.advertise()
         elif stage == KEYS:
             reply = member.share(Keys.from_bytes(data, member.context))
-        elif stage == QUESTION:
-            reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         else:
-            raise ProtocolError(f"stage {stage!r}: expected {BEGIN}, {KEYS} or {QUESTION}")
+            reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())
     return Message(
         RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
@@ -287,9 +281,7 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        stage, data = single_message(message)
-        if stage != DELIVERY:
-            raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
+        _, data = single_message(message, DELIVERY)
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())

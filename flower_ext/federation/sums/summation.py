@@ -16,7 +16,7 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update, to_bytes_array, to_record
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +163,18 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
     return to_record({name: to_bytes_array(data)})
 
 
-def single_message(arrays: Arrays) -> tuple[str, bytes]:
-    """Return the name and the bytes of the one array in the server's record.
+def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
+    """Undo `bytes_record`: return the name, one of ``names``, and the bytes of the one array.
 
     Raises
     ------
     InvalidValue
-        There is another number of arrays, or the array has no bytes.
+        There is another number of arrays, or the array has another name, or no bytes.
     """
     with knowing_no_data():
-        if len(arrays) != 1:
-            raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
-        ((name, array),) = arrays.items()
-        if array.dtype != np.uint8:
-            raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
-        return name, array.tobytes()
+        if len(arrays) == 1:
+            ((name, array),) = arrays.items()
+            if name in names and array.dtype == np.uint8:
+                return name, array.tobytes()
+        types = {name: str(array.dtype) for name, array in arrays.items()}
+        raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")

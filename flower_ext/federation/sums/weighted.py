@@ -37,13 +37,14 @@ from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Update
-from flower_ext.federation.replies import RefusedReply, read_answer, read_bytes, read_metrics
+from flower_ext.federation.replies import read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import (
     Opening,
     OpenSum,
     Summation,
     bytes_record,
+    single_message,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -52,7 +53,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
@@ -247,18 +248,12 @@ class OpenWeightedSum(OpenSum):
         Nothing is added up before all silos have answered.
         """
         arrays = read_answer(reply, records.UPDATE)
-        if set(arrays) == {LOST} and read_bytes(arrays, LOST, 1) == b"\0":
-            self._messages[self._opening.clients.partition_of(reply)] = None
-            return Update({}, {})
-        if set(arrays) != {SUM}:
-            raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
-        server = self._summation.server
-        data = read_bytes(arrays, SUM, server.sum_type.size(server.settings))
+        name, data = single_message(arrays, SUM, LOST)
         silo = self._opening.clients.partition_of(reply)
-        try:
-            message = server.read_sum(silo, data)
-        except (ProtocolError, ValueError) as error:
-            raise RefusedReply(str(error)) from error
+        if name == LOST:
+            self._messages[silo] = None
+            return Update({}, {})
+        message = self._summation.server.read_sum(silo, data)
         metrics = read_metrics(reply)
         self._messages[silo] = message
         return Update(arrays, metrics)
@@ -340,17 +335,8 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
 
 def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
     """Ask silos for one step of the protocol, and return the bytes in their answers."""
-    answering = step.questions if step.answering is None else step.answering
-    speakers = {clients.nodes[silo] for silo in answering}
-
-    def read(reply: Message) -> bytes:
-        arrays = read_answer(reply)
-        if reply.metadata.src_node_id not in speakers:
-            return b""
-        return read_bytes(arrays, step.name, step.length)
-
-    messages = {
-        silo: {records.WEIGHTED_SUM: bytes_record(step.name, message)}
-        for silo, message in step.questions.items()
+    contents = {
+        silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
+        for silo, question in step.questions.items()
     }
-    return clients.query(messages, read)
+    return clients.query(contents, lambda reply: single_message(read_answer(reply), step.name)[1])
