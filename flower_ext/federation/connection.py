@@ -76,7 +76,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
             "ClientApp does not use this package and cannot mask its uploads; build it by "
             "client_app(task)"
         )
-    said = f" (the first to fail said: {roster.said})" if roster.said else ""
+    said = f" (the first to fail said: {roster.first_error})" if roster.first_error else ""
     fix = f"build the ClientApp with {run.method.name}.client_app(task)"
     if not run.method.any_client_app:
         raise FederationNotReady(

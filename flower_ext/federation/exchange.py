@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import _flower_private, records
 from flower_ext.federation._flower_private import in_simulation, messages_like
-from flower_ext.federation.failures import printable, said, unlogged
+from flower_ext.federation.failures import printable, public_reason, unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply
 from flower_ext.federation.roster import FOR_MODS, FederationNotReady, Roster, addressed
@@ -110,27 +110,6 @@ class Clients:
         messages = messages_like(like, by_node)
         return {partition: messages[self.nodes[partition]] for partition in contents}
 
-    def ask(
-        self,
-        question: ConfigRecord,
-        read: Callable[[Message], T],
-        beside: Mapping[str, ConfigRecord],
-    ) -> dict[int, T]:
-        """Ask a question of the method, and return the clients' answers by partition.
-
-        Parameters
-        ----------
-        beside : Mapping[str, ConfigRecord]
-            Records besides the question.
-
-        Raises
-        ------
-        FederationNotReady
-            A node does not answer, or ``read`` refuses its answer.
-        """
-        content: Content = {records.QUESTION: question, **beside}
-        return self.query(dict.fromkeys(self.nodes, content), read)
-
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.
 
@@ -207,7 +186,7 @@ class Requests:
                 if partition not in waiting:
                     if reply.has_error():  # from the SuperLink, for a node
                         raise RefusedReply(
-                            f"an error came in place of a reply: {said(reply.error)}"
+                            f"an error came in place of a reply: {public_reason(reply.error)}"
                         )
                     raise RefusedReply("not asked in this round, or answered already")
                 _check_origin(reply, self.by_partition[partition])

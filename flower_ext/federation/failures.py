@@ -39,7 +39,7 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     """Return the error reply of a client's app or mod, and log the error on the client."""
     is_told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
-    where, shown = place(error), _shown.setdefault(app, set())
+    where, shown = raised_at(error), _shown.setdefault(app, set())
     if where in shown:  # log one traceback per line of code, not one per client and round
         log.debug("client %s failed like an earlier client", partition, exc_info=error)
     elif is_told:
@@ -77,8 +77,8 @@ def unlogged(*texts: str) -> Iterator[None]:
     """
 
     def keep(record: LogRecord) -> bool:
-        said = record.getMessage()
-        return record.levelno < ERROR or not any(text in said for text in texts)
+        text = record.getMessage()
+        return record.levelno < ERROR or not any(part in text for part in texts)
 
     log.addFilter(keep)
     try:
@@ -87,7 +87,7 @@ def unlogged(*texts: str) -> Iterator[None]:
         log.removeFilter(keep)
 
 
-def said(error: Error) -> str:
+def public_reason(error: Error) -> str:
     """Return the text of an error reply that the server may repeat.
 
     Flower's engines send the text of any exception of a ClientApp that does not use this package.
@@ -132,7 +132,7 @@ def attempt_in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator
             yield attempted(step, *row)
 
 
-def place(error: Exception) -> tuple[str, int]:
+def raised_at(error: Exception) -> tuple[str, int]:
     """Return the file and the line that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

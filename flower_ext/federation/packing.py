@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-TOGETHER = "together"
+PACKED = "packed"
 """Last part of the type of a message to several clients, and the record that lists them."""
 
 Record = ArrayRecord | ConfigRecord | MetricRecord
@@ -24,13 +24,13 @@ def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> Record
                 numbers[id(record)] = len(numbers)
                 every[str(numbers[id(record)])] = record
         names.append("\n".join(f"{numbers[id(record)]} {name}" for name, record in content.items()))
-    every[TOGETHER] = ConfigRecord({**entries, "records": names})
+    every[PACKED] = ConfigRecord({**entries, "records": names})
     return RecordDict(every)
 
 
 def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
     """Undo `packed`; contents that held the same records are one object."""
-    envelope: Mapping[str, Any] = content.config_records[TOGETHER]
+    envelope: Mapping[str, Any] = content.config_records[PACKED]
     known: dict[str, RecordDict] = {}
     for names in envelope["records"]:
         if names not in known:

@@ -65,16 +65,13 @@ class Population:
         """Return numbers of a drawn cohort for the row of its round; none by default."""
         return {}
 
-    def count(self, cohort: Cohort, answered: int) -> None:
-        """Count the participations of a round with ``answered`` usable uploads."""
-        self.participations.record(cohort.units, answered, asked=len(cohort.partitions))
+    def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
+        """Count the participations of a round with that many usable uploads, and requests."""
+        self.participations.record(units, uploads, asked=requests)
 
-    def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
-        """Count the participations of a round that was never finished.
-
-        The round counts because clients may already have sent uploads.
-        """
-        self.participations.record(units, answered, asked=asked)
+    def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
+        """Count a round that was never finished, because clients may already have uploaded."""
+        self.count(units, uploads, requests=requests)
 
     def resume(self) -> None:
         """Adjust the counts in a new process that continues the run; by default they stay."""
@@ -136,7 +133,7 @@ class HiddenUsers(UsersInSilos):
         self.oblivious = oblivious
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw places in the silos' secret order of users, or name all users if oblivious."""
+        """Draw indices in the silos' secret order of users, or name all users if oblivious."""
         if not self.oblivious:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
@@ -145,15 +142,15 @@ class HiddenUsers(UsersInSilos):
         """Return the number of drawn users, unless nobody knows it."""
         return {} if self.oblivious else super().columns(drawn)
 
-    def count(self, cohort: Cohort, answered: int) -> None:
+    def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round as complete, because a sum that lacks a silo's part stays masked."""
-        self.participations.record(cohort.units, self.num_silos, asked=self.num_silos)
+        self.participations.record(units, self.num_silos, asked=self.num_silos)
 
-    def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
+    def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count the round for all users alike, because the order that it drew from is lost."""
         # Neither the counts so far nor this round may be pinned to a user of the lost order.
         self.forget_order()
-        self.participations.record(units, self.num_silos, asked=self.num_silos)
+        self.count(units, uploads, requests=requests)
         self.forget_order()
 
     def resume(self) -> None:
@@ -163,8 +160,8 @@ class HiddenUsers(UsersInSilos):
     def forget_order(self) -> None:
         """Give every user the count of the user that took part most, where rounds draw users.
 
-        The server draws places in the silos' secret order. Call this when the silos have a new
-        order: then any user may have had any of the earlier places.
+        The server draws indices in the silos' secret order. Call this when the silos have a new
+        order: then any user may have had any of the earlier indices.
         """
         if not isinstance(self.sampling, FullParticipation):
             self.forget_who()

@@ -76,7 +76,7 @@ class QueryRound:
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
-        run.checkpoints.asking(query.name, number)
+        run.checkpoints.begin_query(query.name, number)
         run.mechanism.count_answer(query, run.participations)
         nodes = [*run.clients.nodes]
         opening = Opening(

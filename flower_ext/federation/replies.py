@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays, read_array, to_arrays
-from flower_ext.federation.failures import said
+from flower_ext.federation.failures import public_reason
 from flower_ext.federation.records import ANSWER, MODEL
 from flower_ext.federation.uploads import UPDATE, Update, UploadReply
 
@@ -169,7 +169,7 @@ def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
 
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
-        raise RefusedReply(said(reply.error))
+        raise RefusedReply(public_reason(reply.error))
     if not reply.has_content():
         raise RefusedReply("the reply is empty")
     return reply.content

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError, InvalidValue, tellable
 from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
-from flower_ext.federation.failures import said
+from flower_ext.federation.failures import public_reason
 
 log = getLogger("flwr")
 
@@ -95,7 +95,7 @@ class Roster:
     known : bool
         True if the nodes reported their partitions. Otherwise they are numbered in the order of
         their ids, for this run only.
-    said : str
+    first_error : str
         Last line of the first error that a node sent in place of an answer.
     foreign : bool
         True if the ClientApp is not of this package; it then gets plain messages.
@@ -105,7 +105,7 @@ class Roster:
 
     nodes: Mapping[int, int]
     known: bool
-    said: str = ""
+    first_error: str = ""
     foreign: bool = False
     protects: bool = False
 
@@ -130,28 +130,28 @@ class Roster:
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
         log.info("asking the nodes which partitions they hold")
-        reported, said = _ask_identities(grid, nodes, IDENTITY, RecordDict(), timeout=timeout)
+        reported, error = _ask_identities(grid, nodes, IDENTITY, RecordDict(), timeout=timeout)
         foreign = not reported
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # The settings are those of any training, because mods before ours may read them.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             question = RecordDict({_CONFIG: settings})
-            reported, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
+            reported, error = _ask_identities(grid, nodes, "train", question, timeout=timeout)
             reported = {
                 node: partition for node, partition in reported.items() if partition is not None
             }  # a mod's answers
         numbered = dict(enumerate(nodes))
         if not reported:
-            return cls(numbered, known=False, said=said, foreign=True)
-        together = getattr(grid, "clients_per_node", 1)
+            return cls(numbered, known=False, first_error=error, foreign=True)
+        clients_per_node = getattr(grid, "clients_per_node", 1)
         if foreign and len(reported) == len(nodes) and set(reported.values()) == {_NO_PARTITION}:
             return cls(numbered, known=False, foreign=True, protects=True)
-        answers = _by_partition(reported, population, together)
+        answers = _by_partition(reported, population, clients_per_node)
         if len(answers) < population:
             missing = sorted(set(range(population)) - set(answers))
             raise FederationNotReady(
-                f"no node answered for partitions {missing[:10]}" + (f": {said}" if said else "")
+                f"no node answered for partitions {missing[:10]}" + (f": {error}" if error else "")
             )
         return cls(answers, known=True, foreign=foreign, protects=foreign)
 
@@ -161,12 +161,12 @@ def _ask_identities(
 ) -> tuple[dict[int, object], str]:
     """Return the partition that each node reports, and the first error in place of an answer."""
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
-    together = getattr(grid, "clients_per_node", 1)
-    questions = [message_like(like, question, dst_node_id=node) for node in nodes[::together]]
+    first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]
+    questions = [message_like(like, question, dst_node_id=node) for node in first_clients]
     # Simulated nodes run one ClientApp, so ask one node first: a failure then occurs only once.
     one, others = (questions[:1], questions[1:]) if simulates(grid) else (questions, [])
     reported: dict[int, object] = {}
-    waiting, first_said = {message.metadata.dst_node_id for message in questions}, ""
+    waiting, first_error = {message.metadata.dst_node_id for message in questions}, ""
 
     def answers() -> Iterator[Message]:
         yield from replies(grid, one, timeout=timeout)
@@ -175,28 +175,28 @@ def _ask_identities(
 
     for reply in answers():
         node = reply.metadata.src_node_id
-        if reply.has_error() and not first_said:
-            first_said = said(reply.error)
+        if reply.has_error() and not first_error:
+            first_error = public_reason(reply.error)
         if reply.has_error() or not reply.has_content() or node not in waiting:
             continue
         waiting.remove(node)
         record = reply.content.get(_IDENTITY_RECORD)
         reported[node] = record.get("partition") if isinstance(record, ConfigRecord) else None
-    return reported, first_said
+    return reported, first_error
 
 
 def _by_partition(
-    partitions: Mapping[int, object], population: int, together: int
+    partitions: Mapping[int, object], population: int, clients_per_node: int
 ) -> dict[int, int]:
-    """Return node ids by partition, with ``together`` clients per node; refuse false claims."""
+    """Return the node id of each partition; refuse false claims."""
     answers: dict[int, int] = {}
     for node, partition in partitions.items():
-        if type(partition) is not int or not 0 <= partition <= population - together:
+        if type(partition) is not int or not 0 <= partition <= population - clients_per_node:
             raise FederationNotReady(
                 f"node {node} says it holds partition {partition!r}; "
-                f"expected 0 … {population - together} (node config partition-id)"
+                f"expected 0 … {population - clients_per_node} (node config partition-id)"
             )
-        held = {partition + place: node + place for place in range(together)}
+        held = {partition + slot: node + slot for slot in range(clients_per_node)}
         if twice := sorted(answers.keys() & held):
             raise FederationNotReady(
                 f"nodes {answers[twice[0]]} and {held[twice[0]]} both hold partition "

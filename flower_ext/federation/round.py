@@ -6,16 +6,17 @@ mechanism and in what is done with the mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients, Content, Requests
 from flower_ext.federation.population import Cohort
+from flower_ext.federation.records import Update
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import Release
@@ -84,14 +85,14 @@ class Round:
 
     def close(
         self, replies: Iterable[Message], *, kept: bool = False, **notes: Any
-    ) -> tuple[Aggregate | None, Updates]:
+    ) -> tuple[Aggregate | None, Mapping[int, Update]]:
         """Read each reply and add its contribution when it arrives; release the mean of all.
 
         Parameters
         ----------
         replies : Iterable[Message]
         kept : bool
-            True to keep each contribution for reading it again.
+            True to keep the arrays of each contribution.
         **notes
             Facts to keep with the release in the ledger.
 
@@ -99,15 +100,19 @@ class Round:
         -------
         Aggregate or None
             The released mean; None if the round is discarded. A discarded round is spent.
-        Updates
-            The accepted contributions.
+        Mapping[int, Update]
+            The accepted contributions by partition; without ``kept``, only their metrics.
         """
-        updates = Updates(kept=kept)
+        updates: dict[int, Update] = {}
         with self._spending.closing() as release:
             try:
                 if self._sum is None:
                     raise RoundDiscarded(self.discard_reason)
-                self._add_each(replies, self._sum, updates)
+                assert self.requests is not None
+                for partition, update in self.requests.accepted(replies, self._sum.read):
+                    self._sum.add(update)
+                    # A thousand models fit into memory only one at a time.
+                    updates[partition] = update if kept else Update(_NOT_KEPT, update.metrics)
                 aggregate = self._sum.close()
             except RoundDiscarded as reason:
                 self.discard_reason = str(reason)
@@ -120,55 +125,17 @@ class Round:
             )
         return aggregate, updates
 
-    def _add_each(self, replies: Iterable[Message], summed: OpenSum, updates: Updates) -> None:
-        assert self.requests is not None
-        for partition, update in self.requests.accepted(replies, summed.read):
-            summed.add(update)
-            updates.add(partition, update)
 
+class _NotKept(dict[str, np.ndarray]):
+    """The arrays of updates that the server has added up and dropped."""
 
-class Updates:
-    """The accepted updates of a round, by partition.
-
-    Parameters
-    ----------
-    kept : bool
-        True to keep the updates; else only their metrics stay.
-
-    Attributes
-    ----------
-    metrics : Mapping[int, Mapping[str, float]]
-        Metrics of the updates.
-    each : Mapping[int, Update]
-        The updates. Without ``kept``, reading one raises InvalidValue.
-    """
-
-    def __init__(self, *, kept: bool) -> None:
-        self.metrics: dict[int, Mapping[str, float]] = {}
-        self._kept: dict[int, records.Update] | None = {} if kept else None
-        self.each = _NotKept(self.metrics) if self._kept is None else self._kept
-
-    def add(self, partition: int, update: records.Update) -> None:
-        """Note an update's metrics, and keep the update if the updates are kept."""
-        self.metrics[partition] = update.metrics
-        if self._kept is not None:
-            self._kept[partition] = update
-
-
-class _NotKept(Mapping[int, records.Update]):
-    """Partitions of updates that were not kept."""
-
-    def __init__(self, partitions: Collection[int]) -> None:
-        self._partitions = partitions
-
-    def __getitem__(self, partition: int) -> records.Update:
+    def _refuse(self, *arguments: object) -> NoReturn:
         raise InvalidValue(
             "the server added the round's updates up as they arrived and did not keep them: set "
             "needs_each_update = True in a method whose step reads single updates"
         )
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._partitions)
+    __getitem__ = __iter__ = __len__ = keys = values = items = get = _refuse
 
-    def __len__(self) -> int:
-        return len(self._partitions)
+
+_NOT_KEPT = _NotKept()

@@ -19,7 +19,7 @@ from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
-from flower_ext.federation.state.checkpoint import AskedUnits, Checkpoints
+from flower_ext.federation.state.checkpoint import BegunRound, Checkpoints
 from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
@@ -281,8 +281,8 @@ class Run:
             The message says by how much.
         """
         if self.spending.budget is not None:
-            ahead = deepcopy(self.population)
-            ahead.count(cohort, len(cohort.partitions))
+            ahead, size = deepcopy(self.population), len(cohort.partitions)
+            ahead.count(cohort.units, size, requests=size)
             self.check_spending(server_round, ahead.participations)
 
     def check_spending(
@@ -292,11 +292,9 @@ class Run:
         run_ahead = replace(self.summary, participations=ahead)
         self.spending.check(self.mechanism, server_round, run_ahead, self.claims, query=query)
 
-    def count_abandoned(self, units: AskedUnits) -> None:
+    def count_abandoned(self, begun: BegunRound) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""
-        self.population.count_abandoned(
-            units.participants, units.may_have_answered, asked=units.asked
-        )
+        self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
     # Files --------------------------------------------------------------------------------------
 

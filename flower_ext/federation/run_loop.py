@@ -145,8 +145,8 @@ class RunLoop:
         state = self.run.method_state
         for name, group in (*state.everyone.items(), *state.server.items()):
             groups[f"in the server's state {name!r}"] = group
-        for place, arrays in groups.items():
-            require_finite(arrays, f"{place} after {step} in round {server_round}", remedy)
+        for where, arrays in groups.items():
+            require_finite(arrays, f"{where} after {step} in round {server_round}", remedy)
 
     def _evaluate(self, server_round: int) -> bool:
         """Ask for scores if this round evaluates; return True if there are any."""
@@ -230,8 +230,8 @@ class RunLoop:
             run.summation.restore(kept.arrays)
             run.population.resume()
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
-        for units in abandoned:
-            run.count_abandoned(units)
+        for begun in abandoned:
+            run.count_abandoned(begun)
         for query in run.mechanism.queries:
             counted = run.participations.answers[query.name]
             for _ in range(counted, run.checkpoints.times_asked(query.name)):

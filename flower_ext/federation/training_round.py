@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache
 from logging import getLogger
 from typing import Any
@@ -21,9 +20,9 @@ from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.replies import RefusedReply, read_update
-from flower_ext.federation.round import Round, Updates
+from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
-from flower_ext.federation.state.checkpoint import AskedUnits
+from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import secure_generator
@@ -88,7 +87,7 @@ class TrainingRound:
         contents = self._contents(config)
         # The spend, then the units that may be exposed, are on disk before any data are used.
         self._round.reserve(run.mechanism.release, same if run.repeats else None)
-        run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
+        run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
         run.progress.row |= run.population.columns(drawn)
         return self._round.ask(contents)
@@ -105,7 +104,7 @@ class TrainingRound:
             run.progress.row["discarded"] = 1
         mirrored = run.method.client.memory is Memory.MIRRORED
         if run.method.client.keeps_memory and not (mirrored and mean is None):
-            run.remembered |= dict.fromkeys(updates.metrics, run.participations.rounds)
+            run.remembered |= dict.fromkeys(updates, run.participations.rounds)
         return None if mean is None else self._step(mean, updates)
 
     def _draw(self) -> Cohort:
@@ -179,22 +178,22 @@ class TrainingRound:
         run.method.check_update(update)
         return update
 
-    def _record(self, updates: Updates) -> None:
+    def _record(self, updates: Mapping[int, records.Update]) -> None:
         """Count the participations, and note the metrics that came with the updates."""
-        run, answered = self.run, len(updates.metrics)
+        run, answered = self.run, len(updates)
         needed, honest = self._round.exposure(answered)
         assert honest is not None
-        run.checkpoints.answered(honest)
-        run.population.count(replace(self.cohort, partitions=range(needed)), honest)
+        run.checkpoints.finish(honest)
+        run.population.count(self.cohort.units, honest, requests=needed)
         run.progress.row |= {"answered": answered, **self._round.measures}
         run.ever_answered |= answered > 0
-        run.progress.row |= norm_columns(updates.metrics.values())
-        for partition, metrics in updates.metrics.items():
-            if "num-examples" in metrics:  # keep the smallest: no report makes ε smaller
-                size = int(metrics["num-examples"])
+        run.progress.row |= norm_columns(update.metrics for update in updates.values())
+        for partition, update in updates.items():
+            if "num-examples" in update.metrics:  # keep the smallest: no report makes ε smaller
+                size = int(update.metrics["num-examples"])
                 run.num_examples[partition] = min(size, run.num_examples.get(partition, size))
 
-    def _step(self, mean: Aggregate, updates: Updates) -> records.Arrays:
+    def _step(self, mean: Aggregate, updates: Mapping[int, records.Update]) -> records.Arrays:
         """Return the next model, and store the method's next state."""
         run = self.run
         run.progress.row["topped_up_stddev"] = mean.topped_up_stddev
@@ -202,10 +201,10 @@ class TrainingRound:
         population = sampling.population
         released = Released(
             mean=dict(mean.value),
-            updates={} if hidden else updates.each,  # the model must use only the released mean
+            updates={} if hidden else updates,  # the model must use only the released mean
             round=self.number,
             population=population,
-            fraction=sampling.sampling_rate if hidden else len(updates.metrics) / population,
+            fraction=sampling.sampling_rate if hidden else len(updates) / population,
         )
         result = run.method.step(run.model, released, run.method_state)
         model, run.state = self._checked(result)

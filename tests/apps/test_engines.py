@@ -445,7 +445,7 @@ def holds_all(run: RunDirectory, rounds: int) -> None:
     assert [row["round"] for row in run.metrics()] == [*range(1, rounds + 1)]
     assert {g.basis for g in run.guarantees()} == {"provable", "published"}
     assert len(run.client_metrics()) == FOREIGN_CLIENTS
-    for name in ("ledger.jsonl", "model.safetensors", "checkpoints/asked.jsonl"):
+    for name in ("ledger.jsonl", "model.safetensors", "checkpoints/begun.jsonl"):
         assert (run.path / name).is_file()
 
 

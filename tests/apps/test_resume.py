@@ -69,7 +69,7 @@ def test_a_seeded_run_that_was_killed_twice_ends_as_if_it_had_not(tmp_path, app,
 def test_private_weights_are_set_up_anew_and_no_release_is_missed(tmp_path):
     settings = {"method": "uldp-sgd-private", "key-bits": 512, "allow-insecure-keys": True}
     one = trial(ULDP_FL, tmp_path, **{**settings, "rounds": 3, "max-records-per-user": 200})
-    assert kill(one.start(), changed(one.folder, "asked.jsonl", 2))
+    assert kill(one.start(), changed(one.folder, "begun.jsonl", 2))
     one.finish()
     released = {number for number, _ in one.released()}
     assert len(released) >= 3

@@ -50,7 +50,7 @@ SMALL: Mapping[str, Any] = {
 }
 WATCHED = (
     "ledger.jsonl",
-    "asked.jsonl",
+    "begun.jsonl",
     "metrics.jsonl",
     "*.checkpoint",
     ".*.draft",
@@ -129,9 +129,9 @@ def play(trial: Trial) -> None:
     server, client = load_app(trial.app)
     assert isinstance(client, CohortApp)
     witness = os.open(trial.folder / "witness", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for kind, answer in client.together.items():
+    for kind, answer in client.cohort_answers.items():
         if kind.startswith("train."):
-            client.together[kind] = _witnessed(answer, witness)
+            client.cohort_answers[kind] = _witnessed(answer, witness)
     count = num_nodes(trial.settings)
     assert count is not None
     run_in_process(server, client, num_clients=count, run_config=trial.settings)

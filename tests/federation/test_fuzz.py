@@ -294,7 +294,7 @@ def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, s
 
 def packed_of(content, told):
     """Return a packed reply of arbitrary content, whose list of clients is forged as well."""
-    content["together"] = told
+    content["packed"] = told
     return content
 
 

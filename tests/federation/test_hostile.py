@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.data.examples import MOST_USERS, owned
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederatedStrategy,
     FederationNotReady,
@@ -241,16 +242,16 @@ def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
 @pytest.mark.parametrize(
     "facts",
     [
-        {"place": [0, 0]},
-        {"place": [-1, 0]},
-        {"place": [0, 2]},
-        {"place": [0]},
-        {"place": ["0", "1"]},
+        {"slot": [0, 0]},
+        {"slot": [-1, 0]},
+        {"slot": [0, 2]},
+        {"slot": [0]},
+        {"slot": ["0", "1"]},
         {"clients-per-node": 0},
         {"clients-per-node": math.nan},
-        {"type": ["train.together", "train.together"]},
+        {"type": ["train.packed", "train.packed"]},
         {"type": ["query.identity"]},
-        {"records": ["together together", "together together"]},
+        {"records": ["packed packed", "packed packed"]},
         {"records": []},
         {"records": ["9 arrays", "9 arrays"]},
     ],
@@ -261,12 +262,12 @@ def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
     packed = virtual._pack(1_000, asked[:2])
-    told = packed.content.config_records["together"]
+    told = packed.content.config_records["packed"]
     for name, value in facts.items():
         told[name] = value
     (answer,) = grid.send_and_receive([packed])
     if not answer.has_error():  # the node answers with an error for each client
-        codes = answer.content.config_records["together"]["error-code"]
+        codes = answer.content.config_records["packed"]["error-code"]
         assert codes == [] or all(codes)
     assert dict(grid.contexts[1_000].state) == {}
 
@@ -460,5 +461,5 @@ def test_silos_make_no_room_for_more_users_than_there_can_be():
 def test_lost_keys_are_told_in_one_form_only(data):
     content = RecordDict({"update": records.to_record({LOST: data})})
     opened = object.__new__(OpenWeightedSum)
-    with pytest.raises(RefusedReply, match="lost"):
+    with pytest.raises(InvalidValue, match="lost"):
         opened.read(reply(content))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flower_ext.federation.population import Cohort, HiddenUsers, Population, UsersInSilos
+from flower_ext.federation.population import HiddenUsers, Population, UsersInSilos
 from flower_ext.privacy import FullParticipation, PoissonSampling
 from flower_ext.privacy.accounting.participations import Participations
 
@@ -28,7 +28,7 @@ def test_clients_are_asked_for_their_own_data():
     cohort = clients.draw(rng())
     assert cohort.partitions == cohort.units == SOME.draw(rng())
     assert clients.num_nodes == UNITS
-    clients.count(cohort, 2)
+    clients.count(cohort.units, 2, requests=len(cohort.partitions))
     assert counted(clients.participations, (cohort.units, 2, len(cohort.partitions)))
 
 
@@ -38,13 +38,14 @@ def test_users_are_drawn_and_all_silos_are_asked():
     assert list(cohort.partitions) == list(range(SILOS))
     assert cohort.units == SOME.draw(rng())
     assert users.num_nodes == SILOS
-    users.count(cohort, 2)  # a missing silo means less noise for every user of the round
+    # A missing silo means less noise for every user of the round.
+    users.count(cohort.units, 2, requests=len(cohort.partitions))
     assert counted(users.participations, (cohort.units, 2, SILOS))
 
 
 @pytest.mark.parametrize("population", [Population(SOME), UsersInSilos(SOME, SILOS)])
 def test_an_abandoned_round_counts_for_those_who_were_asked(population):
-    population.count_abandoned([1, 4], 2, asked=3)
+    population.count_abandoned([1, 4], 2, requests=3)
     assert counted(population.participations, ([1, 4], 2, 3))
 
 
@@ -55,14 +56,14 @@ def test_an_oblivious_draw_may_have_taken_anybody():
 
 def test_who_misses_a_masked_part_of_a_sum_has_seen_no_sum():
     users = HiddenUsers(SOME, SILOS, oblivious=False)
-    users.count(Cohort(partitions=range(SILOS), units=[1, 2], population=9), 1)
+    users.count([1, 2], 1, requests=SILOS)
     assert counted(users.participations, ([1, 2], SILOS, SILOS))
 
 
 def test_places_of_a_lost_order_count_for_everybody():
     users = HiddenUsers(SOME, SILOS, oblivious=False)
-    users.count(Cohort(partitions=range(SILOS), units=[1, 2], population=9), SILOS)
-    users.count_abandoned([3], 0, asked=SILOS)
+    users.count([1, 2], SILOS, requests=SILOS)
+    users.count_abandoned([3], 0, requests=SILOS)
     assert users.participations.rounds == 2
     assert set(users.participations.uploads.values()) == {2}
     assert len(users.participations.uploads) == UNITS
@@ -70,13 +71,13 @@ def test_places_of_a_lost_order_count_for_everybody():
 
 def test_where_everyone_takes_part_there_is_no_order_to_forget():
     users = HiddenUsers(FullParticipation(UNITS), SILOS, oblivious=False)
-    users.count_abandoned(range(UNITS), 0, asked=SILOS)
+    users.count_abandoned(range(UNITS), 0, requests=SILOS)
     assert set(users.participations.uploads.values()) == {1}
 
 
 def test_strangers_count_as_the_one_that_took_part_most():
     clients = Population(SOME)
-    clients.count(Cohort(partitions=[1, 2], units=[1, 2], population=9), 2)
-    clients.count(Cohort(partitions=[1], units=[1], population=9), 1)
+    clients.count([1, 2], 2, requests=2)
+    clients.count([1], 1, requests=1)
     clients.forget_who()
     assert dict(clients.participations.uploads) == dict.fromkeys(range(UNITS), 2)

@@ -114,10 +114,10 @@ def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_n
     assert strategy.participations.rounds == 9
     kinds = [entry["kind"] for entry in run.ledger()]
     assert [kinds.count(kind) for kind in ("reserve", "commit", "discard")] == [9, 5, 4]
-    asked = [json.loads(line) for line in (run.path / "checkpoints/asked.jsonl").open()]
-    numbers = [line["training"] for line in asked if "asked" in line]
+    begun = [json.loads(line) for line in (run.path / "checkpoints/begun.jsonl").open()]
+    numbers = [line["training"] for line in begun if "units" in line]
     assert numbers == list(range(1, 10))
-    uploads = [unit for line in asked if "asked" in line for unit in line["participants"]]
+    uploads = [unit for line in begun if "units" in line for unit in line["units"]]
     assert {u: uploads.count(u) for u in set(uploads)} == dict(strategy.participations.uploads)
     assert [row["round"] for row in run.metrics()] == [1, 2, 3, 4, 5]
 
@@ -186,7 +186,7 @@ def test_checkpoints_are_two_and_private(tmp_path):
     run, _ = play(tmp_path, seeded_noise=False)
     folder = run.path / "checkpoints"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {f.name for f in folder.iterdir()} == {"4.checkpoint", "5.checkpoint", "asked.jsonl"}
+    assert {f.name for f in folder.iterdir()} == {"4.checkpoint", "5.checkpoint", "begun.jsonl"}
     assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o600}
 
 
@@ -398,7 +398,7 @@ def test_where_nothing_can_be_written_any_more_the_run_ends_and_nobody_is_asked(
     process.join()
     run = RunDirectory.open(tmp_path / "run")
     reserved = [entry["kind"] for entry in run.ledger()].count("reserve")
-    lines = (run.path / "checkpoints/asked.jsonl").read_text().splitlines()
-    asked = sum('"asked"' in line for line in lines)
+    lines = (run.path / "checkpoints/begun.jsonl").read_text().splitlines()
+    asked = sum('"units"' in line for line in lines)
     assert asked <= reserved < 40
     assert RunDirectory.open(tmp_path / "run").status in ("failed", "running")

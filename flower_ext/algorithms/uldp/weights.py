@@ -180,10 +180,11 @@ def ask_silos(
         A silo cannot take part, because its data have no owners or an owner is out of range; the
         message names the silo.
     """
-    answers = clients.ask(
-        ConfigRecord({USERS: num_users, HISTOGRAM: histogram}),
+    question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram})
+    content = {records.QUESTION: question, **records.training_records(trainings)}
+    answers = clients.query(
+        dict.fromkeys(clients.nodes, content),
         lambda reply: _read_answer(reply, num_users if histogram else 0),
-        records.training_records(trainings),
     )
     one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
     return np.array(one_by_one), np.stack(counts)

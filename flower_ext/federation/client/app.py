@@ -59,11 +59,12 @@ def client_app(
     def _(message: Message, context: Context) -> Message:
         return Message(identity(context.node_config), reply_to=message)
 
-    app.together[IDENTITY] = _identities
+    app.cohort_answers[IDENTITY] = _identities
 
     for method in methods:
         side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise, kinds)
-        app.together |= {f"train.{method.name}": side.train, f"evaluate.{method.name}": side.score}
+        app.cohort_answers[f"train.{method.name}"] = side.train
+        app.cohort_answers[f"evaluate.{method.name}"] = side.score
 
         @app.train(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.failures import CLIENT_APP_RAISED, STAYS_THERE, failed
-from flower_ext.federation.packing import TOGETHER, packed, unpacked
+from flower_ext.federation.packing import PACKED, packed, unpacked
 from flower_ext.federation.roster import partition_of
 from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.training import MEMORY_LIMIT
@@ -33,14 +33,14 @@ class CohortApp(ClientApp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.together: dict[str, Callable[..., Sequence[Answer]]] = {}
+        self.cohort_answers: dict[str, Callable[..., Sequence[Answer]]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, for one client or for all that a `VirtualGrid` packed into it.
 
         An error becomes a reply, which reveals no more than `failed` permits.
         """
-        if message.metadata.message_type.endswith(f".{TOGETHER}"):
+        if message.metadata.message_type.endswith(f".{PACKED}"):
             return _answered(self, message, context, partial(_answer_packed, self))
         return _answered(self, message, context, self._answer_alone)
 
@@ -58,9 +58,9 @@ class CohortApp(ClientApp):
     def answer(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
     ) -> list[Message]:
-        """Return replies in the order of ``messages``, all of one type that is in ``together``."""
+        """Return replies in the order of ``messages``, which are all of one known type."""
         before = [context.state.copy() if context.state else None for context in contexts]
-        answer = self.together[messages[0].metadata.message_type]
+        answer = self.cohort_answers[messages[0].metadata.message_type]
         contents: Sequence[Answer]
         try:
             with isolated():
@@ -97,7 +97,7 @@ def answer_all(
     if (
         isinstance(app, CohortApp)
         and len(kinds) == 1
-        and kinds <= set(app.together)
+        and kinds <= set(app.cohort_answers)
         and len({id(context) for context in contexts}) == len(contexts)
     ):
         return app.answer(messages, contexts, memory_limit=memory_limit)
@@ -138,11 +138,11 @@ def _answered(
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
     """Return one reply for all clients of a message; each has its own part of the state."""
     contents, entries = unpacked(message.content)
-    _check_places(entries)
-    per_node, places = int(entries["clients-per-node"]), list(entries["place"])
+    _check_slots(entries)
+    per_node, slots = int(entries["clients-per-node"]), list(entries["slot"])
     node = partition_of(context.node_config)
     nodes = int(context.node_config.get("num-partitions", node + 1))
-    states = {str(place): RecordDict() for place in places}
+    states = {str(slot): RecordDict() for slot in slots}
     held = [key for key in context.state if key.partition("/")[0] in states]
     for key in held:
         number, _, name = key.partition("/")
@@ -150,16 +150,16 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     contexts = [
         Context(
             run_id=context.run_id,
-            node_id=context.node_id + place,
+            node_id=context.node_id + slot,
             node_config={
                 **context.node_config,
-                "partition-id": node * per_node + place,
+                "partition-id": node * per_node + slot,
                 "num-partitions": nodes * per_node,
             },
-            state=states[str(place)],
+            state=states[str(slot)],
             run_config=context.run_config,
         )
-        for place in places
+        for slot in slots
     ]
     messages = [
         private.message_like(message, content, message_type=kind)
@@ -168,9 +168,9 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     replies = answer_all(app, messages, contexts)
     for key in held:
         del context.state[key]
-    for client, place in zip(contexts, places, strict=True):
+    for client, slot in zip(contexts, slots, strict=True):
         for name, record in client.state.items():
-            context.state[f"{place}/{name}"] = record
+            context.state[f"{slot}/{name}"] = record
     errors = {
         "error-code": [reply.error.code if reply.has_error() else 0 for reply in replies],
         "error-reason": [reply.error.reason if reply.has_error() else "" for reply in replies],
@@ -179,12 +179,12 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     return Message(packed(answers, errors), reply_to=message)
 
 
-def _check_places(entries: Mapping[str, Any]) -> None:
-    per_node, places, kinds = entries["clients-per-node"], entries["place"], entries["type"]
-    numbers = all(type(place) is int and 0 <= place < per_node for place in places)
-    if not numbers or len(set(places)) < len(places):
-        raise InvalidValue(f"places {places}: expected different integers >= 0 below {per_node}")
-    if any(kind.endswith(f".{TOGETHER}") for kind in kinds):
+def _check_slots(entries: Mapping[str, Any]) -> None:
+    per_node, slots, kinds = entries["clients-per-node"], entries["slot"], entries["type"]
+    numbers = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
+    if not numbers or len(set(slots)) < len(slots):
+        raise InvalidValue(f"slots {slots}: expected different integers >= 0 below {per_node}")
+    if any(kind.endswith(f".{PACKED}") for kind in kinds):
         raise InvalidValue(
             "a message to several clients holds another such message: expected plain ones"
         )

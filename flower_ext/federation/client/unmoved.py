@@ -18,7 +18,7 @@ import torch
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import is_tellable, tellable
 from flower_ext.federation.client.client_method import ClientWork, LocalResult
-from flower_ext.federation.failures import place
+from flower_ext.federation.failures import raised_at
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Params, Task
@@ -156,6 +156,6 @@ def log_unmoved(error: Exception) -> None:
 
 def _log_with_traceback(text: str, error: Exception) -> None:
     """Log a text about the type of an error, with one traceback for each line of code."""
-    where = place(error)
+    where = raised_at(error)
     log.warning(text, type(error).__name__, exc_info=None if where in _shown else error)
     _shown.add(where)

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import answer_all
-from flower_ext.federation.engines.virtual import together
+from flower_ext.federation.engines.virtual import replies_in_memory
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
@@ -141,7 +141,8 @@ class InProcessGrid(Grid):
         before it. ``timeout`` has no effect.
         """
         messages = list(messages)
-        most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
+        limit = self._memory_limit * self.workers.count
+        most = replies_in_memory(messages[0], limit) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
         replies = (iter(self.pull_messages(self.push_messages(part))) for part in parts)
         return chain(next(replies, ()), chain.from_iterable(replies))

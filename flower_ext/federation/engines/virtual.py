@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.packing import TOGETHER, packed, unpacked
+from flower_ext.federation.packing import PACKED, packed, unpacked
 from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
@@ -33,7 +33,7 @@ _SHARE_OF_REPLIES = 4
 """Waiting replies may take the memory limit of trainings divided by this number."""
 
 
-def together(message: Message, memory_limit: int) -> int:
+def replies_in_memory(message: Message, memory_limit: int) -> int:
     """Return the number of replies that fit into memory if each is as large as the message."""
     return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
 
@@ -86,10 +86,10 @@ class VirtualGrid(Grid):
         for node in sorted(connected - set(self._nodes.values())):
             self._nodes[len(self._nodes)] = node
         return [
-            _FIRST_ID + number * self.clients_per_node + place
+            _FIRST_ID + number * self.clients_per_node + slot
             for number, node in self._nodes.items()
             if node in connected
-            for place in range(self.clients_per_node)
+            for slot in range(self.clients_per_node)
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -109,7 +109,7 @@ class VirtualGrid(Grid):
         the others when the caller has taken the replies before them.
         """
         messages = list(messages)
-        most = together(messages[0], MEMORY_LIMIT) if messages else 1
+        most = replies_in_memory(messages[0], MEMORY_LIMIT) if messages else 1
         turns: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
         for message, (turn, node) in zip(messages, self._parcels(messages, most), strict=True):
             turns[turn][node].append(message)
@@ -125,7 +125,7 @@ class VirtualGrid(Grid):
         sent: Counter[int] = Counter()
         parcels = []
         for message in messages:
-            client, node = message.metadata.dst_node_id, self._place(message)[0]
+            client, node = message.metadata.dst_node_id, self._slot(message)[0]
             # A client's second message waits for the next turn, until its state is stored.
             parcels.append((turns[client] + sent[node] // most, node))
             turns[client] += 1
@@ -147,27 +147,27 @@ class VirtualGrid(Grid):
                 log.warning("node %d: the server ignores its reply to no open message", node)
         return singles
 
-    def _place(self, message: Message) -> tuple[int, int]:
-        """Return the node of the client that a message is for, and the client's place on it."""
-        number, place = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
+    def _slot(self, message: Message) -> tuple[int, int]:
+        """Return the node of the client that a message is for, and the client's slot on it."""
+        number, slot = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
         if number not in self._nodes:
             raise InvalidValue(
                 f"dst_node_id={message.metadata.dst_node_id}: expected an id from get_node_ids"
             )
-        return self._nodes[number], place
+        return self._nodes[number], slot
 
     def _pack(self, node: int, messages: Sequence[Message]) -> Message:
-        places = [self._place(message)[1] for message in messages]
+        slots = [self._slot(message)[1] for message in messages]
         envelope = {
             "clients-per-node": self.clients_per_node,
-            "place": places,
+            "slot": slots,
             "type": [message.metadata.message_type for message in messages],
         }
         kind = messages[0].metadata.message_type.partition(".")[0]
         return Message(
             packed([message.content for message in messages], envelope),
             dst_node_id=node,
-            message_type=f"{kind}.{TOGETHER}",
+            message_type=f"{kind}.{PACKED}",
             group_id=messages[0].metadata.group_id,
         )
 
@@ -176,8 +176,8 @@ class VirtualGrid(Grid):
         if reply.has_error():
             return [Message(reply.error, reply_to=message) for message in requests]
         try:
-            contents, facts = unpacked(reply.content)
-            codes, reasons = list(facts["error-code"]), list(facts["error-reason"])
+            contents, entries = unpacked(reply.content)
+            codes, reasons = list(entries["error-code"]), list(entries["error-reason"])
             answers: list[RecordDict | Error] = [
                 Error(code=code, reason=reason) if code else content
                 for content, code, reason in zip(contents, codes, reasons, strict=True)

@@ -1,7 +1,7 @@
 """Files that a run needs to resume after its process ended at any point.
 
-``checkpoints/`` in the run directory holds the last two checkpoints and ``asked.jsonl``. A
-checkpoint is the whole state between two rounds. ``asked.jsonl`` records the cohort of each round
+``checkpoints/`` in the run directory holds the last two checkpoints and ``begun.jsonl``. A
+checkpoint is the whole state between two rounds. ``begun.jsonl`` records the cohort of each round
 before the server asks it. Random draws follow from the seed and the number of the round, so no
 generator needs to be stored.
 
@@ -28,28 +28,28 @@ from flower_ext.runs.files import append_line, sync_to_disk, whole_lines, write_
 
 log = getLogger("flwr")
 
-FOLDER, ASKED = "checkpoints", "asked.jsonl"
+FOLDER, BEGUN = "checkpoints", "begun.jsonl"
 _KEPT = 2
 QUERY = "query"
-"""Name in ``asked.jsonl`` of a query beside the rounds."""
+"""Name in ``begun.jsonl`` of a query beside the rounds."""
 
 
 @dataclass
-class AskedUnits:
-    """A training round that the server began: its units, and its numbers of requests and answers.
+class BegunRound:
+    """A training round that the server began: its units, and its numbers of requests and uploads.
 
-    ``answered`` is the number of usable answers, or None as long as the server used none of them.
+    ``uploads`` is the number of usable uploads, or None as long as the server used none of them.
     """
 
     training: int
-    participants: Sequence[int]
-    asked: int
-    answered: int | None = None
+    units: Sequence[int]
+    requests: int
+    uploads: int | None = None
 
     @property
-    def may_have_answered(self) -> int:
+    def most_uploads(self) -> int:
         """The largest number of uploads that the server may have received."""
-        return self.asked if self.answered is None else self.answered
+        return self.requests if self.uploads is None else self.uploads
 
 
 class Checkpoints:
@@ -67,10 +67,10 @@ class Checkpoints:
         self.directory = directory
         self.repeats = repeats
         self.run_id = (directory.id if directory is not None else "") or uuid4().hex
-        self.open: AskedUnits | None = None
-        """The round that the server began, until its answers are counted."""
+        self.open: BegunRound | None = None
+        """The round that the server began, until its uploads are counted."""
 
-    def asked(self, asked: AskedUnits) -> None:
+    def begin(self, begun: BegunRound) -> None:
         """Record durably which units' data the server is about to ask for.
 
         Raises
@@ -78,12 +78,12 @@ class Checkpoints:
         OSError
             The record could not be written, so the server must not ask.
         """
-        self.open = asked
-        self._note(**vars(asked))
+        self.open = begun
+        self._note(**vars(begun))
         if self.directory is not None:
             self.directory.accounted = False
 
-    def asking(self, query: str, number: int) -> None:
+    def begin_query(self, query: str, number: int) -> None:
         """Note, durably, that a query is about to be asked for the ``number``-th time.
 
         Raises
@@ -93,17 +93,17 @@ class Checkpoints:
         """
         self._note(**{QUERY: query, "number": number})
 
-    def answered(self, number: int) -> None:
-        """Record durably the number of usable answers, before the server uses them.
+    def finish(self, uploads: int) -> None:
+        """Record durably the number of usable uploads, before the server uses them.
 
         Raises
         ------
         OSError
-            The record could not be written, so the server must not use the answers.
+            The record could not be written, so the server must not use the uploads.
         """
         if self.open is not None:
-            self.open.answered = number
-            self._note(training=self.open.training, answered=number)
+            self.open.uploads = uploads
+            self._note(training=self.open.training, uploads=uploads)
             self.open = None  # from here on the strategy counts the round
 
     def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
@@ -143,26 +143,26 @@ class Checkpoints:
             raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
         return None
 
-    def abandoned(self, *, after: int) -> list[AskedUnits]:
+    def abandoned(self, *, after: int) -> list[BegunRound]:
         """Return unfinished training rounds with numbers above ``after``; they still count.
 
         The list is empty if rounds repeat, because a repeated round then counts once.
         """
         if self.repeats:
             return []
-        file = self._folder() / ASKED
+        file = self._folder() / BEGUN
         lines = whole_lines(file)
         if file.exists():  # the server asked nobody before a torn last line was durable
             write_whole(file, b"".join(line + b"\n" for line in lines))
-        abandoned: dict[int, AskedUnits] = {}
+        abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):
             if QUERY in entry:
                 continue
-            if "asked" in entry:
-                abandoned[entry["training"]] = AskedUnits(**entry)
+            if "units" in entry:
+                abandoned[entry["training"]] = BegunRound(**entry)
             else:
-                abandoned[entry["training"]].answered = entry["answered"]
-        return [one for number, one in sorted(abandoned.items()) if number > after]
+                abandoned[entry["training"]].uploads = entry["uploads"]
+        return [begun for number, begun in sorted(abandoned.items()) if number > after]
 
     def times_asked(self, query: str) -> int:
         """Return how often the server asked a query.
@@ -172,7 +172,7 @@ class Checkpoints:
         """
         if self.repeats:
             return 0
-        noted = map(json.loads, whole_lines(self._folder() / ASKED))
+        noted = map(json.loads, whole_lines(self._folder() / BEGUN))
         return max((e["number"] for e in noted if e.get(QUERY) == query), default=0)
 
     def _folder(self) -> Path:
@@ -188,4 +188,4 @@ class Checkpoints:
 
     def _note(self, **entries: Any) -> None:
         if self.directory is not None and not self.repeats:
-            append_line(self._folder() / ASKED, json.dumps(entries).encode())
+            append_line(self._folder() / BEGUN, json.dumps(entries).encode())

@@ -174,7 +174,7 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
     with knowing_no_data():
         if len(arrays) == 1:
             ((name, array),) = arrays.items()
-            if name in names and array.dtype == np.uint8:
+            if name in names and array.dtype == np.uint8 and array.ndim == 1:
                 return name, array.tobytes()
-        types = {name: str(array.dtype) for name, array in arrays.items()}
+        types = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
         raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")

@@ -37,7 +37,7 @@ from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Update
-from flower_ext.federation.replies import read_answer, read_metrics
+from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import (
     Opening,
@@ -249,6 +249,8 @@ class OpenWeightedSum(OpenSum):
         """
         arrays = read_answer(reply, records.UPDATE)
         name, data = single_message(arrays, SUM, LOST)
+        if name == LOST and data != b"\0":
+            raise RefusedReply(f"{LOST!r}: expected one byte, which is 0")
         silo = self._opening.clients.partition_of(reply)
         if name == LOST:
             self._messages[silo] = None

@@ -190,10 +190,10 @@ class Hostile(InProcessGrid):
     "nonsense",
     [
         RecordDict(),
-        RecordDict({"together": ConfigRecord({})}),
-        RecordDict({"together": ConfigRecord({"records": ["7 update"] * 4})}),
+        RecordDict({"packed": ConfigRecord({})}),
+        RecordDict({"packed": ConfigRecord({"records": ["7 update"] * 4})}),
         RecordDict(
-            {"together": ConfigRecord({"records": [""], "error-code": [0], "error-reason": [""]})}
+            {"packed": ConfigRecord({"records": [""], "error-code": [0], "error-reason": [""]})}
         ),
     ],
 )
