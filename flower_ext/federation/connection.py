@@ -42,6 +42,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     if run.clients.roster is not None:
         return
     mechanism, method = run.mechanism, run.method
+    # A mod can clip and noise one client's update, and nothing else.
     mod = method.any_client_app and mechanism.client_protects and mechanism.release is not None
     roster = run.clients.connect(grid, run.population.num_nodes, mods=mod)
     try:
@@ -57,6 +58,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             model=run.model,
             generator=run.generator,
         )
+        # The method first: it refuses silos without owners, which no sum could count.
         run.state = method.connect(connected, run.method_state)
         run.progress.row |= run.summation.connect(run.clients, run.model)
         if mechanism.needs_sizes and run.spending.budget is not None:

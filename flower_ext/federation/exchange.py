@@ -61,13 +61,7 @@ class Clients:
         self._partitions: Mapping[int, int] = {}
 
     def connect(self, grid: Grid, population: int, *, mods: bool = False) -> Roster:
-        """Wait for all nodes, at the first call only. With ``mods``, accept a mod of this package.
-
-        Raises
-        ------
-        FederationNotReady
-            As `Roster.connect`.
-        """
+        """Wait for all nodes, at the first call only; see `Roster.connect`."""
         self.grid = grid
         if self.roster is None:
             with unlogged(*_EXPECTED):
@@ -182,6 +176,7 @@ class Requests:
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
         for reply in clients.progress.counted(self.kind, replies, refusals):
             partition = self.partition_of(reply)
+            # Anything that a reply provokes refuses it, so a hostile client cannot end the run.
             try:
                 if partition not in waiting:
                     if reply.has_error():  # from the SuperLink, for a node
@@ -198,11 +193,12 @@ class Requests:
                 refused |= {partition} & waiting  # stop waiting for it, though it may answer again
             else:
                 waiting.remove(partition)
+            # Hand on the longest run of partitions without a gap, and keep only what waits.
             while due and (due[0] in early or due[0] in refused):
                 if (first := due.popleft()) in early:
                     missing.remove(first)
                     yield first, early.pop(first)
-        for partition in sorted(early):
+        for partition in sorted(early):  # those before them never came
             missing.remove(partition)
             yield partition, early.pop(partition)
         if missing:

@@ -71,11 +71,12 @@ class QueryRound:
             run.mechanism.count_answer(query, ahead)
             run.check_spending(server_round, ahead, query=query)
             same = derived_seed(run.seed or 0, query.name, run.checkpoints.run_id, number)
-            release = self._mechanism.release
-            self._round.reserve(release, same if run.repeats else None)
+            identity = same if run.repeats else None
+            run.spending.reserve(self._mechanism.release, server_round, identity)
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
+        # Counted before anybody is asked: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
         run.mechanism.count_answer(query, run.participations)
         nodes = [*run.clients.nodes]

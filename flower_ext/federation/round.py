@@ -19,12 +19,14 @@ from flower_ext.federation.population import Cohort
 from flower_ext.federation.records import Update
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy import Release
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 
 
 class Round:
-    """One round. Call `open`, `ask` and `close`, in this order; call `reserve` before `ask`.
+    """One round. Call `open`, `ask` and `close`, in this order.
+
+    Before `ask`, the caller reserves the spend (`Spending.reserve`), because a client that was
+    asked may have uploaded, whatever happens to the server afterwards.
 
     Parameters
     ----------
@@ -49,15 +51,12 @@ class Round:
         self.cohort = Cohort(partitions=(), units=(), population=0)
         """The clients that contribute; known after `open`."""
 
-    def reserve(self, release: Release | None, identity: int | None) -> None:
-        """Write the spend to the ledger, durably, before any client is asked."""
-        self._spending.reserve(release, self.server_round, identity)
-
     def open(self, summation: Summation, opening: Opening) -> Cohort:
         """Open the sum; return the clients that contribute, or none if too few are left."""
         try:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:
+            # The units stay: the draw was made for them, and the round counts.
             self.discard_reason = str(reason)
             self.cohort = replace(opening.cohort, partitions=())
         else:
@@ -104,6 +103,7 @@ class Round:
             The accepted contributions by partition; without ``kept``, only their metrics.
         """
         updates: dict[int, Update] = {}
+        # The reserved release closes with the block, discarded or not: it is spent either way.
         with self._spending.closing() as release:
             try:
                 if self._sum is None:

@@ -281,6 +281,7 @@ class Run:
             The message says by how much.
         """
         if self.spending.budget is not None:
+            # All may answer, and the ε after that must not exceed the budget.
             ahead, size = deepcopy(self.population), len(cohort.partitions)
             ahead.count(cohort.units, size, requests=size)
             self.check_spending(server_round, ahead.participations)

@@ -104,6 +104,7 @@ class RunLoop:
         if is_scored or server_round == run.last_round:
             run.progress.row |= run.spent()
             run.save_guarantees()
+        # The row, then the checkpoint: a resumed run drops rows of rounds without a checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
         run.save(server_round, records.to_arrays(result.arrays))
@@ -225,10 +226,12 @@ class RunLoop:
             run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
+            # Before the sums: they keep the larger costs of their new set-up and the kept one.
             if is_unfinished:
                 connect(run, self.grid, arrays)
             run.summation.restore(kept.arrays)
             run.population.resume()
+        # Whatever the server began after the checkpoint may have reached clients, so it counts.
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for begun in abandoned:
             run.count_abandoned(begun)
@@ -240,6 +243,7 @@ class RunLoop:
         if is_unfinished and not (roster is not None and roster.known):
             run.population.forget_who()  # partitions may be others than in the earlier process
         run.save_guarantees()
+        # A ledger that lacks a release was cut off or exchanged; its budget would be too large.
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(run.participations.rounds + run.participations.answers.total())
         if is_unfinished and run.method.client.keeps_memory:

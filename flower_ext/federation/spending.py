@@ -117,6 +117,7 @@ class Spending:
             number = run.participations.answers[query.name]
             identity["run"] += f"-{query.name}"
             identity["method"] += f", {query.name}"
+        # The account lists what no ε covers, whatever becomes of this round.
         for shown in self.exposed:
             note_uncovered(self.budget.ledger, **identity, what=shown)
         delta = mechanism.delta

@@ -68,6 +68,7 @@ class TrainingRound:
         run, number, server_round = self.run, self.number, self._round.server_round
         if number == 1:
             rehearse(run, config)
+        # Refusals come before the sum is opened: until then no client knows of the round.
         drawn = self._draw()
         run.check_budget(server_round, drawn)
         self._warn_beyond_plan()
@@ -86,7 +87,8 @@ class TrainingRound:
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
         # The spend, then the units that may be exposed, are on disk before any data are used.
-        self._round.reserve(run.mechanism.release, same if run.repeats else None)
+        identity = same if run.repeats else None
+        run.spending.reserve(run.mechanism.release, server_round, identity)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
         run.progress.row |= run.population.columns(drawn)
@@ -103,6 +105,7 @@ class TrainingRound:
             log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
             run.progress.row["discarded"] = 1
         mirrored = run.method.client.memory is Memory.MIRRORED
+        # Mirrored memory counts only if the server took the counterpart of it into its state.
         if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates, run.participations.rounds)
         return None if mean is None else self._step(mean, updates)
@@ -138,6 +141,7 @@ class TrainingRound:
 
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
+            # Messages with one content share one record, which engines then copy only once.
             done = {phase: shortened(each, progress) for phase, each in trainings.items()}
             entries = protection if remembered is None else {**protection, "remembered": remembered}
             of_round = {records.ROUND: run.round_record(number, **entries)}
@@ -183,6 +187,7 @@ class TrainingRound:
         run, answered = self.run, len(updates)
         needed, honest = self._round.exposure(answered)
         assert honest is not None
+        # On disk before the step: a killed server may have released this round's mean.
         run.checkpoints.finish(honest)
         run.population.count(self.cohort.units, honest, requests=needed)
         run.progress.row |= {"answered": answered, **self._round.measures}

@@ -49,6 +49,7 @@ def upload_of(turn: Turn, result: LocalResult) -> Update:
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
         of_sum = turn.request.sums[records.SECURE_SUM]
         sent = masked.seal(sent, of_sum, turn.context, turn.method.name)
+    # Last, so that an error of masks or metrics leaves the memory of the round before.
     _store_memory(turn, result, update)
     return Update(sent, metrics)
 

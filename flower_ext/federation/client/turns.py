@@ -87,7 +87,7 @@ class ServedMethod:
         read = reader(task)
 
         def turn(message: Message, context: Context) -> Turn:
-            device_of(context)
+            device_of(context)  # refuses an unknown one
             check_addressee(message, context)
             request = read(message)
             # Beside others, libraries may round differently: a batch must not show in the bits.
@@ -113,6 +113,7 @@ class ServedMethod:
                     f"{method.name} has no upload_phase: noise in local steps needs one phase "
                     "of training that makes the whole update"
                 )
+        # Batches differ between clients and rounds, and are the same in a repeated round.
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
         data = _data(task, request, partition)
         memory = ClientMemory(context, method.name, request.run)

@@ -49,12 +49,12 @@ class ClientMemory:
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
         folder = StateFolder.of(context) if run else None
-        self._place: _InState | _InFolder
+        self._versions: _InState | _InFolder
         if folder is None:
-            self._place = _InState(context.state, f"flower_ext.{method}.")
+            self._versions = _InState(context.state, f"flower_ext.{method}.")
         else:
             inside = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
-            self._place = _InFolder(folder, inside)
+            self._versions = _InFolder(folder, inside)
 
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory of a training round below ``before``, or None.
@@ -67,7 +67,7 @@ class ClientMemory:
             The file was altered or encrypted with another key.
         """
         version = self.newest(before)
-        return self._place.read(version) if version else None
+        return self._versions.read(version) if version else None
 
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
@@ -83,25 +83,26 @@ class ClientMemory:
             The memory could not be written, so nothing of this round may leave the client.
         """
         # A view would keep a whole batch alive.
-        self._place.write(version, {name: value.clone() for name, value in params.items()})
-        kept = _EARLIER if isinstance(self._place, _InFolder) else int(and_before)
-        versions = self._place.versions()
+        self._versions.write(version, {name: value.clone() for name, value in params.items()})
+        kept = _EARLIER if isinstance(self._versions, _InFolder) else int(and_before)
+        # Versions above this one are of rounds that a resumed run repeats.
+        versions = self._versions.numbers()
         earlier = sorted((other for other in versions if other < version), reverse=True)
         for other in versions:
             if other not in (version, *earlier[:kept]):
-                self._place.remove(other)
+                self._versions.remove(other)
 
     def forget(self, after: int) -> None:
         """Drop the memory of training rounds above ``after``."""
-        for version in self._place.versions():
+        for version in self._versions.numbers():
             if version > after:
-                self._place.remove(version)
+                self._versions.remove(version)
 
     def newest(self, before: int | None = None) -> int:
         """Return the last training round below ``before`` that stored memory; 0 if none did."""
-        versions = self._place.versions()
+        versions = self._versions.numbers()
         # Only a resumed run repeats a round, and no run resumes from a context's state.
-        if before is not None and isinstance(self._place, _InFolder):
+        if before is not None and isinstance(self._versions, _InFolder):
             versions = [version for version in versions if version < before]
         return max(versions, default=0)
 
@@ -113,7 +114,7 @@ class _InState:
     state: RecordDict
     key: str
 
-    def versions(self) -> list[int]:
+    def numbers(self) -> list[int]:
         numbers = (n.removeprefix(self.key) for n in self.state if n.startswith(self.key))
         return [int(number) for number in numbers if number.isdecimal()]
 
@@ -134,7 +135,7 @@ class _InFolder:
     folder: StateFolder
     inside: str
 
-    def versions(self) -> list[int]:
+    def numbers(self) -> list[int]:
         kept: Path = self.folder.path / self.inside
         return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
 

@@ -111,6 +111,7 @@ class OpenMaskedSum(OpenSum):
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
         neighbours = degree(size, parameters.neighbors)
+        # Drawn after the cohort, so colluding clients cannot choose their neighbours.
         graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)
         self._context = RoundContext(
             run=secrets.token_bytes(16),  # a repeated round is a new one
@@ -163,6 +164,7 @@ class OpenMaskedSum(OpenSum):
         """
         try:
             requests = self._server.unmask_requests()
+            # From the first request on, an adversary may come to see the sum.
             self._unmasking = True
             self._ask(QUESTION, requests, Revealed, self._server.add_revealed)
             total = self._server.total()
