@@ -94,7 +94,6 @@ class RunLoop:
         )
         model, metrics = self.player.aggregate_train(server_round, self._replies(messages))
         if model is not None:
-            self._check_step(server_round, model)
             result.arrays = model
         if metrics is not None:
             result.train_metrics_clientapp[server_round] = metrics
@@ -133,21 +132,6 @@ class RunLoop:
             raise FederationNotReady(
                 f"no client ever sent a usable reply; the first refusal: {refusals[0]}"
             )
-
-    def _check_step(self, server_round: int, model: ArrayRecord) -> None:
-        """Refuse a model, or a state of the server, that is not finite after the server's step.
-
-        Accepted updates are finite, so the step is the cause and no client. Every later round would
-        be spent in vain.
-        """
-        step = f"the server's step of {self.run.method.label}"
-        remedy = f"change the settings of {step}, or take a smaller learning rate"
-        groups = {"in the model": records.to_arrays(model)}
-        state = self.run.method_state
-        for name, group in (*state.everyone.items(), *state.server.items()):
-            groups[f"in the server's state {name!r}"] = group
-        for where, arrays in groups.items():
-            require_finite(arrays, f"{where} after {step} in round {server_round}", remedy)
 
     def _evaluate(self, server_round: int) -> bool:
         """Ask for scores if this round evaluates; return True if there are any."""

@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content, Requests
@@ -213,10 +214,13 @@ class TrainingRound:
         )
         result = run.method.step(run.model, released, run.method_state)
         model, run.state = self._checked(result)
-        return {name: model[name].astype(sent.dtype) for name, sent in run.model.items()}
+        return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
-        """Return the result of a method's step; refuse one that no later round could use."""
+        """Return the result of a method's step; refuse one that no later round could use.
+
+        Accepted updates are finite, so a step to numbers that are not is at fault, and no client.
+        """
         step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
             raise InvalidValue(f"{step}: expected it to return a model and a State")
@@ -224,13 +228,21 @@ class TrainingRound:
         for name, sent in self.run.model.items():
             if name not in model:
                 raise InvalidValue(f"{step}: expected a model with {name!r}")
-            model[name] = stepped = np.asarray(model[name])
+            stepped = np.asarray(model[name])
             if stepped.shape != sent.shape or stepped.dtype.kind not in "fiub":
                 raise InvalidValue(
                     f"{name!r} of shape {stepped.shape} and type {stepped.dtype} after {step}: "
                     f"expected real numbers of shape {sent.shape}"
                 )
-        return model, state
+            model[name] = stepped.astype(sent.dtype)
+        remedy = f"change the settings of {step}, or take a smaller learning rate"
+        groups = {"in the model": model}
+        for name, group in (*state.everyone.items(), *state.server.items()):
+            groups[f"in the server's state {name!r}"] = group
+        for where, arrays in groups.items():
+            after = f"{where} after {step} in round {self._round.server_round}"
+            require_finite(arrays, after, remedy)
+        return {name: model[name] for name in self.run.model}, state
 
 
 def read_honest_update(

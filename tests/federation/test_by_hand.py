@@ -68,5 +68,6 @@ def test_every_client_checks_the_model_that_all_of_them_receive():
     broken = {name: np.full_like(a.numpy(), np.nan) for name, a in initial().items()}
     arrays = records.to_record(broken)
     messages = list(strategy.configure_train(1, arrays, CONFIG, grid))
-    strategy.aggregate_train(1, grid.send_and_receive(messages))
+    with pytest.raises(InvalidValue, match="NaN or infinite values in the model after"):
+        strategy.aggregate_train(1, grid.send_and_receive(messages))
     assert len(strategy.refusals) == CLIENTS
