@@ -195,7 +195,7 @@ def _plain(value: Any) -> str | int | float | bool:
     if value is None:
         return ""
     if isinstance(value, tuple | list):
-        return ", ".join(str(_plain(each)) for each in value)
+        return ", ".join(str(_plain(part)) for part in value)
     # Flower's own strategies are no dataclasses; their numbers are their settings.
     attributes = getattr(value, "__dict__", {}).items()
     names = _names(value) or [n for n, v in attributes if isinstance(v, int | float | str)]

@@ -203,8 +203,8 @@ class Method:
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training by name; by default all fields that are a training."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: one for name, one in values.items() if isinstance(one, LocalTraining)}
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, LocalTraining)}
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
@@ -218,7 +218,7 @@ class Method:
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return numbers that the client side needs; by default all fields that are numbers."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
         del values["server_learning_rate"]  # the clients do not take the server's step
         return {name: float(value) for name, value in values.items() if is_number(value)}
 

@@ -160,7 +160,7 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
         The run asks for losses on training records, but the plan evaluates by a noised sum.
     """
     query = next(
-        (each for each in run.mechanism.queries if each.schedule == "in evaluations"), None
+        (query for query in run.mechanism.queries if query.schedule == "in evaluations"), None
     )
     if query is None:
         return ReportedScores(run, server_round)

@@ -124,7 +124,7 @@ class Spending:
         if delta is None:
             note_uncovered(self.budget.ledger, **identity, what="training without noise")
             return
-        claim = next(each for each in claims(run) if each.basis == "provable")
+        claim = next(claim for claim in claims(run) if claim.basis == "provable")
         new = Charge(
             **identity,
             training=number,

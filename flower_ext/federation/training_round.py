@@ -143,7 +143,7 @@ class TrainingRound:
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
             # Messages with one content share one record, which engines then copy only once.
-            done = {phase: shortened(each, progress) for phase, each in trainings.items()}
+            done = {phase: shortened(training, progress) for phase, training in trainings.items()}
             entries = protection if remembered is None else {**protection, "remembered": remembered}
             of_round = {records.ROUND: run.round_record(number, **entries)}
             return {**shared, **of_round, **records.training_records(done)}

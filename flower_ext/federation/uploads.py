@@ -107,7 +107,7 @@ def payload_bytes(messages: Iterable[Message]) -> int:
         elif message.has_content():
             content = message.content
             if id(content) not in sizes:  # many messages may share a content
-                records = (each for each in content.values() if isinstance(each, ArrayRecord))
+                records = (part for part in content.values() if isinstance(part, ArrayRecord))
                 sizes[id(content)] = sum(map(record_bytes, records))
             total += sizes[id(content)]
     return total

@@ -101,7 +101,7 @@ def answer_all(
         and len({id(context) for context in contexts}) == len(contexts)
     ):
         return app.answer(messages, contexts, memory_limit=memory_limit)
-    return [_answer(app, *each) for each in zip(messages, contexts, strict=True)]
+    return [_answer(app, *pair) for pair in zip(messages, contexts, strict=True)]
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
