@@ -118,8 +118,8 @@ class Spending:
             identity["run"] += f"-{query.name}"
             identity["method"] += f", {query.name}"
         # The account lists what no ε covers, whatever becomes of this round.
-        for shown in self.exposed:
-            note_uncovered(self.budget.ledger, **identity, what=shown)
+        for exposure in self.exposed:
+            note_uncovered(self.budget.ledger, **identity, what=exposure)
         delta = mechanism.delta
         if delta is None:
             note_uncovered(self.budget.ledger, **identity, what="training without noise")

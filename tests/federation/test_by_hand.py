@@ -71,3 +71,21 @@ def test_every_client_checks_the_model_that_all_of_them_receive():
     with pytest.raises(InvalidValue, match="NaN or infinite values in the model after"):
         strategy.aggregate_train(1, grid.send_and_receive(messages))
     assert len(strategy.refusals) == CLIENTS
+
+
+def other_models():
+    whole = {name: array.numpy() for name, array in initial().items()}
+    first = next(iter(whole))
+    yield {name: array for name, array in whole.items() if name != first}
+    yield {**whole, "more": np.zeros(2, np.float32)}
+    yield {**whole, first: whole[first][..., :1]}
+    yield {**whole, first: whole[first].astype(np.float16)}
+
+
+@pytest.mark.parametrize("other", other_models(), ids=["fewer", "more", "smaller", "half"])
+def test_a_run_sends_no_other_model_than_its_first(other):
+    strategy, grid = strategy_of(evaluate_every=1), grid_of()
+    strategy.configure_train(1, initial(), CONFIG, grid)
+    for configure in (strategy.configure_train, strategy.configure_evaluate):
+        with pytest.raises(InvalidValue, match="another model than the run's first one"):
+            configure(2, records.to_record(other), CONFIG, grid)
