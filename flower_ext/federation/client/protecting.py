@@ -202,7 +202,7 @@ def _store_memory(turn: Turn, result: LocalResult, update: Protected) -> None:
         memory = turn.work.memory
     if memory is None:
         return
-    if not method.keeps_memory:
+    if turn.memory is None:
         reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
         raise tellable(InvalidValue(f"{reason}: declare another Memory"))
     mirrored = method.memory is Memory.MIRRORED

@@ -46,8 +46,8 @@ class Turn(NamedTuple):
         Limits that the owner of the node sets.
     request : Request
         The server's request.
-    memory : ClientMemory
-        The memory of the method on this client.
+    memory : ClientMemory or None
+        The memory of the method on this client; None if the method keeps none.
     work : ClientWork
         The method's input.
     """
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
     context: Context
     policy: NodePolicy
     request: Request
-    memory: ClientMemory
+    memory: ClientMemory | None
     work: ClientWork
 
 
@@ -116,12 +116,14 @@ class ServedMethod:
         # Batches differ between clients and rounds, and are the same in a repeated round.
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
         data = _data(task, request, partition)
-        memory = ClientMemory(context, method.name, request.run)
+        memory = None
+        if method.keeps_memory:
+            memory = ClientMemory(context, method.name, request.run)
         work = ClientWork(
             task=task,
             data=data,
             received=request.model,
-            memory=_load(memory, method, request) if method.keeps_memory else None,
+            memory=None if memory is None else _load(memory, method, request),
             weighted_part=partial(
                 weighted_silo.open_part,
                 request.sums.get(records.WEIGHTED_SUM),
