@@ -129,26 +129,26 @@ def _noised_sum(
     noise: NoiseSource,
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    is_bounded = (
-        isinstance(update, BoundedSum | HiddenSum)
-        and isinstance(protection, ClipUnits | ClipUnitsToCells)
-        and update.bound <= protection.clipping_norm
-    )
-    if is_bounded and isinstance(update, BoundedSum):
-        if isinstance(protection, ClipUnitsToCells) and update.cell == protection.cell:
-            return protection.noised(update.value, noise)
-        if isinstance(protection, ClipUnits) and update.cell is None:
-            noised = protection.noised(update.value, noise)
-            return {name: value.to(received[name].dtype) for name, value in noised.items()}
-    elif is_bounded and isinstance(protection, ClipUnits) and isinstance(update, HiddenSum):
+    cell = getattr(protection, "cell", None)
+    if (
+        not isinstance(update, BoundedSum | HiddenSum)
+        or not isinstance(protection, ClipUnits | ClipUnitsToCells)
+        or not update.bound <= protection.clipping_norm  # nor NaN
+        or getattr(update, "cell", None) != cell
+    ):
+        raise tellable(
+            InvalidValue(
+                f"each unit's part of the update has {_bound_of(update)}: the plan expects "
+                f"{_bound_of(protection)}"
+            )
+        )
+    if isinstance(update, HiddenSum):  # it adds the noise to what it hides
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
-    raise tellable(
-        InvalidValue(
-            f"each unit's part of the update has {_bound_of(update)}: the plan expects "
-            f"{_bound_of(protection)}"
-        )
-    )
+    noised = protection.noised(update.value, noise)
+    if cell is not None:
+        return noised
+    return {n: torch.as_tensor(v).to(received[n].dtype) for n, v in noised.items()}
 
 
 def _bound_of(value: object) -> str:
