@@ -25,9 +25,9 @@ from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.federation.client.app import MethodsApp
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
+from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.files import write_whole
 from flower_ext.training import Params, clone
 
 

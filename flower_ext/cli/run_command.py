@@ -30,9 +30,9 @@ from flower_ext.cli.processes import (
 from flower_ext.cli.reaper import reaped
 from flower_ext.cli.run_log import RunLog
 from flower_ext.cli.screen import Settings, console
+from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
-from flower_ext.runs.files import LAST_MOMENTS, InUse
 from flower_ext.runs.report import write_report
 
 

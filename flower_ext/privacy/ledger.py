@@ -19,6 +19,7 @@ from typing import Any
 
 from flower_ext.checks import is_number, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.files import InUse, sync_to_disk
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
@@ -36,10 +37,6 @@ class LedgerCorrupt(FlowerExtError, RuntimeError):
 
     Whole lines removed from the end leave no trace in the file, so keep the last hash elsewhere.
     """
-
-
-class LedgerLocked(FlowerExtError, RuntimeError):
-    """Another run is writing to this ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,7 @@ class LedgerFile:
 
     Raises
     ------
-    LedgerLocked
+    InUse
         Another process has the file open, and the caller does not ``wait`` for it.
     LedgerCorrupt
         The hash chain is broken; the message names the file and the line.
@@ -91,11 +88,11 @@ class LedgerFile:
                 # A torn last line was not durable, so its release never began.
                 os.ftruncate(self._file, whole)
                 os.fsync(self._file)
-            _sync_directory(self.path.parent)
+            sync_to_disk(self.path.parent)  # the name of a new file is durable, too
         except BaseException as error:
             os.close(self._file)
             if isinstance(error, BlockingIOError):
-                raise LedgerLocked(
+                raise InUse(
                     f"{self.path} is in use by another run; give each run its own directory"
                 ) from None
             raise
@@ -168,7 +165,7 @@ class Ledger(LedgerFile):
 
     Raises
     ------
-    LedgerLocked, LedgerCorrupt
+    InUse, LedgerCorrupt
         As `LedgerFile`.
     """
 
@@ -309,12 +306,3 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
         entries.append(entry)
         previous = entry["hash"]
     return entries, whole
-
-
-def _sync_directory(folder: Path) -> None:
-    """Make the name of a new file in this folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,8 +37,8 @@ from uuid import uuid4
 import numpy as np
 
 from flower_ext.errors import InvalidValue
+from flower_ext.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 
 if TYPE_CHECKING:
     import torch

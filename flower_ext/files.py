@@ -21,7 +21,7 @@ from flower_ext.errors import FlowerExtError
 
 
 class InUse(FlowerExtError, RuntimeError):
-    """Another run holds the lock of this directory."""
+    """Another run holds the lock of this directory or file."""
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
