@@ -28,6 +28,7 @@ COMMANDS = {
     "run": "run_command",
     "report": "reporting",
     "calibrate": "calibrate",
+    "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "population_account",
     "export": "export",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
@@ -32,7 +32,6 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -214,7 +213,7 @@ class Run:
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
         exposed = ["whether and when each client answered"]
-        noised = any(query.schedule == "in evaluations" for query in self.queries)
+        noised = any(query.schedule == "in evaluations" for query in self.mechanism.queries)
         if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
@@ -252,11 +251,6 @@ class Run:
             ahead.count(cohort, len(cohort.partitions))
             self.check_spending(server_round, ahead.participations)
 
-    @property
-    def queries(self) -> Sequence[VectorQuery]:
-        """The queries of the plan beside the training."""
-        return self.mechanism.queries if isinstance(self.mechanism, NoisedSum) else ()
-
     def check_spending(
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
@@ -272,14 +266,14 @@ class Run:
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory, *, budget: Budget | None = None) -> None:
+    def attach(self, directory: RunDirectory, *, limit: Budget | None = None) -> None:
         """Make a run that has not begun write to a directory, with a ledger for its releases.
 
         Parameters
         ----------
         directory : RunDirectory
-        budget : Budget, optional
-            Limit of the directory's ledger.
+        limit : Budget, optional
+            Limit of that ledger, or of a run without one that has no budget yet.
 
         Raises
         ------
@@ -297,8 +291,11 @@ class Run:
                 "new one for a new run"
             )
         self._write_to(directory)
-        if self.mechanism.release is not None and self.spending.ledger is None:
-            self.spending.ledger = directory.open_ledger(budget=budget)
+        spending = self.spending
+        if self.mechanism.release is not None:
+            spending.ledger = spending.ledger or directory.open_ledger(budget=limit)
+        elif spending.budget is None:
+            spending.budget = limit
 
     def _write_to(self, directory: RunDirectory | None) -> None:
         self.progress.directory = directory
@@ -341,6 +338,5 @@ class Run:
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""
-        directory = self.checkpoints.directory
-        if directory is not None and (guarantees := self.guarantees()):
-            directory.save_guarantees(guarantees)
+        if self.checkpoints.directory is not None:
+            self.checkpoints.directory.save_guarantees(self.guarantees())

@@ -16,7 +16,6 @@ from flower_ext.privacy import (
     epsilon_text,
 )
 from flower_ext.privacy.ledger import Reservation
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -114,11 +113,8 @@ class Spending:
         identity = dict(self.identity)
         release, number = mechanism.release, run.participations.rounds
         if query is not None:
-            assert isinstance(mechanism, NoisedSum)
-            release, number = (
-                mechanism.of_query(query).release,
-                run.participations.answers[query.name],
-            )
+            release = mechanism.of_query(query).release
+            number = run.participations.answers[query.name]
             identity["run"] += f"-{query.name}"
             identity["method"] += f", {query.name}"
         for shown in self.exposed:

@@ -1,4 +1,4 @@
-"""The terms of every ε: the protected unit, the neighbouring relation and the adversary's view."""
+"""What every ε is about: the protected unit, the neighbouring relation, the adversary."""
 
 from __future__ import annotations
 

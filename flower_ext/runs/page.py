@@ -29,14 +29,19 @@ def write_page(folder: Path, name: str, **values: object) -> Path:
 
     ``values`` are those that the template names, among them ``title``.
     """
-    text = _templates().get_template(f"{name}.md.jinja").render(values)
-    # Parts of a template that are left out leave empty lines.
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    text = to_markdown(name, **values)
     write_whole(folder / f"{name}.md", text.encode(), sync=False)
     path = folder / f"{name}.html"
     page = to_html(text, title=str(values["title"]), folder=folder)
     write_whole(path, page.encode(), sync=False)
     return path
+
+
+def to_markdown(name: str, **values: object) -> str:
+    """Return the Markdown that a template makes of its values."""
+    text = _templates().get_template(f"{name}.md.jinja").render(values)
+    # Parts of a template that are left out leave empty lines.
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 @cache

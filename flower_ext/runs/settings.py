@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from flower_ext.errors import InvalidValue
 
@@ -150,11 +150,16 @@ class Settings:
         A value does not fit its setting; the message names the setting and the accepted values.
     """
 
+    origin: ClassVar[str] = "run-config"
+    """First words of messages about a setting."""
+    place: ClassVar[str] = "[tool.flwr.app.config]"
+    """Where a user adds a setting."""
+
     def __post_init__(self) -> None:
         kind: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
         for attribute, declaration in declarations(kind).items():
             if (value := getattr(self, attribute)) is not None:
-                declaration.check(value)
+                declaration.check(value, self.origin)
                 if declaration.kind is float and type(value) is int:  # 2 in TOML, for 2.0
                     object.__setattr__(self, attribute, float(value))
 
@@ -173,15 +178,15 @@ class Settings:
         names = {declaration.name for declaration in known.values()}
         if unknown := [name for name in config if name not in names and name not in RECORDED]:
             name = unknown[0]
-            raise UnfitSetting(f"run-config {name}: no such setting; {nearest(name, names)}")
+            raise UnfitSetting(f"{cls.origin} {name}: no such setting; {nearest(name, names)}")
         values = {}
         for attribute, declaration in known.items():
             if declaration.name in config:
                 values[attribute] = config[declaration.name]
             elif declaration.is_required:
                 raise UnfitSetting(
-                    f"run-config has no {declaration.name}: expected "
-                    f"{declaration.rule.expected}; add it to [tool.flwr.app.config]"
+                    f"{cls.origin} has no {declaration.name}: expected "
+                    f"{declaration.rule.expected}; add it to {cls.place}"
                 )
         return cls(**values)
 

@@ -1,5 +1,4 @@
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +11,7 @@ from flower_ext.planning import (
     best_schedule,
     convergence_bound,
 )
-from flower_ext.privacy import FullParticipation, RecordLevelPlan
 from tests.support.grids import grid
-from tests.support.plans import steps
-from tests.support.run_summary import run_summary
 
 PROBLEM = DittoProblem(
     strong_convexity=1.0,
@@ -172,28 +168,3 @@ def test_runs_that_diverge_are_never_chosen_over_others():
 def test_searches_without_sense_are_refused(facts, said):
     with pytest.raises(ValueError, match=said):
         alternating_search(bowl, **facts)
-
-
-@pytest.mark.parametrize("clipped", [None, steps(), steps(local_steps=3)])
-@pytest.mark.parametrize("basis", ["published", "provable"])
-def test_the_plan_of_a_schedule_spends_the_budget_and_not_more(basis, clipped):
-    plan_of = partial(
-        RecordLevelPlan.for_target,
-        epsilon=10.0,
-        delta=1e-4,
-        sampling=FullParticipation(20),
-        num_examples=50,
-        clipping_norm=10.0,
-        steps=clipped,
-        basis=basis,
-    )
-    variance = plan_of(rounds=1).upload_stddev ** 2
-    schedule = best_schedule(PROBLEM, 0.5, variance_per_round=variance, max_rounds=400, basis=basis)
-    if schedule.rounds:
-        plan = plan_of(rounds=schedule.rounds)
-        assert plan.upload_stddev**2 == pytest.approx(variance * schedule.rounds)
-        claims = plan.guarantees(run_summary(rounds=schedule.rounds))
-        spent = next(claim.epsilon for claim in claims if claim.basis == basis)
-        assert 10 * (1 - 1e-6) < spent <= 10 * (1 + 1e-12)
-    else:
-        assert (basis, clipped) == ("provable", None)  # 2C takes too much noise

@@ -27,7 +27,7 @@ class LossConstants:
     initial_distance: float
 
     def save(self, path: Path, *, dimension: int) -> None:
-        """Write the constants as lines for the app's settings, and d as well."""
+        """Write the constants and d as lines of a settings file of ``ditto-schedule``."""
         numbers = {**asdict(self), "dimension": dimension}
         lines = (f"{name.replace('_', '-')} = {number!r}\n" for name, number in numbers.items())
         path.write_text("".join(lines))

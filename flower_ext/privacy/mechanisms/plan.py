@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import array_api_compat as api
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+
+if TYPE_CHECKING:
+    from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 
 
 class RoundDiscarded(RuntimeError):
@@ -82,6 +89,8 @@ class RoundMechanism(ABC):
         Draws the cohorts.
     delta : float, optional
         As in `PrivacyPlan`.
+    queries : Sequence[VectorQuery]
+        Queries beside the training, counted in the same ε.
     """
 
     tells_sizes: ClassVar[bool] = False
@@ -91,6 +100,12 @@ class RoundMechanism(ABC):
 
     sampling: Sampling
     delta: float | None
+    queries: Sequence[VectorQuery] = ()
+
+    @property
+    def secure_sum(self) -> SecureSum | None:
+        """Settings of the secure sums that hide single uploads; None without any."""
+        return None
 
     @property
     def release(self) -> Release | None:
@@ -113,6 +128,14 @@ class RoundMechanism(ABC):
         Plans that protect never do so, because that number is private data.
         """
         return False
+
+    def of_query(self, query: VectorQuery) -> NoisedSum:
+        """Return the mechanism of one release of a query, which is one of `queries`."""
+        raise NotImplementedError(f"{type(self).__name__} has no queries")
+
+    def count_answer(self, query: VectorQuery, participations: Participations) -> None:
+        """Count one release of a query, which is one of `queries`."""
+        raise NotImplementedError(f"{type(self).__name__} has no queries")
 
     def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
         """Refuse local training that the plan does not cover.
