@@ -8,7 +8,13 @@ from flower_ext.metrics.lower_bounds import (
     in_one_run,
 )
 from flower_ext.metrics.ranking import average_precision, concordance_index, roc_auc
-from flower_ext.metrics.spread import Spread, summarize
+from flower_ext.metrics.spread import (
+    Spread,
+    is_loss,
+    reported_by_few,
+    reported_by_most,
+    summarize,
+)
 
 __all__ = [
     "BoundTerms",
@@ -19,6 +25,9 @@ __all__ = [
     "concordance_index",
     "if_gaussian",
     "in_one_run",
+    "is_loss",
+    "reported_by_few",
+    "reported_by_most",
     "roc_auc",
     "summarize",
 ]

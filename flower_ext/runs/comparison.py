@@ -13,7 +13,6 @@ from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
-from flower_ext.runs.round_metrics import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
 
@@ -94,7 +93,7 @@ def _method(run: RunDirectory) -> str:
 
 def _noised(run: RunDirectory) -> tuple[float, float] | None:
     # A secure evaluation released a mean and its error, and no client's score.
-    scores = noised_scores(run.metrics())
+    scores = run.noised_scores()
     if scores is None or "accuracy" not in scores.means:
         return None
     return scores.means["accuracy"], scores.errors["accuracy"]

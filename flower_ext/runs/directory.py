@@ -28,6 +28,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,8 +60,26 @@ _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
+_CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
+"""Name and endings of a secure evaluation's numbers in ``metrics.jsonl``."""
+
+
 class NotARun(InvalidValue):
     """A path is not a run directory, cannot become one, or holds a file that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedScores:
+    """Mean scores over all clients that a secure evaluation released, with noise.
+
+    ``round`` is the round after which clients were evaluated, and ``clients`` the number of clients
+    with scores, with noise. ``errors`` holds the standard errors of ``means`` due to noise.
+    """
+
+    round: int
+    clients: float
+    means: Mapping[str, float]
+    errors: Mapping[str, float]
 
 
 class RunDirectory:
@@ -270,6 +289,19 @@ class RunDirectory:
         """Return (rounds, values) of one metric, for the rounds that measured it."""
         rows = [row for row in self.metrics() if name in row]
         return [row["round"] for row in rows], [row[name] for row in rows]
+
+    def noised_scores(self) -> NoisedScores | None:
+        """Return the last noised scores; None if no secure evaluation released any."""
+        for row in reversed(self.metrics()):
+            if _CLIENTS in row:
+                names = [key.removesuffix(_ERROR) for key in row if key.endswith(_ERROR)]
+                return NoisedScores(
+                    round=int(row["round"]),
+                    clients=row[_CLIENTS],
+                    means={name: row[name + _MEAN] for name in names},
+                    errors={name: row[name + _ERROR] for name in names},
+                )
+        return None
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
         """Write ``guarantee.json``; it then covers everything that clients were asked for."""

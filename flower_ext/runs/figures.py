@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flower_ext.files import write_rows, write_whole
+from flower_ext.metrics import reported_by_most
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.round_metrics import reported_by_most
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing
     from matplotlib.axes import Axes

@@ -13,13 +13,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flower_ext.metrics import summarize
+from flower_ext.metrics import is_loss, reported_by_few, summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
-from flower_ext.runs.round_metrics import lower_is_better, noised_scores, reported_by_few
 
 _MOST_SHOWN = 10
 """Largest number of rare scores that the report names."""
@@ -54,7 +53,7 @@ def _title(run: RunDirectory) -> str:
 
 
 def _score_values(run: RunDirectory) -> dict[str, Any]:
-    rows, noised = run.client_metrics(), noised_scores(run.metrics())
+    rows, noised = run.client_metrics(), run.noised_scores()
     by_name = {name: [row[name] for row in rows if name in row] for name in qualities(run)}
     by_name = {in_words(name): scores for name, scores in by_name.items() if scores}
     evaluated = run.series("evaluation_messages")[0]
@@ -63,14 +62,14 @@ def _score_values(run: RunDirectory) -> dict[str, Any]:
     return {
         "num_clients": len(rows),
         "spreads": {
-            name: summarize(scores, lower_is_better=lower_is_better(name))
+            name: summarize(scores, lower_is_better=is_loss(name))
             for name, scores in by_name.items()
         },
         "counts": {name: len(scores) for name, scores in by_name.items()},
         "pooled": next(reversed(run.series("accuracy_pooled")[1]), None),
         "noised": noised,
         "in_words": in_words,
-        "is_loss": lower_is_better,
+        "is_loss": is_loss,
         "few": list(reported_by_few(rows).items())[:_MOST_SHOWN],
         "evaluated": evaluated,
         "scored_round": scored[-1] if scored and scored[-1] != last else None,
