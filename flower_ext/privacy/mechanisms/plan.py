@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import array_api_compat as api
 
@@ -20,9 +20,6 @@ from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-
-if TYPE_CHECKING:
-    from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 
 
 class RoundDiscarded(RuntimeError):
@@ -129,7 +126,7 @@ class RoundMechanism(ABC):
         """
         return False
 
-    def of_query(self, query: VectorQuery) -> NoisedSum:
+    def of_query(self, query: VectorQuery) -> RoundMechanism:
         """Return the mechanism of one release of a query, which is one of `queries`."""
         raise NotImplementedError(f"{type(self).__name__} has no queries")
 
