@@ -82,6 +82,37 @@ class NoisedScores:
     errors: Mapping[str, float]
 
 
+class Rounds(list[dict[str, float]]):
+    """The metrics of a run's rounds, one row per round and in order."""
+
+    @property
+    def last(self) -> float:
+        """Number of the last round; 0 without rounds."""
+        return max((row["round"] for row in self), default=0)
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Return (rounds, values) of one metric, for the rounds that measured it."""
+        rows = [row for row in self if name in row]
+        return [row["round"] for row in rows], [row[name] for row in rows]
+
+    def total(self, *names: str) -> float:
+        """Return the sum of metrics over all rounds."""
+        return sum(row.get(name, 0) for row in self for name in names)
+
+    def noised_scores(self) -> NoisedScores | None:
+        """Return the last noised scores; None if no secure evaluation released any."""
+        for row in reversed(self):
+            if _CLIENTS in row:
+                names = [key.removesuffix(_ERROR) for key in row if key.endswith(_ERROR)]
+                return NoisedScores(
+                    round=int(row["round"]),
+                    clients=row[_CLIENTS],
+                    means={name: row[name + _MEAN] for name in names},
+                    errors={name: row[name + _ERROR] for name in names},
+                )
+        return None
+
+
 class RunDirectory:
     """Files of one run: make it with `create`, continue it with `resume`, read it with `open`.
 
@@ -256,7 +287,7 @@ class RunDirectory:
         """Path of the rounds' metrics."""
         return self.path / "metrics.jsonl"
 
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self) -> Rounds:
         """Return all rounds' metrics in order, with all rows of one round merged into one.
 
         A last line that a crash tore is left out.
@@ -264,7 +295,7 @@ class RunDirectory:
         rounds: dict[float, dict[str, float]] = {}
         for row in self._lines(self.metrics_path.name):
             rounds[row["round"]] = rounds.get(row["round"], {}) | row
-        return [*rounds.values()]
+        return Rounds(rounds.values())
 
     def forget_rounds(self, after: int) -> None:
         """Drop the rows of later rounds, which will be repeated."""
@@ -287,21 +318,7 @@ class RunDirectory:
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return (rounds, values) of one metric, for the rounds that measured it."""
-        rows = [row for row in self.metrics() if name in row]
-        return [row["round"] for row in rows], [row[name] for row in rows]
-
-    def noised_scores(self) -> NoisedScores | None:
-        """Return the last noised scores; None if no secure evaluation released any."""
-        for row in reversed(self.metrics()):
-            if _CLIENTS in row:
-                names = [key.removesuffix(_ERROR) for key in row if key.endswith(_ERROR)]
-                return NoisedScores(
-                    round=int(row["round"]),
-                    clients=row[_CLIENTS],
-                    means={name: row[name + _MEAN] for name in names},
-                    errors={name: row[name + _ERROR] for name in names},
-                )
-        return None
+        return self.metrics().series(name)
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
         """Write ``guarantee.json``; it then covers everything that clients were asked for."""
