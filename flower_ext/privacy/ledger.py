@@ -83,6 +83,7 @@ class LedgerFile:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Only under the lock: another process might be in the middle of a line.
             self.entries, whole = _parse(self.path)
             if os.fstat(self._file).st_size > whole:
                 # A torn last line was not durable, so its release never began.
@@ -213,6 +214,7 @@ class Ledger(LedgerFile):
             self.append("repeat", entry)
             self._repeatable.remove(again)
         else:
+            # Refuse before writing: what is on the ledger is spent, whether it was released or not.
             self._check_budget(release, round)
             self.append("reserve", {**entry, "release": release.to_dict()})
             self._reserved.append(release)

@@ -269,6 +269,7 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and cohort.threshold(2 * half):
         pairs = _least(lambda tried: cohort.threshold(2 * tried) > 0, 1, half)
+        # t is a whole number, so the chances do not fall steadily with k: a smaller k may suffice.
         for neighbors in range(2 * max(1, pairs - _RIPPLE), 2 * pairs + 1, 2):
             if threshold := cohort.threshold(neighbors):
                 return neighbors, threshold

@@ -110,6 +110,7 @@ def epsilons(
             published = upcycled_theorem_6_2(
                 output, num_examples=size, participations=uploads, delta=delta
             )
+        # A model that no record can move is independent of the data, and costs nothing.
         if (moved := sensitivity(output, objective, size)) > 0:
             multiplier = output.noise_stddev / moved
             provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
@@ -141,6 +142,7 @@ def perturbation_guarantees(
 
     ε is the largest of any client; the source also names the smallest and the mean.
     """
+    # One guarantee for all clients: it must hold for the client with the fewest records.
     by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     sizes = [run.num_examples.get(client) for client in by_client]
