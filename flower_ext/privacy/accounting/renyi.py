@@ -65,7 +65,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
     if order in _WITHOUT_REPLACEMENT_ORDERS:  # not if the loss is 0 or infinite
-        # Any order gives a bound. ε has one valley over them, so the least is beside the few's least.
+        # Any order gives a bound. ε has one valley over them, so the neighbours suffice.
         place = _WITHOUT_REPLACEMENT_ORDERS.index(order)
         epsilon, _ = best_of(_WITHOUT_REPLACEMENT_ORDERS[max(0, place - 3) : place + 4])
     name = "RDP (sampling without replacement)"

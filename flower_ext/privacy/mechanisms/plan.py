@@ -46,15 +46,13 @@ class PrivacyPlan(ABC):
         Draws the cohorts.
     delta : float, optional
         δ at which ε is reported; None where the plan promises nothing.
+    rounds : int, optional
+        Number of rounds for which the noise was chosen; None if it was chosen otherwise.
     """
 
     sampling: Sampling
     delta: float | None
-
-    @property
-    def planned_rounds(self) -> int | None:
-        """The number of rounds for which the noise was chosen; None if it was chosen otherwise."""
-        return None
+    rounds: int | None = None
 
     def num_units(self, run: RunSummary) -> int | None:
         """Return the number of privacy units, against which δ is judged; None if not known."""
