@@ -24,11 +24,11 @@ from flower_ext.cli.processes import (
     Ended,
     Interrupted,
     LaunchFailed,
+    RunLog,
     environment,
     signals_as_interrupts,
 )
 from flower_ext.cli.reaper import reaped
-from flower_ext.cli.run_log import RunLog
 from flower_ext.cli.screen import console
 from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
