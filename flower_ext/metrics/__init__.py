@@ -8,13 +8,7 @@ from flower_ext.metrics.lower_bounds import (
     in_one_run,
 )
 from flower_ext.metrics.ranking import average_precision, concordance_index, roc_auc
-from flower_ext.metrics.spread import (
-    Spread,
-    is_loss,
-    reported_by_few,
-    reported_by_most,
-    summarize,
-)
+from flower_ext.metrics.spread import Spread, summarize
 
 __all__ = [
     "BoundTerms",
@@ -25,9 +19,6 @@ __all__ = [
     "concordance_index",
     "if_gaussian",
     "in_one_run",
-    "is_loss",
-    "reported_by_few",
-    "reported_by_most",
     "roc_auc",
     "summarize",
 ]

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flower_ext.metrics import is_loss, reported_by_few, summarize
+from flower_ext.metrics.spread import is_loss, reported_by_few, summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
 from flower_ext.runs.directory import Rounds, RunDirectory

@@ -95,7 +95,7 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
-    """Return (published, provable) ε of each client that was asked; infinite without a promise.
+    """Return (published, provable) ε of each client that was asked; infinite without a guarantee.
 
     A client that was asked but never reported its number of examples counts as if it had uploaded.
     """
