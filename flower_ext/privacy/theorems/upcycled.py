@@ -9,7 +9,7 @@ paper                 here
 α                     ``ObjectivePerturbation.rate``
 u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_bound``,
                       ``proximal_weight``
-|D_i|, M              ``num_examples``, ``participations`` (odd rounds that asked client i)
+``|D_i|``, M          ``num_examples``, ``participations`` (odd rounds that asked client i)
 ε̄                     the mean over clients, reported beside the largest
 ====================  =====================================================
 
