@@ -15,10 +15,8 @@ q, σ, C               ``radius``, ``noise_multiplier``, ``clipping_norm``
 ᾱ, α̃                  ``mean_factor``, ``factor_spread``
 ====================  =====================================================
 
-The published bound fails in two ways. Its proof drops the bias of clipping, so that it promises a
-stationary point where clipped descent ends elsewhere; and it gains a factor η_φ in the error of
-SAM's perturbation, which stays of the order q². Its noise term has d₁² for d₁.
-`docs/proved/dp2-fedsam.md` derives `provable_bound` and lists the other slips.
+The published bound drops the bias of clipping, and gains a factor η_φ in the error of SAM, which
+stays of the order q². `docs/proved/dp2-fedsam.md` derives `dp2_fedsam_provable_bound`.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ from flower_ext.errors import InvalidValue
 class PersonalDescent:
     """Constants of the losses and of a run of DP²-FedSAM.
 
-    Rounds sample exactly rN clients without replacement, or all. Steps are plain gradient steps,
-    without momentum.
+    Rounds sample exactly rN clients. Steps are plain gradient steps, without momentum.
 
     Parameters
     ----------
@@ -67,6 +64,7 @@ class PersonalDescent:
     initial_gap: float
     dimension: int
     num_clients: int
+    clipping_norm: float
     sampling_rate: float = 1.0
     extractor_steps: int = 1
     head_steps: int = 1
@@ -75,12 +73,11 @@ class PersonalDescent:
     head_stddev: float = 0.0
     radius: float = 0.0
     noise_multiplier: float = 0.0
-    clipping_norm: float = math.inf
 
     def __post_init__(self) -> None:
         for name in (
             *("extractor_smoothness", "head_smoothness", "gradient_bound"),
-            *("extractor_rate", "head_rate"),
+            *("extractor_rate", "head_rate", "clipping_norm"),
         ):
             require_positive(name, getattr(self, name))
         for name in (
@@ -91,38 +88,27 @@ class PersonalDescent:
         for name in ("dimension", "num_clients", "extractor_steps", "head_steps"):
             require_at_least_one(name, getattr(self, name))
         require_rate("sampling_rate", self.sampling_rate)
-        if not self.clipping_norm > 0 or (self.noise_multiplier and math.isinf(self.clipping_norm)):
-            raise InvalidValue(
-                f"clipping_norm={self.clipping_norm!r}: expected a number > 0, finite with noise"
-            )
 
     @property
-    def extractor_pace(self) -> float:
-        """η_φ τ_φ L_φ."""
-        return self.extractor_rate * self.extractor_steps * self.extractor_smoothness
-
-    @property
-    def head_pace(self) -> float:
-        """η_h τ_h L_h."""
-        return self.head_rate * self.head_steps * self.head_smoothness
+    def paces(self) -> tuple[float, float]:
+        """η_φ τ_φ L_φ and η_h τ_h L_h."""
+        extractor = self.extractor_rate * self.extractor_steps * self.extractor_smoothness
+        return extractor, self.head_rate * self.head_steps * self.head_smoothness
 
     @property
     def noise_variance(self) -> float:
         """Variance of one coordinate of a round's noise: σ²C²/(rN)²."""
-        if self.noise_multiplier == 0:
-            return 0.0
-        stddev = self.noise_multiplier * self.clipping_norm
-        return (stddev / (self.sampling_rate * self.num_clients)) ** 2
+        clients = self.sampling_rate * self.num_clients
+        return (self.noise_multiplier * self.clipping_norm / clients) ** 2
 
 
-def published_bound(
+def dp2_fedsam_published_bound(
     problem: PersonalDescent, *, rounds: int, mean_factor: float = 1.0, factor_spread: float = 0.0
 ) -> float:
     """Return the last inequality of Appendix A.3, from which Eq. 21 takes its orders.
 
-    Eq. 21 hides constants in 𝒪, so this is the inequality above it with its constants as printed,
-    divided by the least of η_φ τ_φ L_φ/8 and η_h τ_h L_h/16. At rates falling as 1/√T its noise
-    term grows with √T, and with Theorem 2's σ² ∝ T as T^(3/2).
+    It is divided by the least of η_φ τ_φ L_φ/8 and η_h τ_h L_h/16. At rates falling as 1/√T its
+    noise term, with d₁² for d₁, grows with √T, and with Theorem 2's σ² ∝ T as T^(3/2).
 
     Parameters
     ----------
@@ -149,10 +135,13 @@ def published_bound(
         + 4 * h**3 * M * steps**2 * (steps - 1) * variance * r
         + mean_factor * e * tau * h**2 * steps**2 * variance * chi2 * L * M
     )
-    return total / min(p.extractor_pace / 8, p.head_pace / 16)
+    extractor, head = p.paces
+    return total / min(extractor / 8, head / 16)
 
 
-def provable_bound(problem: PersonalDescent, *, rounds: int, clipped_length: float = 0.0) -> float:
+def dp2_fedsam_provable_bound(
+    problem: PersonalDescent, *, rounds: int, clipped_length: float = 0.0
+) -> float:
     """Return a bound that holds, with ᾱ_t = 1 on the left side, which is larger.
 
     Parameters
@@ -169,7 +158,7 @@ def provable_bound(problem: PersonalDescent, *, rounds: int, clipped_length: flo
     """
     require_at_least_one("rounds", rounds)
     require_not_negative("clipped_length", clipped_length)
-    p, pace, head, r = problem, problem.extractor_pace, problem.head_pace, problem.sampling_rate
+    p, (pace, head), r = problem, problem.paces, problem.sampling_rate
     crossing = p.coupling**2 * head * (2.1 * (1 - r) + 1.05 * pace)
     if head > 1 / 8 or crossing > r / 8:
         raise InvalidValue(

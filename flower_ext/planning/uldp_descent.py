@@ -14,14 +14,9 @@ S, U, d               ``num_silos``, ``num_users``, ``dimension``
 C̲, C̄                  ``least_factor``, ``largest_factor``
 ====================  =====================================================
 
-Three steps of the printed proof fail, and `convergence_bound` puts them right:
-
-* 1/ᾱ_t ≤ S/C̲, so the number of silos belongs above the first term's fraction, not below it.
-* Σ_t (f(x_t) − f(x_{t+1}))/ᾱ_t telescopes only where ᾱ_t is the same in all rounds. Dividing by
-  the least ᾱ_t instead costs a factor C̄/C̲ in the second term and in the third.
-* Step (a4) takes a local gradient for independent of the noise of earlier local steps. Without
-  that, the third term and the limit on η_g η_l are twice as strict. One step, or full batches, need
-  no such care.
+Three steps of the printed proof fail: the number of silos belongs above the first term's fraction,
+a sum does not telescope, and a local gradient is not independent of the noise of earlier steps.
+`docs/proved/uldp.md` puts them right.
 """
 
 from __future__ import annotations
@@ -48,17 +43,12 @@ class UldpDescent:
 
     Parameters
     ----------
-    smoothness : float
-        L of every f_{s,u}.
     initial_gap : float
-        f(x₀) − f*. The printed bound has f(x₀)/C̲ − f*/C̄, which depends on the zero of f; here
-        f* = 0.
+        f(x₀) − f*. The printed f(x₀)/C̲ − f*/C̄ depends on the zero of f; here f* = 0.
     gradient_bound : float
-        G, along the run; it enters with the bias of clipping and weighting alone.
+        G; it enters with the bias of clipping and weighting alone.
     gradient_stddev, heterogeneity : float
         σ_l² bounds the variance of a stochastic gradient, σ_g the distance of ∇f_{s,u} from ∇f.
-    learning_rate, server_rate : float
-        η_l below 1/(√30 Q L), and η_g.
     least_factor, largest_factor : float
         Least and largest factor C/max(C, η_l ‖E Σ g‖) of any pair and round; 1 without clipping.
     """
@@ -90,7 +80,7 @@ class UldpDescent:
             require_rate(name, getattr(self, name))
 
 
-def convergence_bound(
+def uldp_avg_bound(
     problem: UldpDescent,
     *,
     rounds: int,
@@ -151,14 +141,13 @@ def convergence_bound(
     return total
 
 
-def remark_2_rates(
+def uldp_avg_rates(
     *, num_silos: int, num_users: int, local_steps: int, smoothness: float, rounds: int
 ) -> tuple[float, float]:
     """Return (η_g, η_l) of Remark 2: S√(SUQ) and 1/(√T Q L), which give O(1/√(SUQT) + 1/T).
 
-    They obey the limits of Theorem 1 from T = 36 S U Q on. The term of the noise grows with √T if
-    ``clipping_norm`` stays: it vanishes only for a fixed σ and C falling as 1/√T. For a fixed ε,
-    where σ² grows with T, it does not vanish, so that more rounds do not always help.
+    They obey the limits of Theorem 1 from T = 36 S U Q on. The noise term grows with √T: it vanishes
+    only if C falls as 1/√T and σ stays, which at a fixed ε it does not.
     """
     server = num_silos * math.sqrt(num_silos * num_users * local_steps)
     return server, 1 / (math.sqrt(rounds) * local_steps * smoothness)
@@ -167,8 +156,7 @@ def remark_2_rates(
 def clipping_bias(weights: ArrayLike, factors: ArrayLike) -> tuple[float, float]:
     """Return Σ|α̃ − ᾱ|, which Remark 4 would minimise over the weights, and Σ|α̃ − ᾱ|².
 
-    Without clipping, equal weights reach 0 and weights by records do not: the remark speaks for
-    clipped updates, and for f as the plain mean over all pairs.
+    Without clipping, equal weights reach 0 and weights by records do not.
 
     Parameters
     ----------

@@ -9,8 +9,8 @@ import pytest
 from flower_ext.planning.uldp_descent import (
     UldpDescent,
     clipping_bias,
-    convergence_bound,
-    remark_2_rates,
+    uldp_avg_bound,
+    uldp_avg_rates,
 )
 
 USUAL = UldpDescent(
@@ -46,7 +46,7 @@ def test_the_published_bound_is_equation_5_term_by_term():
         + A1 * (T * 0.2)
         + A2 * (T * 0.05)
     )
-    bound = convergence_bound(USUAL, rounds=T, bias=0.2, squared_bias=0.05, basis="published")
+    bound = uldp_avg_bound(USUAL, rounds=T, bias=0.2, squared_bias=0.05, basis="published")
     assert bound == pytest.approx(printed, rel=1e-12)
 
 
@@ -124,7 +124,7 @@ def test_the_provable_bound_holds_for_clipped_and_weighted_descents(seed):
             server=server,
             clip=float(rng.choice([0.01, 0.3, 1e6])) * rate,
         )
-        assert mean <= convergence_bound(constants, rounds=rounds, **biases) * (1 + 1e-9)
+        assert mean <= uldp_avg_bound(constants, rounds=rounds, **biases) * (1 + 1e-9)
 
 
 def noisy_descent(*, rounds, steps, rate, server, noise, clip, stddev, S=2, U=3, d=4, a=1.0):
@@ -180,7 +180,7 @@ def test_the_provable_bound_holds_in_expectation_with_noise(steps, rounds, noise
                 clip=0.1,
                 stddev=stddev,
             )
-            assert mean <= convergence_bound(problem, rounds=rounds)
+            assert mean <= uldp_avg_bound(problem, rounds=rounds)
 
 
 def test_the_printed_bound_promises_too_much_where_there_are_two_silos():
@@ -188,23 +188,23 @@ def test_the_printed_bound_promises_too_much_where_there_are_two_silos():
     run = {"rounds": 1000, "steps": 1, "rate": 1e-3, "server": 5.0, "noise": 0.0, "clip": 1.0}
     mean, problem = noisy_descent(**run, stddev=0.0, S=4)
     problem = replace(problem, heterogeneity=0.0)  # one step drifts nowhere
-    assert mean > 2 * convergence_bound(problem, rounds=1000, basis="published")
-    assert mean < convergence_bound(problem, rounds=1000)
+    assert mean > 2 * uldp_avg_bound(problem, rounds=1000, basis="published")
+    assert mean < uldp_avg_bound(problem, rounds=1000)
 
 
 def test_the_noise_term_is_nearly_reached():
     run = {"rounds": 20_000, "steps": 1, "rate": 1e-3, "server": 5.0, "noise": 30.0, "clip": 1.0}
     mean, problem = noisy_descent(**run, stddev=0.0)
-    bound = convergence_bound(replace(problem, heterogeneity=0.0), rounds=20_000)
+    bound = uldp_avg_bound(replace(problem, heterogeneity=0.0), rounds=20_000)
     assert 0.3 * bound < mean < bound
 
 
 def at_remark_2(rounds, **changes):
     size = {"num_silos": 3, "num_users": 4, "local_steps": 2, "smoothness": 0.7}
-    server, local = remark_2_rates(**size, rounds=rounds)
+    server, local = uldp_avg_rates(**size, rounds=rounds)
     known = {"learning_rate": local, "server_rate": server, "least_factor": 1.0} | changes
     problem = replace(USUAL, largest_factor=1.0, **known)
-    return convergence_bound(problem, rounds=rounds)
+    return uldp_avg_bound(problem, rounds=rounds)
 
 
 def test_the_rates_of_remark_2_give_its_order_and_obey_the_limits_from_36_suq_on():
@@ -259,7 +259,7 @@ def test_weights_against_the_clipping_lower_the_bias():
 )
 def test_unfit_constants_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
-        convergence_bound(replace(USUAL, **changes), rounds=5, bias=0.1)
+        uldp_avg_bound(replace(USUAL, **changes), rounds=5, bias=0.1)
 
 
 @pytest.mark.parametrize(
