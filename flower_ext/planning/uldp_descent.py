@@ -146,8 +146,8 @@ def uldp_avg_rates(
 ) -> tuple[float, float]:
     """Return (η_g, η_l) of Remark 2: S√(SUQ) and 1/(√T Q L), which give O(1/√(SUQT) + 1/T).
 
-    They obey the limits of Theorem 1 from T = 36 S U Q on. The noise term grows with √T: it vanishes
-    only if C falls as 1/√T and σ stays, which at a fixed ε it does not.
+    They obey the limits of Theorem 1 from T = 36 S U Q on. The noise term grows with √T. It
+    vanishes only if C falls as 1/√T and σ stays, which at a fixed ε it does not.
     """
     server = num_silos * math.sqrt(num_silos * num_users * local_steps)
     return server, 1 / (math.sqrt(rounds) * local_steps * smoothness)
