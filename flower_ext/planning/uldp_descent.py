@@ -149,6 +149,7 @@ def uldp_avg_rates(
     They obey the limits of Theorem 1 from T = 36 S U Q on. The noise term grows with √T. It
     vanishes only if C falls as 1/√T and σ stays, which at a fixed ε it does not.
     """
+    require_at_least_one("rounds", rounds)
     server = num_silos * math.sqrt(num_silos * num_users * local_steps)
     return server, 1 / (math.sqrt(rounds) * local_steps * smoothness)
 

@@ -50,22 +50,22 @@ PLAIN = PersonalDescent(
 
 def test_the_published_bound_is_the_last_inequality_of_appendix_a_3():
     """Written out as printed, with T = 10, mean ᾱ = 0.7 and mean α̃ = 0.2."""
-    L, Lh, x2, G, e, h, te, th = 0.8, 1.3, 0.36, 2.0, 0.02, 0.03, 3, 2
+    L, Lh, x2, G, e, h, tp, th = 0.8, 1.3, 0.36, 2.0, 0.02, 0.03, 3, 2
     r, N, d1, sp, sh, q, sigma, C, abar, atil = 0.5, 20, 7, 0.4, 0.2, 0.1, 1.1, 0.3, 0.7, 0.2
     printed = (
         1.5 / 10
-        + (36 * e**4 * te**2 * L**2 * abar + 3 * e**2 * te * L) * G**2
-        + (atil * e * te * L**2 + L**2 * e**2 * te * abar + 3 * L**3 * e**2 * te) * q**2
-        + (L**2 * e**2 * te * abar * (72 * te * e**2 + 18 * e**2 * te**2) + 3 * L * e**2 * te)
+        + (36 * e**4 * tp**2 * L**2 * abar + 3 * e**2 * tp * L) * G**2
+        + (atil * e * tp * L**2 + L**2 * e**2 * tp * abar + 3 * L**3 * e**2 * tp) * q**2
+        + (L**2 * e**2 * tp * abar * (72 * tp * e**2 + 18 * e**2 * tp**2) + 3 * L * e**2 * tp)
         * sp**2
         + 4 * x2 * h**2 * th**2 * Lh * sh**2 * (1 - r)
         + L * sigma**2 * C**2 * d1**2 / (r**2 * N**2)
         + h**2 * th**2 * Lh * sh**2 * r / 2
         + 4 * h**3 * Lh * th**2 * (th - 1) * sh**2 * r
-        + abar * e * te * h**2 * th**2 * sh**2 * x2 * L * Lh
+        + abar * e * tp * h**2 * th**2 * sh**2 * x2 * L * Lh
     )
     bound = dp2_fedsam_published_bound(USUAL, rounds=10, mean_factor=abar, factor_spread=atil)
-    assert bound * min(e * te * L / 8, h * th * Lh / 16) == pytest.approx(printed, rel=1e-12)
+    assert bound * min(e * tp * L / 8, h * th * Lh / 16) == pytest.approx(printed, rel=1e-12)
 
 
 class Quadratics:

@@ -85,12 +85,7 @@ def least_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that ``fits`` accepts.
 
-    Parameters
-    ----------
-    fits : callable
-        True for every noise multiplier above some number, False below.
-    target : str
-        Words for an error.
+    ``target`` names the target in an error.
 
     Raises
     ------
