@@ -4,17 +4,17 @@ Arrays may be NumPy or torch, on any device: they are handled through the array 
 importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
 precision can pass unclipped.
 
-=====================  ==========================================================
-array                  outcome
-=====================  ==========================================================
-zero                   stays zero
-huge                   clipped; the norm cannot overflow
-NaN, infinite          `NonFiniteUpdate`
-0-d                    clipped like any other array
-half precision         clipped; the bound holds after rounding
-integer, bool, complex `TypeError`: such an array has no place in a bounded sum
-empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
-=====================  ==========================================================
+======================  ==========================================================
+array                   outcome
+======================  ==========================================================
+zero                    stays zero
+huge                    clipped; the norm cannot overflow
+NaN, infinite           `NonFiniteUpdate`
+0-d                     clipped like any other array
+half precision          clipped; the bound holds after rounding
+integer, bool, complex  `TypeError`: such an array has no place in a bounded sum
+empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
+======================  ==========================================================
 """
 
 from __future__ import annotations
