@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -94,9 +94,7 @@ def answer(
         return bytes_record(step, silo.answer(step, content, counts))
 
 
-def _begin(
-    content: bytes, partition: int, vault: ClientVault, may_simulate: bool
-) -> SiloParty[Any, Any]:
+def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
     """Return a silo with fresh keys, of the protocol whose settings the server sent."""
     before = stored_silo(vault)
     with knowing_no_data():
@@ -135,12 +133,13 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
     return [int(count) for count in counts.clamp(max=most)]
 
 
-def stored_silo(vault: ClientVault) -> SiloParty[Any, Any] | None:
+def stored_silo(vault: ClientVault) -> SiloParty | None:
     """Return the silo as it was stored last, under any protocol; None if none was stored."""
     if (stored := vault.load()) is None:
         return None
-    kind = protocol_of(stored).silo_type
-    return kind.from_state(stored, save=vault.store)
+    silo = protocol_of(stored).silo_type.from_bytes(stored)
+    silo.save = vault.store
+    return silo
 
 
 @contextmanager
@@ -208,9 +207,7 @@ class SiloPart:
     clipping_norm : float
     """
 
-    def __init__(
-        self, silo: SiloParty[Any, Any], number: int, weights: bytes, clipping_norm: float
-    ) -> None:
+    def __init__(self, silo: SiloParty, number: int, weights: bytes, clipping_norm: float) -> None:
         self._begin = partial(silo.open_sum, number, weights)
         self._norm, self._counted = clipping_norm, frozenset(silo.counted)
         self._sum = self._begin()

@@ -29,7 +29,7 @@ from flower_ext.secure.weighting.paillier_settings import (
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
+from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty
 
 _SUM = "sum"
 
@@ -47,19 +47,15 @@ def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
     return [blind(user) for user in range(users)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaillierState(SiloState):
-    """State that a silo needs after a restart."""
-
-    kind = "paillier"
-    readers: ClassVar = {"PartySettings": PaillierSettings.from_plain}
-
-
-class PaillierSilo(SiloParty[PaillierSettings]):
+@dataclass(repr=False)
+class PaillierSilo(SiloParty):
     """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
 
+    kind = "paillier"
+    readers: ClassVar = {"PaillierSettings": PaillierSettings.from_plain}
     settings_type = PaillierSettings
-    state_type = PaillierState
+
+    settings: PaillierSettings
 
     def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
         """Begin this silo's sum of round ``number``."""
@@ -67,7 +63,7 @@ class PaillierSilo(SiloParty[PaillierSettings]):
         message = PaillierWeights.from_bytes(weights, self.settings)
         if message.round_number != number:
             raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
-        check_later("round", number, self._state.last_round)
+        check_later("round", number, self.last_round)
         return PaillierOpenSum(self, message)
 
     def powers(self, message: PaillierWeights) -> FixedBaseProducts:
@@ -88,7 +84,7 @@ class PaillierSilo(SiloParty[PaillierSettings]):
             folded = []
             for user in users:
                 # The weight holds 1 / (r_u N_u), so r_u cancels the blind, and C_LCM the fraction.
-                blinded = self._state.counts[user] * self._blinds[user]
+                blinded = self.counts[user] * self._blinds[user]
                 factor = blinded * settings.common_multiple % public.n
                 folded.append(gmpy2.powmod(weights[place[user]], factor, public.n_squared))
             return folded
@@ -114,8 +110,9 @@ class PaillierSilo(SiloParty[PaillierSettings]):
         ProtocolError
             This round, or a later one, was used before.
         """
-        check_later("round", number, self._state.last_round)
-        self._store(last_round=number)
+        check_later("round", number, self.last_round)
+        self.last_round = number
+        self.save(self.to_bytes())
         return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
 
     def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
@@ -132,23 +129,23 @@ class PaillierSilo(SiloParty[PaillierSettings]):
     @cached_property
     def public(self) -> PublicKey:
         """The server's key."""
-        return _key_of(self._state.server_key)
+        return _key_of(self.server_key)
 
     def _count_answer(self) -> bytes:
-        blinded = [int(self._blinds[user] * self._state.counts[user]) for user in self._order]
+        blinded = [int(self._blinds[user] * self.counts[user]) for user in self._order]
         return self._masked(blinded, int(self.public.n))
 
     def _check_draw(self, number: int) -> None:
-        check_later("round", number, self._state.last_round)
+        check_later("round", number, self.last_round)
 
     def _check_server_key(self, server_key: bytes) -> None:
         check_length("server's key", server_key, self.settings.count_bytes)
         most = self.settings.max_records_per_user
         _key_of(server_key).check(self.settings.key_bits, coprime_to=most)
 
-    def _use_seed(self, seed: bytes) -> None:
-        super()._use_seed(seed)
-        self._blinds = user_blinds(seed, self.settings.users, self.public.n)
+    @cached_property
+    def _blinds(self) -> list[mpz]:
+        return user_blinds(self.seed, self.settings.users, self.public.n)
 
 
 class PaillierOpenSum:

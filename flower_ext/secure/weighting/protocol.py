@@ -61,7 +61,7 @@ class WeightingProtocol(ABC):
     """
 
     server_type: ClassVar[type[ServerParty[Any, Any]]]
-    silo_type: ClassVar[type[SiloParty[Any, Any]]]
+    silo_type: ClassVar[type[SiloParty]]
     secure_sum: ClassVar[str]
     """Assumption under which the server sees no silo's upload."""
 

@@ -6,10 +6,11 @@ import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from logging import getLogger
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from gmpy2 import mpz
 from numpy.typing import NDArray
@@ -35,7 +36,6 @@ from flower_ext.secure.weighting.oblivious import Receiver
 
 log = getLogger("flwr")
 
-SettingsT = TypeVar("SettingsT", bound=PartySettings)
 _SEED = "seed"
 _COUNTS = "counts"
 
@@ -64,42 +64,22 @@ class SiloSum(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiloState(JsonRecord):
-    """Everything that a silo needs after a restart, at any stage. It holds secrets in the clear.
-
-    A scheme adds its fields, and a reader for its settings.
-    """
-
-    settings: PartySettings
-    index: int
-    private: bytes
-    silo_keys: list[bytes] = field(default_factory=list)
-    server_key: bytes = b""
-    seed: bytes = b""
-    counts: list[int] = field(default_factory=list)
-    last_round: int = 0
-
-    @property
-    def stage(self) -> SetUpStage:
-        """The last step of the set-up that the silo has taken."""
-        if self.counts:
-            return SetUpStage.COUNTED
-        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
-
-
-class SiloParty(ABC, Generic[SettingsT]):
+@dataclass(repr=False)
+class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
-    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
+    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round. Its
+    `to_bytes` hold all that it needs after a restart, with secrets in the clear.
 
     Parameters
     ----------
     settings : PartySettings
     index : int
         Number of this silo, from zero.
+    **state
+        Outcome of the steps so far.
     save : callable, optional
-        Stores the state of `from_state` durably. The silo calls it before it returns a message that
+        Stores the silo's `to_bytes` durably. The silo calls it before it returns a message that
         must not be made twice, so that a silo restored from the stored state reuses nothing.
 
     Raises
@@ -109,28 +89,33 @@ class SiloParty(ABC, Generic[SettingsT]):
     """
 
     settings_type: ClassVar[type[PartySettings]]
-    state_type: ClassVar[type[SiloState]]
 
-    def __init__(
-        self,
-        settings: SettingsT,
-        index: int,
-        *,
-        save: Callable[[bytes], None] = lambda state: None,
-    ) -> None:
-        if not 0 <= index < settings.silos:
+    settings: PartySettings
+    index: int
+    private: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
+    silo_keys: list[bytes] = field(default_factory=list)
+    server_key: bytes = b""
+    seed: bytes = b""
+    counts: list[int] = field(default_factory=list)
+    last_round: int = 0
+    save: InitVar[Callable[[bytes], None]] = field(default=lambda state: None, kw_only=True)
+
+    def __post_init__(self, save: Callable[[bytes], None]) -> None:
+        if not 0 <= self.index < self.settings.silos:
             raise InvalidValue(
-                f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
+                f"index={self.index!r}: expected an integer from 0 to {self.settings.silos - 1}"
             )
-        self.settings, self.index, self.save = settings, index, save
-        self._pairs = PairKeys(context=settings.context, index=index)
-        self._state: Any = self.state_type(
-            settings=settings, index=index, private=self._pairs.private
-        )
-        self._order: list[int] = []
+        self.save = save
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self._state.stage.name.lower()})"
+        return f"{type(self).__name__}(index={self.index}, stage={self.stage.name.lower()})"
+
+    @property
+    def stage(self) -> SetUpStage:
+        """The last step of the set-up that the silo has taken."""
+        if self.counts:
+            return SetUpStage.COUNTED
+        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
 
     @property
     def fingerprint(self) -> str:
@@ -140,7 +125,7 @@ class SiloParty(ABC, Generic[SettingsT]):
     @property
     def counted(self) -> tuple[int, ...]:
         """Users with records in this silo, each of whom has an update in every sum."""
-        return tuple(user for user, count in enumerate(self._state.counts) if count)
+        return tuple(user for user, count in enumerate(self.counts) if count)
 
     def answer(self, step: str, question: bytes, counts: Sequence[int] = ()) -> bytes:
         """Take one step of the set-up, or of a secret draw, and return the answer.
@@ -166,7 +151,7 @@ class SiloParty(ABC, Generic[SettingsT]):
         """
         if step == BEGIN:
             self._expect(SetUpStage.NEW)
-            self._store()
+            self.save(self.to_bytes())
             return self._pairs.public
         if step == KEYS:
             return self._take_keys(question)
@@ -197,25 +182,17 @@ class SiloParty(ABC, Generic[SettingsT]):
             The message is malformed.
         """
 
-    @classmethod
-    def from_state(cls, data: bytes, *, save: Callable[[bytes], None] = lambda state: None) -> Self:
-        """Return a silo at the stage of the one that saved ``data``. What it used stays used.
+    @cached_property
+    def _pairs(self) -> PairKeys:
+        pairs = PairKeys(context=self.settings.context, index=self.index, private=self.private)
+        if self.silo_keys:
+            pairs.agree(dict(enumerate(self.silo_keys)), server_key=self.server_key)
+        return pairs
 
-        Raises
-        ------
-        ValueError
-            ``data`` is malformed or of another protocol.
-        """
-        state = cls.state_type.from_bytes(data)
-        settings: Any = state.settings
-        silo = cls(settings, state.index, save=save)
-        silo._pairs = PairKeys(context=settings.context, index=state.index, private=state.private)
-        silo._state = state
-        if state.silo_keys:
-            silo._pairs.agree(dict(enumerate(state.silo_keys)), server_key=state.server_key)
-        if state.seed:
-            silo._use_seed(state.seed)
-        return silo
+    @cached_property
+    def _order(self) -> list[int]:
+        """The users in the silos' secret order."""
+        return user_order(self.seed, self.settings.users)
 
     @abstractmethod
     def _check_server_key(self, server_key: bytes) -> None:
@@ -230,9 +207,9 @@ class SiloParty(ABC, Generic[SettingsT]):
         """Raise a ProtocolError if a draw is for a round or epoch that was used."""
 
     def _expect(self, stage: SetUpStage) -> None:
-        if self._state.stage is not stage:
+        if self.stage is not stage:
             raise ProtocolError(
-                f"silo {self.index} is {self._state.stage.name.lower()}: expected it to be "
+                f"silo {self.index} is {self.stage.name.lower()}: expected it to be "
                 f"{stage.name.lower()}"
             )
 
@@ -244,14 +221,14 @@ class SiloParty(ABC, Generic[SettingsT]):
         server_key = question[end:]
         self._check_server_key(server_key)
         self._pairs.agree(dict(enumerate(keys)), server_key=server_key)
-        self._state = replace(self._state, silo_keys=keys, server_key=server_key)
+        self.silo_keys, self.server_key = keys, server_key
         answer = b""
         if self.index == SEEDING_SILO:
             part = secrets.token_bytes(SEED_BYTES)
             others = range(1, self.settings.silos)
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
-        self._store()
+        self.save(self.to_bytes())
         # A warning, so that no setting of the log hides it.
         log.warning(
             "silo %d: the fingerprint of all silos' keys is %s; the silos' owners see another one "
@@ -273,7 +250,8 @@ class SiloParty(ABC, Generic[SettingsT]):
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
         # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
-        self._store(counts=held)
+        self.counts = held
+        self.save(self.to_bytes())
         return self._count_answer()
 
     def _masked(self, numbers: Sequence[int], modulus: int) -> bytes:
@@ -288,13 +266,7 @@ class SiloParty(ABC, Generic[SettingsT]):
         The server's key is fresh and keeps silo 0 from choosing the seed; the part keeps it secret.
         """
         check_length("seed", part, SEED_BYTES)
-        seed = derive(part, "seed", self._state.server_key, self.settings.context)
-        self._state = replace(self._state, seed=seed)
-        self._use_seed(seed)
-
-    def _use_seed(self, seed: bytes) -> None:
-        """Derive what all silos share; a scheme adds its own."""
-        self._order = user_order(seed, self.settings.users)
+        self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
         """Return the receiver of one draw's transfers, which is the same at all silos.
@@ -307,16 +279,11 @@ class SiloParty(ABC, Generic[SettingsT]):
             )
         return Receiver(
             offer,
-            derive(self._state.seed, "draw", number),
+            derive(self.seed, "draw", number),
             run=self.settings.context,
             transfers=self.settings.users,
             places=self.settings.draw_choices,
         )
-
-    def _store(self, **changes: Any) -> None:
-        """Change the state, and store it before anything leaves."""
-        self._state = replace(self._state, **changes)
-        self.save(self._state.to_bytes())
 
 
 def user_order(seed: bytes, users: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -12,7 +13,7 @@ from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.agreement import SEEDING_SILO
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
+from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key
@@ -30,28 +31,25 @@ from flower_ext_lattice.weights import OpenedWeights
 _SUM = "sum"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatticeState(SiloState):
-    """State that a silo needs after a restart, at any stage."""
-
-    kind = "lattice"
-    readers: ClassVar = {"PartySettings": LatticeSettings.from_plain}
-
-    last_epoch: int = 0
-    weights_digest: bytes = b""
-
-
-class LatticeSilo(SiloParty[LatticeSettings]):
+@dataclass(repr=False)
+class LatticeSilo(SiloParty):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
     epoch, and `begin` in every round.
     """
 
+    kind = "lattice"
+    readers: ClassVar = {"LatticeSettings": LatticeSettings.from_plain}
     settings_type = LatticeSettings
-    state_type = LatticeState
 
-    _weights: OpenedWeights | None = None
+    settings: LatticeSettings
+    last_epoch: int = 0
+    weights_digest: bytes = b""
+
+    def __post_init__(self, save: Callable[[bytes], None]) -> None:
+        super().__post_init__(save)
+        self._weights: OpenedWeights | None = None
 
     @property
     def epoch(self) -> int | None:
@@ -75,10 +73,11 @@ class LatticeSilo(SiloParty[LatticeSettings]):
         self._expect(SetUpStage.COUNTED)
         message.check(self.settings)
         digest = hashlib.sha256(message.to_bytes()).digest()
-        if message.epoch != self._state.last_epoch or digest != self._state.weights_digest:
-            check_later("epoch", message.epoch, self._state.last_epoch)
+        if message.epoch != self.last_epoch or digest != self.weights_digest:
+            check_later("epoch", message.epoch, self.last_epoch)
             self._weights = None
-            self._store(last_epoch=message.epoch, weights_digest=digest)
+            self.last_epoch, self.weights_digest = message.epoch, digest
+            self.save(self.to_bytes())
         if self._weights is None:
             self._weights = self._open(message)
 
@@ -105,7 +104,7 @@ class LatticeSilo(SiloParty[LatticeSettings]):
             does not hold the weights of the round's epoch.
         """
         self._check_round(opening)
-        counts = {user: count for user, count in enumerate(self._state.counts) if count}
+        counts = {user: count for user, count in enumerate(self.counts) if count}
         assert self._weights is not None  # the round belongs to its epoch
         return Weighing(
             self.settings,
@@ -137,28 +136,29 @@ class LatticeSilo(SiloParty[LatticeSettings]):
 
         All silos derive these choices from their seed, so one of them answers for all.
         """
-        counts, size = [self._state.counts[user] for user in self._order], self.settings.table_size
+        counts, size = [self.counts[user] for user in self._order], self.settings.table_size
         if self.index != SEEDING_SILO:
             return self._masked(counts, size)
         shifted = [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
         return self._masked(shifted, size) + self._transfer.answer
 
     def _check_draw(self, number: int) -> None:
-        check_later("epoch", number, self._state.last_epoch)
+        check_later("epoch", number, self.last_epoch)
 
     @cached_property
     def _server_key(self) -> LatticeKey:
-        return LatticeKey.from_bytes(self._state.server_key, self.settings)
+        return LatticeKey.from_bytes(self.server_key, self.settings)
 
     def _check_server_key(self, server_key: bytes) -> None:
         key = LatticeKey.from_bytes(server_key, self.settings)
         public_key(key.public_seed, key.words)
 
-    def _use_seed(self, seed: bytes) -> None:
-        super()._use_seed(seed)
-        self._transfer = Receiver(
+    @cached_property
+    def _transfer(self) -> Receiver:
+        """The receiver of the shifts ρ_u, which is the same at all silos."""
+        return Receiver(
             self._server_key.transfer,
-            derive(seed, "transfer"),
+            derive(self.seed, "transfer"),
             run=self.settings.context,
             transfers=self.settings.users,
             places=self.settings.table_size,
@@ -181,7 +181,7 @@ class LatticeSilo(SiloParty[LatticeSettings]):
 
     def _check_round(self, opening: RoundOpening) -> None:
         self._expect(SetUpStage.COUNTED)
-        check_round_number(opening.round_number, self._state.last_round, self.settings)
+        check_round_number(opening.round_number, self.last_round, self.settings)
         if self.epoch != opening.epoch:
             raise ProtocolError(
                 f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"
@@ -190,5 +190,6 @@ class LatticeSilo(SiloParty[LatticeSettings]):
     def _use_round(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
         """Store that the round is used, and return the keys of its masks."""
         self._check_round(opening)
-        self._store(last_round=opening.round_number)
+        self.last_round = opening.round_number
+        self.save(self.to_bytes())
         return self._pairs.mask_keys(_SUM, opening.round_number)

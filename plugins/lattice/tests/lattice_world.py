@@ -1,7 +1,7 @@
 """Small runs of private weighting over ring-LWE, and the plain sum they must equal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def lattice_settings(**changes) -> LatticeSettings:
 def draw_receiver(settings, seed, number, offer):
     """Return the receiver that a silo of that seed has for a draw."""
     silo = LatticeSilo(settings, 0)
-    silo._state = replace(silo._state, seed=seed)
+    silo.seed = seed
     return silo._draw_receiver(number, offer)
 
 

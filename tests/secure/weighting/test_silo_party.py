@@ -21,7 +21,7 @@ def seeds_of(monkeypatch, number: int, run: str = "test") -> list[bytes]:
         sealed, *_ = [silo.answer("keys", question) for silo in silos]
     for silo, seed in ((silos[1], sealed[:60]), (silos[2], sealed[60:])):
         silo.answer("count", seed, [1] * settings.users)
-    return [silo._state.seed for silo in silos]
+    return [silo.seed for silo in silos]
 
 
 def test_all_silos_have_one_seed_which_silo_0_cannot_choose(monkeypatch):

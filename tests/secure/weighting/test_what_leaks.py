@@ -83,7 +83,7 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     raw = b"".join(message.to_bytes() for message in world.sent)
     raw += b"".join(data for _, sent in world.asked + world.answered for data in sent.values())
     assert world.silos[1]._pairs.public in raw
-    assert silo._state.seed not in raw
+    assert silo.seed not in raw
     assert silo._pairs.private not in raw
 
 
@@ -304,7 +304,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
 def test_parties_do_not_show_their_secrets(transcript):
     world, _, _ = transcript
     silo = world.silos[1]
-    secret = [silo._state.seed, silo._pairs.private]
+    secret = [silo.seed, silo._pairs.private]
     shown = "".join(repr(x) + str(x) for x in (world.server, *world.silos, silo._pairs))
     for value in secret:
         assert value.hex() not in shown
