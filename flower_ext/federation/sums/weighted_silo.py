@@ -107,7 +107,9 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
                 f"the server asks for {settings.insecurity}: this client takes part only in "
                 "simulation (client_app(..., allow_seeded_noise=True))"
             )
-        return kind(settings, partition, save=vault.store)
+        silo = kind(settings, partition)
+        silo.save = vault.store
+        return silo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:

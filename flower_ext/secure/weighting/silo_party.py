@@ -6,7 +6,7 @@ import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
@@ -78,9 +78,13 @@ class SiloParty(JsonRecord, ABC):
         Number of this silo, from zero.
     **state
         Outcome of the steps so far.
-    save : callable, optional
-        Stores the silo's `to_bytes` durably. The silo calls it before it returns a message that
-        must not be made twice, so that a silo restored from the stored state reuses nothing.
+
+    Attributes
+    ----------
+    save : Callable[[bytes], None]
+        Set this to a function that stores `to_bytes` durably. The silo calls it before it returns a
+        message that must not be made twice, so that a silo restored from the stored bytes reuses
+        nothing.
 
     Raises
     ------
@@ -98,14 +102,13 @@ class SiloParty(JsonRecord, ABC):
     seed: bytes = b""
     counts: list[int] = field(default_factory=list)
     last_round: int = 0
-    save: InitVar[Callable[[bytes], None]] = field(default=lambda state: None, kw_only=True)
 
-    def __post_init__(self, save: Callable[[bytes], None]) -> None:
+    def __post_init__(self) -> None:
         if not 0 <= self.index < self.settings.silos:
             raise InvalidValue(
                 f"index={self.index!r}: expected an integer from 0 to {self.settings.silos - 1}"
             )
-        self.save = save
+        self.save: Callable[[bytes], None] = lambda state: None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(index={self.index}, stage={self.stage.name.lower()})"

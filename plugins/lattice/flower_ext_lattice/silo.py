@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -47,8 +46,8 @@ class LatticeSilo(SiloParty):
     last_epoch: int = 0
     weights_digest: bytes = b""
 
-    def __post_init__(self, save: Callable[[bytes], None]) -> None:
-        super().__post_init__(save)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._weights: OpenedWeights | None = None
 
     @property

@@ -55,7 +55,9 @@ class LatticeWorld:
     def __post_init__(self):
         facts = self.settings
         self.server = LatticeServer(facts)
-        self.silos = [LatticeSilo(facts, i, save=self.save) for i in range(facts.silos)]
+        self.silos = [LatticeSilo(facts, i) for i in range(facts.silos)]
+        for silo in self.silos:
+            silo.save = self.save
         self.play(self.server.set_up())
         self.sent.append(LatticeKey.from_bytes(self.server.public_key, facts))
 
