@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -17,7 +16,7 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update, to_bytes_array, to_record
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +50,8 @@ class Opening:
     read: Callable[[Message], Update]
 
 
-@dataclass(frozen=True)
-class SealedUpdate(Update):
-    """A client's message to a sum, which the server cannot read, and the metrics beside it."""
-
-    message: Any = None
-
-
 class OpenSum(ABC):
-    """The sum of one round. Call `read` and `add` for each reply, and then `close`.
+    """The sum of one round. Call `read` for each reply, `add` for what it returns, then `close`.
 
     Attributes
     ----------
@@ -78,11 +70,13 @@ class OpenSum(ABC):
 
     @abstractmethod
     def read(self, reply: Message) -> Update:
-        """Read a client's contribution; raise `RefusedReply` for anything else."""
+        """Read a client's contribution when it arrives; raise an error to refuse it.
 
-    @abstractmethod
-    def add(self, partition: int, update: Update) -> None:
-        """Add the contribution of one client, as `read` returned it."""
+        A sum that does not depend on the order of its contributions adds them here.
+        """
+
+    def add(self, update: Update) -> None:  # noqa: B027 - most sums add in `read`
+        """Add a contribution, as `read` returned it, in the order of partitions."""
 
     @abstractmethod
     def close(self) -> Aggregate:
@@ -162,12 +156,6 @@ class Summation(ABC):
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
         """Restore the `state` of a checkpoint; after `connect` if the run continues."""
-
-
-def message_of(update: Update) -> Any:
-    """Return the message of a `SealedUpdate`."""
-    assert isinstance(update, SealedUpdate)
-    return update.message
 
 
 def bytes_record(name: str, data: bytes) -> ArrayRecord:

@@ -42,10 +42,8 @@ from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import (
     Opening,
     OpenSum,
-    SealedUpdate,
     Summation,
     bytes_record,
-    message_of,
     single_message,
 )
 from flower_ext.privacy import (
@@ -55,7 +53,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
@@ -244,18 +242,21 @@ class OpenWeightedSum(OpenSum):
         """Return the encrypted weights, the same for all silos."""
         return {records.WEIGHTED_SUM: self._weights}
 
-    def read(self, reply: Message) -> SealedUpdate:
-        """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
-        name, data = single_message(read_answer(reply, records.UPDATE), SUM, LOST)
-        if name == LOST:
-            return SealedUpdate({}, {})
-        silo = self._opening.clients.partition_of(reply)
-        message = self._summation.server.read_sum(silo, data)
-        return SealedUpdate({}, read_metrics(reply), message)
+    def read(self, reply: Message) -> Update:
+        """Keep a silo's masked sum of this round, or its notice that it has lost its keys.
 
-    def add(self, partition: int, update: Update) -> None:
-        """Keep a silo's masked sum: nothing is added up before all silos have answered."""
-        self._messages[partition] = message_of(update)
+        Nothing is added up before all silos have answered.
+        """
+        arrays = read_answer(reply, records.UPDATE)
+        name, data = single_message(arrays, SUM, LOST)
+        silo = self._opening.clients.partition_of(reply)
+        if name == LOST:
+            self._messages[silo] = None
+            return Update({}, {})
+        message = self._summation.server.read_sum(silo, data)
+        metrics = read_metrics(reply)
+        self._messages[silo] = message
+        return Update(arrays, metrics)
 
     def close(self) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -267,7 +268,7 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        if lost := [silo for silo, message in self._messages.items() if message is None]:
+        if lost := sorted(silo for silo, message in self._messages.items() if message is None):
             self._summation.keys_lost = True
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "

@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
@@ -515,7 +515,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
     )
     run(strategy)
-    facts = RunFacts(
+    facts = RunSummary(
         method=strategy.method.traits,
         participations=strategy.participations,
         secure_noise=False,
