@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.json_record import JsonRecord
-from flower_ext.secure.labels import derive
+from flower_ext.secure.labels import derive, public_of
 from flower_ext.secure.messages import check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
@@ -155,7 +155,7 @@ class SiloParty(JsonRecord, ABC):
         if step == BEGIN:
             self._expect(SetUpStage.NEW)
             self.save(self.to_bytes())
-            return self._pairs.public
+            return public_of(self.private)
         if step == KEYS:
             return self._take_keys(question)
         if step == COUNT:
@@ -187,10 +187,17 @@ class SiloParty(JsonRecord, ABC):
 
     @cached_property
     def _pairs(self) -> PairKeys:
-        pairs = PairKeys(context=self.settings.context, index=self.index, private=self.private)
-        if self.silo_keys:
-            pairs.agree(dict(enumerate(self.silo_keys)), server_key=self.server_key)
-        return pairs
+        return self._agreed(self.silo_keys, self.server_key)
+
+    def _agreed(self, silo_keys: Sequence[bytes], server_key: bytes) -> PairKeys:
+        """Return the keys with all other silos; raise a ValueError for malformed public keys."""
+        return PairKeys(
+            context=self.settings.context,
+            index=self.index,
+            private=self.private,
+            public_keys=silo_keys,
+            server_key=server_key,
+        )
 
     @cached_property
     def _order(self) -> list[int]:
@@ -223,7 +230,7 @@ class SiloParty(JsonRecord, ABC):
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
         server_key = question[end:]
         self._check_server_key(server_key)
-        self._pairs.agree(dict(enumerate(keys)), server_key=server_key)
+        self._agreed(keys, server_key)  # refuses bad keys before the silo keeps any
         self.silo_keys, self.server_key = keys, server_key
         answer = b""
         if self.index == SEEDING_SILO:

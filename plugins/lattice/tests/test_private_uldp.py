@@ -174,7 +174,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
         silo = stored_silo(vault(grid, number))
-        for secret in (silo.seed, silo._pairs.private, *silo._pairs._keys.values()):
+        for secret in (silo.seed, silo.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
             assert secret not in told
         assert vault(grid, number).load() not in told

@@ -10,6 +10,7 @@ from lattice_world import LatticeWorld, lattice_settings, weigh
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure import threads
+from flower_ext.secure.labels import public_of
 from flower_ext_lattice import ring
 from flower_ext_lattice.encrypted_sum import EncryptedSum, decrypted
 from flower_ext_lattice.messages import LatticeKey, LatticeSum
@@ -271,7 +272,7 @@ def test_each_silo_checks_its_own_limit():
 
 
 def keys_of(server_key, silos) -> bytes:
-    return b"".join(silo._pairs.public for silo in silos) + server_key
+    return b"".join(public_of(silo.private) for silo in silos) + server_key
 
 
 def test_steps_out_of_order_are_refused():

@@ -373,7 +373,7 @@ def test_no_secret_is_sent_in_the_clear(world):
     silo, server = world.silos[0], world.server
     for secret in (
         silo.seed,
-        silo._pairs.private,
+        silo.private,
         server._key_seed,
         *silo._entry_keys,
     ):

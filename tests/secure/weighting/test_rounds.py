@@ -6,6 +6,7 @@ import pytest
 from gmpy2 import mpz, next_prime
 
 from flower_ext.errors import IncompleteRound, ProtocolError
+from flower_ext.secure.labels import public_of
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_server import PaillierServer
@@ -248,7 +249,7 @@ def silos_of(settings, **options):
 
 
 def public_keys(silos) -> bytes:
-    return b"".join(silo._pairs.public for silo in silos)
+    return b"".join(public_of(silo.private) for silo in silos)
 
 
 def keyed(silos, server_key=None) -> list[bytes]:
