@@ -20,7 +20,7 @@ from flower_ext.secure.messages import check_later, check_length
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.encoding import FixedPoint
-from flower_ext.secure.weighting.multiexp import FixedBaseProducts
+from flower_ext.secure.weighting.multiexp import column_products
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
@@ -66,8 +66,8 @@ class PaillierSilo(SiloParty):
         check_later("round", number, self.last_round)
         return PaillierOpenSum(self, message)
 
-    def powers(self, message: PaillierWeights) -> FixedBaseProducts:
-        """Return Enc(n_su / N_u · C_LCM) of each user with records here, as bases of products.
+    def weights(self, message: PaillierWeights) -> list[mpz]:
+        """Return Enc(n_su / N_u · C_LCM) of each user with records here.
 
         Each takes one full exponentiation, instead of one for each coordinate.
 
@@ -77,23 +77,19 @@ class PaillierSilo(SiloParty):
             A number is not a ciphertext, or was sealed for another answer of the silos.
         """
         settings, public = self.settings, self.public
-        weights = unpack_ciphertexts(self._opened(message), settings, public)
+        inverses = unpack_ciphertexts(self._opened(message), settings, public)
         place = {user: at for at, user in enumerate(self._order)}
 
         def fold(users: Sequence[int]) -> list[mpz]:
             folded = []
             for user in users:
-                # The weight holds 1 / (r_u N_u), so r_u cancels the blind, and C_LCM the fraction.
+                # Inverses are of r_u N_u, so the blind r_u cancels; C_LCM makes a fraction whole.
                 blinded = self.counts[user] * self._blinds[user]
                 factor = blinded * settings.common_multiple % public.n
-                folded.append(gmpy2.powmod(weights[place[user]], factor, public.n_squared))
+                folded.append(gmpy2.powmod(inverses[place[user]], factor, public.n_squared))
             return folded
 
-        return FixedBaseProducts(
-            map_slices(fold, self.counted),
-            public.n_squared,
-            largest=settings.encoding.largest,
-        )
+        return map_slices(fold, self.counted)
 
     def _opened(self, message: PaillierWeights) -> bytes:
         """Return one ciphertext per user, by place in the secret order."""
@@ -188,7 +184,13 @@ class PaillierOpenSum:
         number, n_squared = self._weights.round_number, public.n_squared
         encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
         name = f"silo {silo.index}, round {number}: coordinates"
-        products = silo.powers(self._weights).of(self._updates, name=name)
+        products = column_products(
+            silo.weights(self._weights),
+            self._updates,
+            n_squared,
+            largest=settings.encoding.largest,
+            name=name,
+        )
         ciphertexts = _packed(products, settings, public)
         noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
         # Only what follows draws masks. Until here an error leaves the round unused.
