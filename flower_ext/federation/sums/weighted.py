@@ -292,6 +292,7 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
+        # One contribution, and no noise of the server: the silos' shares are in the sum.
         summed = mechanism.begin_sum(like)
         summed.add(total)
         released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())

@@ -166,6 +166,7 @@ class Packing:
         for plaintext in plaintexts:
             rest = mpz(plaintext)
             for _ in range(self.slots):
+                # Digits are signed: a negative coordinate borrowed from the slot above it.
                 digit = ((rest + half) & mask) - half
                 digits.append(digit)
                 rest = (rest - digit) >> self.slot_bits

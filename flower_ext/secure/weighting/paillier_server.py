@@ -79,6 +79,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
+        # The product of all silos' ciphertexts encrypts the sum; their masks multiply to one.
         totals = [mpz(1)] * settings.ciphertexts
         for message in messages:
             for at, ciphertext in enumerate(

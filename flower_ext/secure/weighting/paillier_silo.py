@@ -153,14 +153,7 @@ class PaillierOpenSum:
         self._updates = np.zeros((len(self._rows), self._settings.coordinates), dtype=np.int64)
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Encode and keep updates (coordinates,) of users with records here.
-
-        Raises
-        ------
-        ValueError
-            A user has no records here, a shape is wrong, or a value is not finite or above
-            ``settings.update_bound``.
-        """
+        """Encode and keep updates: see `SiloSum.add`."""
         if unknown := sorted(updates.keys() - self._rows.keys()):
             raise InvalidValue(
                 f"updates of users {unknown}: expected users with records in this silo"
@@ -170,16 +163,7 @@ class PaillierOpenSum:
             self._updates[self._rows[user]] = encoded
 
     def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
-
-        The round then counts as used, and users without an update as zero.
-
-        Raises
-        ------
-        ProtocolError, ValueError
-            The weights are malformed, the noise is out of bounds, or a later round was used
-            meanwhile. Nothing has left the silo then, and the round is unused.
-        """
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised."""
         silo, settings, public = self._silo, self._settings, self._silo.public
         number, n_squared = self._weights.round_number, public.n_squared
         encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
@@ -196,6 +180,7 @@ class PaillierOpenSum:
         # Only what follows draws masks. Until here an error leaves the round unused.
         masks = silo.use_round(number, len(ciphertexts))
         for at, mask in enumerate(masks):
+            # The noise needs no encryption of its own: the mask hides the whole product.
             masked = ciphertexts[at] * public.plain(noises[at]) % n_squared
             ciphertexts[at] = masked * mask % n_squared
         silo.rerandomise(ciphertexts, number)
@@ -231,6 +216,7 @@ def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicK
     def join(starts: Sequence[int]) -> list[mpz]:
         joined = []
         for start in starts:
+            # Horner's rule in the exponent: each power shifts the coordinates so far by one slot.
             *rest, total = products[start : start + slots]
             for product in reversed(rest):
                 total = gmpy2.powmod(total, shift, public.n_squared) * product % public.n_squared

@@ -70,6 +70,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         settings, silos = self.settings, range(self.settings.silos)
         keys = yield Step(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
+        # One message for all: a silo that received other keys shows another fingerprint.
         public = b"".join(keys[silo] for silo in silos) + self.public_key
         answers = yield Step(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]

@@ -52,7 +52,13 @@ class SiloSum(Protocol):
     """A silo's sum of one round, which takes updates while other users still train."""
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates (coordinates,) of users with records here, each once."""
+        """Add clipped updates (coordinates,) of users with records here, each once.
+
+        Raises
+        ------
+        ValueError
+            A user has no records here, a shape is wrong, or a value is not finite or out of bounds.
+        """
         ...
 
     def finish(self, noise: NDArray[Any]) -> bytes:
@@ -60,6 +66,12 @@ class SiloSum(Protocol):
 
         A user with records here and without an update counts as zero. A missing sum would reveal
         that this silo holds an unusual record.
+
+        Raises
+        ------
+        ProtocolError, ValueError
+            The weights are malformed, the noise is out of bounds, or a later round was used
+            meanwhile. Nothing has left the silo then, and the round is unused.
         """
         ...
 
