@@ -121,7 +121,7 @@ class WeightedSum(Summation):
         super().__init__(mechanism)
         self.protocol = protocol
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw
-        self.disclosures = protocol.shown
+        self.disclosures = protocol.disclosures
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False

@@ -89,10 +89,10 @@ class PrivateWeighting(WeightingProtocol):
         )
 
     @property
-    def shown(self) -> Sequence[str]:
+    def disclosures(self) -> Sequence[str]:
         """Facts outside any guarantee, among them the number of users without records."""
         nobody = "how many users have no record in any silo (not which): the server"
-        return nobody, *super().shown
+        return nobody, *super().disclosures
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""

@@ -304,7 +304,7 @@ class SiloParty(JsonRecord, ABC):
             derive(self.seed, "draw", number),
             run=self.settings.context,
             transfers=self.settings.users,
-            places=self.settings.draw_choices,
+            num_texts=self.settings.draw_choices,
         )
 
 

@@ -160,7 +160,7 @@ class LatticeSilo(SiloParty):
             derive(self.seed, "transfer"),
             run=self.settings.context,
             transfers=self.settings.users,
-            places=self.settings.table_size,
+            num_texts=self.settings.table_size,
         )
 
     def _open(self, message: LatticeWeights) -> OpenedWeights:
