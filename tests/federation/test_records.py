@@ -173,8 +173,12 @@ def test_bytes_travel_as_an_array_of_one_name_and_are_refused_in_any_other():
     for wrong in ({}, {"seed": sent["key"]}, {**sent, "seed": sent["key"]}):
         with pytest.raises(InvalidValue, match=r"expected bytes \(uint8\) of one of \('key',\)"):
             single_message(wrong, "key")
-    with pytest.raises(InvalidValue, match="{'key': 'int8'}"):
-        single_message({"key": np.zeros(3, np.int8)}, "key")
+    for wrong, named in (
+        (np.zeros(3, np.int8), r"int8\(3,\)"),
+        (sent["key"][None], r"uint8\(1, 3\)"),
+    ):
+        with pytest.raises(InvalidValue, match=f"{{'key': '{named}'}}"):
+            single_message({"key": wrong}, "key")
 
 
 @pytest.mark.parametrize(
