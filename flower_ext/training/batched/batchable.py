@@ -24,7 +24,7 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import changed_places, snapshot
+from flower_ext.training.trials.snapshots import Snapshots, changed_places
 from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
 
 log = getLogger("flwr")
@@ -86,8 +86,7 @@ def _why_unlike(kind: TrainingKind) -> str | None:
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if drops and (type(module) is not nn.Dropout or kind.device.type != "cpu"):
             return f"{module} draws other numbers in a batch of models"
-    shape, dtype = kind.features.shape[1:], kind.features.dtype
-    if layer := refusing_layer(kind.model, shape, dtype):
+    if layer := refusing_layer(kind.model, kind.features):
         return f"{layer} refuses a mini-batch of a single row"
     return _why_other(kind, lambda jobs: Stack(kind.task, jobs, lambda name: True).minimise())
 
@@ -108,9 +107,10 @@ def _trains_alike(kind: TrainingKind, form: Form) -> bool:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("the form does not take the random jobs of a trial")
         model = in_training(kind.model())
-        before = snapshot(model=model)
+        snapshots = Snapshots(model=model)
+        before = snapshots.take()
         model(jobs[0].examples.features)
-        if places := changed_places(before, snapshot(model=model)):
+        if places := changed_places(before, snapshots.take()):
             raise InvalidValue(f"a pass changes {places[0]}")
         return form.minimise(jobs, lambda name: True)
 

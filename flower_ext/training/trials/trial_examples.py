@@ -136,14 +136,14 @@ def integer_examples(
 ) -> Iterator[tuple[Tree, list[Tree]]]:
     """Yield variants of examples in which one of the features consists of other integers.
 
-    Beside each variant stand two copies of it, whose first example is as small, or as large, as the
+    Beside each variant stand copies of it, whose first example is as small, or as large, as the
     integers of that variant can be.
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
             # One end of the range fills the first example, and the other one is in the last:
             # short examples would otherwise be alike in what a model counts, such as padding.
-            for ends in (None, (high, low), (low, high)):
+            for ends in (None, (high, low), (low, high)) if low < high else (None,):
                 drawn = torch.randint(low, high + 1, leaf.shape, generator=generator)
                 if ends is not None:
                     flat = drawn.view(len(drawn), -1)
@@ -152,7 +152,8 @@ def integer_examples(
                 for value in (low, high):
                     extreme = drawn.clone()
                     extreme[0] = value
-                    extremes.append(_replaced(x, leaf, extreme.to(leaf)))
+                    if not torch.equal(extreme, drawn):
+                        extremes.append(_replaced(x, leaf, extreme.to(leaf)))
                 yield _replaced(x, leaf, drawn.to(leaf)), extremes
 
 
