@@ -186,14 +186,15 @@ def of_a_default():
     return function, lambda: setattr(function, "__defaults__", ([2],))
 
 
+def of_a_global():
+    return total, lambda: globals().update(TOTAL=[*TOTAL, 2])
+
+
 KEEPING = {
     "the list of a number": of_neighbours,
     "a key": lambda: (numbers := {"a": 1}, lambda: numbers.update(b=numbers.pop("a"))),
     "another default": of_a_default,
-    "another value of a global variable": lambda: (
-        total,
-        lambda: globals().update(TOTAL=[*TOTAL, 2]),
-    ),
+    "another value of a global variable": of_a_global,
     "a list": holding(lambda box: box),
     "a list in a tuple": holding(lambda box: (box,)),
     "a list in a mapping": holding(lambda box: {1: box}),
