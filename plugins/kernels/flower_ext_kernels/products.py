@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ STAY: Any = np.int64(0)
 NEXT: Any = np.int64(1)
 """0 and 1 with a type: Numba would compile `add_product` again for each literal in a call."""
 
-loops = njit(error_model="numpy")
+# Nobody calls these functions from Python or C: wrappers for that would take a tenth of the time.
+_alone: Any = partial(njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+loops = _alone()
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
-sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+sums = _alone(fastmath={"reassoc", "contract", "nsz"})
 
 _HALF, _LEAST = np.float32(0.5), np.float32(-87)
 _PER_LN2 = np.float32(1 / math.log(2))
