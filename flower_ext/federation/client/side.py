@@ -126,12 +126,18 @@ class ClientSide:
             check_addressee(message, context)
             request = read(message)
             # Beside others, libraries may round differently: a batch must not show in the bits.
-            steady = not alone and request.protection.bounds_uploads
-            return Turn(context, request, self._work(request, context, task, steady=steady))
+            batch_invariant = not alone and request.protection.bounds_uploads
+            return Turn(
+                context,
+                request,
+                self._work(request, context, task, batch_invariant=batch_invariant),
+            )
 
         return each(turn_of, messages, contexts)
 
-    def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
+    def _work(
+        self, request: Request, context: Context, task: Task, *, batch_invariant: bool
+    ) -> ClientWork:
         policy, phase = self.policy(context), self.method.upload_phase
         with knowing_no_data():
             if request.kind == "train":
@@ -167,7 +173,7 @@ class ClientSide:
             noise=policy.noise(request.entries, "training-noise"),
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=request.config,
-            steady=steady,
+            batch_invariant=batch_invariant,
         )
 
     def _load_memory(self, request: Request, context: Context) -> Params | None:

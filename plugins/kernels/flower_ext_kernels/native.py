@@ -93,7 +93,7 @@ def _kept(folders: Sequence[Path]) -> bytes:
     for folder in folders:
         if (code := read_cached(folder / name)) is not None:
             return code
-    raise NotCompiled("run `python -m flower_ext_kernels` once per machine: it takes half a minute, or two if busy")
+    raise NotCompiled("run `python -m flower_ext_kernels` once per machine, for about a minute")
 
 
 def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,9 @@ STAY: Any = np.int64(0)
 NEXT: Any = np.int64(1)
 """0 and 1 with a type: Numba would compile `add_product` again for each literal in a call."""
 
-# Nobody calls these functions from Python or C: wrappers for that would take a tenth of the time.
-_alone: Any = partial(njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-loops = _alone()
+loops = njit(error_model="numpy")
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
-sums = _alone(fastmath={"reassoc", "contract", "nsz"})
+sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 _HALF, _LEAST = np.float32(0.5), np.float32(-87)
 _PER_LN2 = np.float32(1 / math.log(2))

@@ -54,8 +54,8 @@ def raw_updates():
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     work = ClientSide._work
 
-    def invariant_work(self, *args, steady):
-        return work(self, *args, steady=True)
+    def invariant_work(self, *args, batch_invariant):
+        return work(self, *args, batch_invariant=True)
 
     with patch.object(ClientSide, "_work", invariant_work):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
