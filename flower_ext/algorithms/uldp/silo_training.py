@@ -21,7 +21,7 @@ from flower_ext.federation import ClientWork, Training
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
 from flower_ext.privacy.mechanisms.quantization import sum_rows_in_cells
 from flower_ext.training import Job, Params, Task, attempt_groups
-from flower_ext.training.batched.descent import along
+from flower_ext.training.batched.descent import per_model
 from flower_ext.training.params import flat_rows
 
 log = getLogger("flwr")
@@ -199,4 +199,4 @@ def _finite(rows: Params) -> Params:
     sound = torch.stack([flat_rows(row).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows
-    return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}
+    return {name: torch.where(per_model(sound, row) > 0, row, 0.0) for name, row in rows.items()}
