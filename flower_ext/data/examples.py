@@ -74,10 +74,7 @@ class Examples:
     @property
     def form(self) -> tuple[Hashable, ...]:
         """Shape and type of one example: of its features and of its target."""
-        features, targets = self.features, self.targets
-        if self.plain:
-            return features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
-        return trees.form(features), trees.form(targets)
+        return trees.form(self.features), trees.form(self.targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """Return the rows at ``indices``, in this order.
