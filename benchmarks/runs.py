@@ -21,6 +21,7 @@ from rich.progress import track
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.figures import Line, draw_lines
+from flower_ext.runs.presets import preset
 from flower_ext.runs.settings import num_nodes
 
 Config = dict[str, bool | float | int | str]
@@ -46,6 +47,12 @@ def settings(app: Path) -> Config:
     """Return the run-config defaults of an app."""
     project = tomllib.loads((app / "pyproject.toml").read_text())
     return dict(project["tool"]["flwr"]["app"]["config"])
+
+
+def paper(app: str, name: str, **chosen: Any) -> Config:
+    """Return the settings of an app's preset, with others chosen (underscores for hyphens)."""
+    changes = {key.replace("_", "-"): value for key, value in chosen.items()}
+    return {**preset(APPS / app, name).settings(changes), **changes}
 
 
 def overrides_of(parser: argparse.ArgumentParser, app: str, texts: Iterable[str]) -> Config:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 
-from benchmarks.runs import APPS, Config, Experiment
+from benchmarks.runs import APPS, Config, Experiment, paper
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_schedule
 from flower_ext.privacy.guarantee import Basis
@@ -30,19 +30,12 @@ WORLDS: dict[str, Config] = {
 """The paper's worlds; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller additions."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
 """λ* that the paper found, for each ε of Figures 3 and 4."""
-SETTINGS: Config = {
-    "clients": 20,
+SETTINGS = paper("dp-ditto", "ditto-fig3-mnist-dnn") | {
     "partition": "pathological",
     "classes-per-client": 2,
-    "delta": 0.01,
-    "clipping-norm": 20.0,
-    "calibration": "published",
-    "noise": "upload",
     "batch-size": 32,
-    "learning-rate": 0.005,
-    "personal-learning-rate": 0.005,
 }
-"""Settings of the paper that differ from the app's defaults."""
+"""The paper's settings, and those that it does not print: division of the data and batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

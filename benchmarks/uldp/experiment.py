@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.runs import Config, Experiment, last
+from benchmarks.runs import Config, Experiment, last, paper
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.runs import RunDirectory
 
@@ -28,13 +28,17 @@ SHARED = {
 """Methods that use the settings found for another method."""
 NOISE_MULTIPLIER, DELTA = 5.0, 1e-5
 BATCH = 64
+FIGURES = {"creditcard": 4, "mnist": 5, "heart-disease": 6, "tcga-brca": 7, "tcga-brca-scaled": 7}
+"""The paper's figure of each data set."""
 SETTINGS: Config = {
     "noise-multiplier": NOISE_MULTIPLIER,
     "delta": DELTA,
     "clipping-norm": 0.1,
     "batch-size": BATCH,
 }
-"""Settings of the paper that differ from the app's defaults."""
+"""Settings that all presets share."""
+TUNED = ("learning-rate", "local-epochs", "server-learning-rate", "record-clipping-norm")
+"""Settings that the search chooses, and that the presets have for each method."""
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Server rates to try, as shares of the theory's rate. ULDP-SGD takes the last ones."""
 
@@ -55,8 +59,6 @@ class Problem:
         Number of runs whose mean loss decides between settings.
     rounds, search_rounds, epochs : int
         Values of the scaled-down setting.
-    full_rounds, full_epochs, full_learning_rate, record_clipping_norm
-        Values of the authors' scripts; ``averaging_epochs`` holds for ULDP-AVG.
     """
 
     dataset: str
@@ -71,18 +73,18 @@ class Problem:
     rounds: int
     search_rounds: int
     epochs: int
-    full_rounds: int
-    full_epochs: int = 50
-    averaging_epochs: int = 50
-    full_learning_rate: float = 0.01
-    record_clipping_norm: float = 0.1
-    averaging_rate: float = 10.0
 
     @property
     def name(self) -> str:
         """Name in titles and folders."""
         labels = f"-{self.labels_per_user}-labels" if self.labels_per_user else ""
         return f"{self.dataset}-{self.users}-{self.distribution}{labels}"
+
+    def preset(self, label: str) -> Config:
+        """Return the settings of the paper's figure for a method."""
+        name = f"uldp-fig{FIGURES[self.dataset]}-{self.users}-{self.distribution}"
+        changes = {key.replace("-", "_"): value for key, value in METHODS[label].items()}
+        return paper("uldp-fl", name + ("-noniid" if self.labels_per_user else ""), **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,9 @@ class Scale:
 
     def length(self, problem: Problem) -> int:
         """Return the number of rounds of a reported run."""
-        return self.rounds or (problem.full_rounds if self.full else problem.rounds)
+        return self.rounds or (
+            int(problem.preset("ULDP-AVG")["rounds"]) if self.full else problem.rounds
+        )
 
 
 DEFAULT = Scale(full=False, seeds=3)
@@ -155,24 +159,6 @@ def averaging(problem: Problem, epochs: int, share: float) -> Config:
     return {"server-learning-rate": round(share * rate, 2)}
 
 
-def published(problem: Problem, label: str) -> Config:
-    """Return the settings of the authors' scripts, which have none for ULDP-NAIVE on MNIST."""
-    chosen: Config = {
-        "learning-rate": problem.full_learning_rate,
-        "local-epochs": problem.full_epochs,
-        "server-learning-rate": 1.0,
-        "record-clipping-norm": problem.record_clipping_norm,
-    }
-    if label == "ULDP-SGD":
-        chosen["server-learning-rate"] = 10.0
-    if label.startswith("ULDP-AVG"):
-        chosen |= {
-            "local-epochs": problem.averaging_epochs,
-            "server-learning-rate": problem.averaging_rate,
-        }
-    return chosen
-
-
 def of_method(problem: Problem, label: str) -> Config:
     """Return the method's settings; for DP-SGD with rate and divisor of 64 expected records.
 
@@ -195,7 +181,8 @@ def choose(
     """Return each method's settings: as published, or with the lowest loss in the search."""
     needed = dict.fromkeys(SHARED.get(label, label) for label in labels)
     if scale.full:
-        chosen = {label: published(problem, label) for label in needed}
+        presets = {label: problem.preset(label) for label in needed}
+        chosen = {label: {name: presets[label][name] for name in TUNED} for label in needed}
     else:
         length = of_problem(problem, problem.search_rounds)
         best = experiment.best(

@@ -26,7 +26,7 @@ def sampling_rates(experiment: Experiment, scale: Scale) -> str:
     """Run ULDP-AVG-w on Creditcard at five rates; with ``--full`` also on MNIST at four."""
     parts = [_panel(experiment, scale, CREDITCARD, (0.1, 0.3, 0.5, 0.7, 1.0))]
     if scale.full:
-        many = replace(MNIST, users=10_000, averaging_rate=100.0)
+        many = replace(MNIST, users=10_000)
         parts.append(_panel(experiment, scale, many, (0.1, 0.3, 0.5, 1.0)))
     return "\n\n".join(["# Figure 10: sampled users", *parts])
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from benchmarks.runs import APPS, Experiment, differences, last, mean_and_error, over_seeds
 from benchmarks.uldp.experiment import (
+    FIGURES,
     METHODS,
     NOISE_MULTIPLIER,
     Problem,
@@ -42,8 +43,6 @@ CREDITCARD = Problem(
     rounds=15,
     search_rounds=15,
     epochs=2,
-    full_rounds=100,
-    averaging_epochs=30,
 )
 MNIST = Problem(
     dataset="mnist",
@@ -54,8 +53,6 @@ MNIST = Problem(
     rounds=6,
     search_rounds=2,
     epochs=1,
-    full_rounds=200,
-    record_clipping_norm=1.0,
 )
 HEART_DISEASE = Problem(
     dataset="heart-disease",
@@ -68,8 +65,6 @@ HEART_DISEASE = Problem(
     rounds=15,
     search_rounds=15,
     epochs=5,
-    full_rounds=50,
-    full_learning_rate=0.001,
 )
 TCGA_BRCA = replace(
     HEART_DISEASE,
@@ -104,13 +99,7 @@ def _all_panels(problem: Problem) -> list[Problem]:
     users = {"creditcard": (100, 1000), "mnist": (100, 10_000)}.get(problem.dataset, (50, 200))
     labels = (0, 2) if problem.dataset == "mnist" else (0,)
     return [
-        replace(
-            problem,
-            users=count,
-            distribution=distribution,
-            labels_per_user=most,
-            averaging_rate=100.0 if count == 10_000 else 10.0,
-        )
+        replace(problem, users=count, distribution=distribution, labels_per_user=most)
         for count in users
         for distribution in ("uniform", "zipf")
         for most in labels
@@ -119,9 +108,7 @@ def _all_panels(problem: Problem) -> list[Problem]:
 
 
 def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
-    number = next(
-        n for n, them in PROBLEMS.items() if problem.dataset in [one.dataset for one in them]
-    )
+    number = FIGURES[problem.dataset]
     missing = {label: why for label in METHODS if (why := _why_not(problem, label))}
     labels = [label for label in METHODS if label not in missing]
     chosen = choose(experiment, scale, problem, labels)

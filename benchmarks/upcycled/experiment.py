@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from benchmarks.runs import Config, Experiment
+from benchmarks.runs import Config, Experiment, paper
 from flower_ext.runs import RunDirectory
 
 METHODS = {
@@ -20,18 +20,8 @@ METHODS = {
     "pfedme": "pFedMe",
     "fedyogi": "FedYogi",
 }
-SETTINGS: Config = {
-    "rounds": 80,
-    "classes": 0,
-    "unit-features": False,
-    "model": "",
-    "sampling-rate": 0.3,
-    "perturbation": "none",
-    "noise-stddev": 1.0,
-    "solver": "sgd",
-    "proximal-weight": 0.0,
-}
-"""Settings of the paper's experiments that differ from the app's defaults."""
+SETTINGS = paper("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
+"""The paper's settings of Table 1 on Syn(iid); tables and figures change data and stragglers."""
 
 
 @dataclass(frozen=True, kw_only=True)

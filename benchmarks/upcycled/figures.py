@@ -95,6 +95,7 @@ def _settings(method: str, perturbation: str, dataset: str) -> Config:
         "perturbation": perturbation,
         "clipping-norm": CLIPPING_NORM,
         "sampling-rate": 1.0,
+        "straggler-ratio": 0.0,
         "unit-features": True,
         "model": "binary-logistic",
         "classes": 2,

@@ -21,6 +21,7 @@ PAPER = {  # seconds, plain and upcycled
 PRIVATE: Config = {
     "dataset": "synthetic-iid",
     "sampling-rate": 1.0,
+    "straggler-ratio": 0.0,
     "perturbation": "output",
 }
 

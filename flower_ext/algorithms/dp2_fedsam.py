@@ -34,7 +34,7 @@ from flower_ext.federation import (
     personal_part,
 )
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
@@ -105,7 +105,7 @@ class DP2FedSAM(Method):
         return {"head": self.head} if self.adapt_before_evaluation else {}
 
     def claims(
-        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 2, by which the paper calibrates all its methods, and what is provable."""
         return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]

@@ -33,7 +33,7 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
@@ -93,7 +93,7 @@ class DPFedAvg(Method):
         return {} if self.fine_tuning is None else {"fine_tuning": self.fine_tuning}
 
     def claims(
-        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 2, by which the paper calibrates all its methods, and what is provable."""
         return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]

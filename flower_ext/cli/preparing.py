@@ -20,6 +20,7 @@ from typing import Any
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.directory import RunDirectory, new_run_path
+from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
     PATHS,
     RECORDED,
@@ -45,6 +46,8 @@ class RunOptions:
     app: Path
     superlink: str | None = None
     clients: int | None = None
+    preset: str | None = None
+    settings_file: Path | None = None
     settings: Sequence[str] = ()
     runs: Path | None = None
     in_process: bool = False
@@ -56,6 +59,13 @@ class RunOptions:
             raise InvalidValue(
                 "a run in one process has no SuperLink: leave out either the SuperLink, or "
                 "--in-process"
+            )
+        if self.preset is not None and self.settings_file is not None:
+            raise InvalidValue("give either --preset or --settings: each names a file of settings")
+        if self.resume is not None and (self.preset or self.settings_file):
+            raise InvalidValue(
+                "a resumed run keeps the settings under which it began: leave out --preset and "
+                "--settings"
             )
         if self.workers > 1 and not self.in_process:
             raise InvalidValue(
@@ -98,11 +108,15 @@ def prepare(options: RunOptions) -> PreparedRun:
     InUse
         A process still writes the run to resume.
     """
-    defaults, changes = checked_settings(options.app, options.settings)
+    file = _settings_file(options)
+    defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
     config = ChainMap(changes, defaults)  # what is set in it is a change
     _choose_clients(options, config)
+    if file is not None and "preset" in defaults:
+        before = {**defaults, **file.settings(changes)}
+        config["preset"] = file.text(_changed(changes, before))
     path = _choose_paths(options, config)
     nodes = options.clients if clients_setting(config) is None else num_nodes(config)
     if options.superlink is None and nodes is None:
@@ -115,8 +129,27 @@ def prepare(options: RunOptions) -> PreparedRun:
     )
 
 
-def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an app's default settings, and the overrides in ``settings`` (``name=value``).
+def _settings_file(options: RunOptions) -> SettingsFile | None:
+    """Return the file of settings that the options name."""
+    if options.preset is not None:
+        return preset(options.app, options.preset)
+    return SettingsFile.read(options.settings_file) if options.settings_file else None
+
+
+def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings with another value than ``before``.
+
+    A method is a row of a paper's table, and no result depends on how nodes share clients: neither
+    is a change.
+    """
+    rows = ("method", "upcycled", "clients-per-node")
+    return [name for name in changes if name not in rows and changes[name] != before[name]]
+
+
+def checked_settings(
+    app: Path, settings: Sequence[str], file: SettingsFile | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an app's default settings, and their overrides: of a file, then ``name=value``.
 
     Each override is checked by its declaration, even if the chosen method does not read it.
 
@@ -126,7 +159,7 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
         There is no app, the app has no such setting, or a value does not fit its setting.
     """
     defaults, known = declared_settings(app)
-    changes = {}
+    changes: dict[str, Any] = {}
     for setting in settings:
         name, separator, text = setting.partition("=")
         if not separator or name not in known:
@@ -135,7 +168,16 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
                 f"them; {nearest(name, known)}"
             )
         changes[name] = known[name].parse(text)
-    return defaults, changes
+    if file is None:
+        return defaults, changes
+    values = file.settings(changes)
+    for name, value in values.items():
+        if name not in known:
+            raise InvalidValue(
+                f"settings file {file.name}: no setting {name!r}; {nearest(name, known)}"
+            )
+        known[name].check(value, f"settings file {file.name}:")
+    return defaults, {**values, **changes}
 
 
 def declared_settings(app: Path) -> tuple[dict[str, Any], dict[str, Declaration]]:

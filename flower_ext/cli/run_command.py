@@ -46,6 +46,13 @@ def run(
         ),
     ] = None,
     settings: Settings = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Setting of a paper, as `flower-ext settings APP --presets` lists them."),
+    ] = None,
+    settings_file: Annotated[
+        Path | None, typer.Option("--settings", help="File of settings; --set changes them.")
+    ] = None,
     runs: Annotated[
         Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
     ] = Path("runs"),
@@ -78,6 +85,8 @@ def run(
         app=app_folder,
         superlink=superlink,
         clients=clients,
+        preset=preset,
+        settings_file=settings_file,
         settings=settings or (),
         runs=runs if meant or superlink is None else None,
         in_process=in_process,

@@ -11,15 +11,14 @@ An app's class of settings inherits the shared ones (`flower_ext.runs.shared_set
         settings = configured.settings(Settings, context)
         plan = configured.release_plan(settings, configured.sampling(settings))
         method = DPFedAvg(local=configured.training(settings))
-        strategy = FederatedStrategy(method, plan, **configured.options(settings, task, plan))
-        configured.start(grid, context, settings, task, strategy)
+        configured.start(grid, context, settings, task, method, plan)
 
 Each function raises `UnfitSetting` if settings contradict each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -30,7 +29,9 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
-from flower_ext.federation.recording import base_of, first_config, record, recorded_run
+from flower_ext.federation.method import Method
+from flower_ext.federation.recording import first_config, record, recorded_run
+from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -38,7 +39,6 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
     PrivacyPlan,
-    RecordLevelPlan,
     ReleasePlan,
     Sampling,
     SecureScores,
@@ -226,68 +226,25 @@ def _with_method(settings: Settings) -> str:
     return "" if method is None else f" with method={method!r}"
 
 
-def options(settings: RunSettings, task: Task, plan: PrivacyPlan) -> dict[str, Any]:
-    """Return the options that every strategy takes.
-
-    A run with privacy ends at the provable ε ``budget`` (0: none), at the ``epsilon`` for which its
-    noise is provably calibrated, or at the budget of all runs that share the account
-    ``budget_ledger``.
-    """
-    same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
-    budget = None
-    if isinstance(settings, PrivacySettings):
-        if settings.budget and not isinstance(plan, NonPrivatePlan):
-            budget = Budget(epsilon=settings.budget, delta=settings.delta)
-        elif not isinstance(plan, ReleasePlan):  # whose ledger ends the run at this ε
-            budget = _calibrated_budget(settings, plan)
-        budget = _shared_budget(settings) or budget
-    return {
-        **{name: getattr(settings, name) for name in same},
-        "seed": settings.seed or None,
-        "timeout": settings.connect_timeout,
-        "budget": budget,
-        # Nodes whose frozen part differs are refused before the first round.
-        "frozen": task.fingerprint,
-    }
-
-
-def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the ε for which the noise of a plan is provably calibrated; None if there is none."""
-    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
-        return None
-    if settings.target is None or not isinstance(plan, ReleasePlan | RecordLevelPlan):
-        return None
-    return Budget(epsilon=settings.target, delta=plan.delta)
-
-
-def _shared_budget(settings: PrivacySettings) -> Budget | None:
-    """Return the budget of all runs that share an account; None if the settings name none."""
-    if (path := absolute_path(settings.budget_ledger)) is None:
-        return None
-    for name in ("population_epsilon", "population_delta"):
-        if not getattr(settings, name):
-            raise UnfitSetting(
-                f"run-config {name.replace('_', '-')}={getattr(settings, name)!r} with a "
-                "budget-ledger: expected a number > 0"
-            )
-    return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
-
-
 def start(
     grid: Grid,
     context: Context,
     settings: RunSettings,
     task: Task,
-    strategy: Strategy,
+    method: Method,
+    plan: PrivacyPlan,
     *,
+    wrapper: Callable[[FederatedStrategy], Strategy] | None = None,
     planned_rounds: int | None = None,
     notes: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> None:
-    """Run a strategy for ``rounds`` rounds in a run directory, and write its report there.
+    """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
 
-    If the plan is a `ReleasePlan`, the run's ledger records its releases, and ends the run at the
-    ``epsilon`` for which its noise is provably calibrated.
+    A run with privacy ends at the provable ε ``budget`` (0: none), at the ``epsilon`` for which its
+    noise is provably calibrated, or at the budget of all runs that share the account
+    ``budget_ledger``. If the plan is a `ReleasePlan`, the run's ledger records its releases.
 
     Parameters
     ----------
@@ -296,22 +253,26 @@ def start(
     settings : RunSettings
         The run's settings.
     task : Task
-    strategy : Strategy
-        A `FederatedStrategy`, or a wrapper whose ``base`` is one.
+    method : Method
+    plan : PrivacyPlan
+    wrapper : Callable[[FederatedStrategy], Strategy], optional
+        Wraps the strategy, as `Upcycled` does; the result has the strategy as its ``base``.
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     notes : Mapping, optional
         Further entries to record beside the settings.
     callbacks : Sequence[Callback]
         Callbacks that follow the run.
+    **options
+        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
 
     Raises
     ------
     UnshareableModel
         A layer that clients would share keeps statistics of their data.
     InvalidValue
-        The strategy is not of this package, does not know the task's frozen part, or names a
-        ``personal`` part that the model lacks; or `recorded_run` refuses the settings.
+        The method does not fit the plan, or names a ``personal`` part that the model lacks; or
+        `recorded_run` refuses the settings.
     """
     config = {**context.run_config, **(notes or {})}
     # The settings are those that the noise was calibrated for; a resumed run may be longer.
@@ -321,31 +282,69 @@ def start(
     if planned_rounds is not None:
         rounds += planned_rounds - settings.rounds
         config["planned-rounds"] = planned_rounds
+    same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
+    base = FederatedStrategy(
+        method,
+        plan,
+        seed=settings.seed or None,
+        timeout=settings.connect_timeout,
+        budget=_budget(settings, plan),
+        # Nodes whose frozen part differs are refused before the first round.
+        frozen=task.fingerprint,
+        **{name: getattr(settings, name) for name in same},
+        **options,
+    )
     name = [str(config[part]) for part in ("method", "dataset") if part in config]
     with recorded_run(config, "-".join(name) or "run", callbacks) as run:
-        base = base_of(strategy)
-        require_modules("personal", base.method.personal, task.shapes, task.factory.facts.tied)
-        check_shareable(task.model(), base.method.personal)
-        if base.run.frozen != task.fingerprint:
-            raise InvalidValue(
-                f"frozen={base.run.frozen!r} of the strategy: expected task.fingerprint, so that "
-                "nodes with another base model are refused; give the strategy **options(...)"
-            )
-        budget = _calibrated_budget(settings, base.run.plan)
+        require_modules("personal", method.personal, task.shapes, task.factory.facts.tied)
+        check_shareable(task.model(), method.personal)
+        limit = _calibrated_budget(settings, plan)
         # A wrapper need not train in every round.
-        if run.resumed and strategy is base and budget is not None and last > settings.rounds:
+        if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
             raise UnfitSetting(
                 f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
-                f"because its noise stays as it is and spends epsilon={budget.epsilon:g} in these "
+                f"because its noise stays as it is and spends epsilon={limit.epsilon:g} in these "
                 "rounds. To train longer under that epsilon, begin a new run: leave out --resume, "
                 f"and give --set rounds={last}"
             )
-        base.run.attach(run, budget=budget)
+        base.run.attach(run, limit=limit)
         record(
             run,
-            strategy,
+            base if wrapper is None else wrapper(base),
             clients_of(grid, getattr(settings, "clients_per_node", 1)),
             ArrayRecord(task.initial_params(settings.seed)),
             num_rounds=rounds,
             timeout=settings.round_timeout,
         )
+
+
+def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the budget that the settings name: of all runs that share an account, or of this run.
+
+    Raises
+    ------
+    UnfitSetting
+        The account lacks its ε or δ.
+    """
+    if not isinstance(settings, PrivacySettings):
+        return None
+    if (path := absolute_path(settings.budget_ledger)) is None:
+        is_limited = settings.budget and plan.delta is not None
+        return Budget(epsilon=settings.budget, delta=settings.delta) if is_limited else None
+    for name in ("population_epsilon", "population_delta"):
+        if not getattr(settings, name):
+            raise UnfitSetting(
+                f"run-config {name.replace('_', '-')}={getattr(settings, name)!r} with a "
+                "budget-ledger: expected a number > 0"
+            )
+    return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
+
+
+def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the ε for which the noise of a plan is provably calibrated; None if there is none."""
+    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
+        return None
+    if settings.target is None or plan.planned_rounds is None:
+        return None
+    assert plan.delta is not None  # noise was chosen for it
+    return Budget(epsilon=settings.target, delta=plan.delta)

@@ -15,7 +15,6 @@ from flower_ext.federation.model_checks import refuse_tied, shared_arrays
 from flower_ext.federation.replies import read_answer, read_update
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import Run
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.training import matches
 
 log = getLogger("flwr")
@@ -87,7 +86,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package."""
     roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
-    if isinstance(mechanism, NoisedSum) and mechanism.secure_sum:
+    if mechanism.secure_sum:
         raise InvalidValue(
             "noise_placement=SecureSum(…): expected 'client' or 'server', because the nodes' "
             "ClientApp does not use this package and cannot mask its uploads; build it by "

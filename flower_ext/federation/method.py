@@ -14,7 +14,8 @@ member                                   purpose
 `settings`, `added_proximal_weight`
 `check_update`                           refuses an upload that the server's step cannot use
 `step`                                   returns the next model and the next state
-`facts`, `disclosures`, `claims`         return the guarantees
+`complete_summary`, `disclosures`,       return the guarantees
+`claims`
 =======================================  =========================================================
 
 What changes between rounds is the `State`, which goes into `step` and comes out of it. Checkpoints,
@@ -43,7 +44,7 @@ from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import LocalTraining, Task
 
@@ -323,12 +324,12 @@ class Method:
         """Return what the method reveals about clients' data without a guarantee, a line each."""
         return summation.disclosures
 
-    def facts(self, run: RunFacts, state: State) -> RunFacts:
-        """Return the facts of a run, to which a method may add; by default unchanged."""
+    def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
+        """Return a run's summary with the values that the method knows; by default unchanged."""
         return run
 
     def claims(
-        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return the paper's guarantee after the rounds so far, and the provable guarantees.
 

@@ -61,6 +61,10 @@ class Population:
         drawn = self.sampling.draw(rng)
         return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
+    def columns(self, drawn: Cohort) -> Mapping[str, int]:
+        """Return numbers of a drawn cohort for the row of its round; none by default."""
+        return {}
+
     def count(self, cohort: Cohort, answered: int) -> None:
         """Count the participations of a round with ``answered`` usable uploads."""
         self.participations.record(cohort.units, answered, asked=len(cohort.partitions))
@@ -107,6 +111,10 @@ class UsersInSilos(Population):
         """Draw users; the server asks each silo for its part of their sum."""
         return self._cohort(self.sampling.draw(rng))
 
+    def columns(self, drawn: Cohort) -> Mapping[str, int]:
+        """Return the number of drawn users."""
+        return {"users": len(drawn.units)}
+
     def _cohort(self, units: Sequence[int]) -> Cohort:
         population = self.sampling.population
         return Cohort(partitions=range(self.num_silos), units=units, population=population)
@@ -132,6 +140,10 @@ class HiddenUsers(UsersInSilos):
         if not self.oblivious:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
+
+    def columns(self, drawn: Cohort) -> Mapping[str, int]:
+        """Return the number of drawn users, unless nobody knows it."""
+        return {} if self.oblivious else super().columns(drawn)
 
     def count(self, cohort: Cohort, answered: int) -> None:
         """Count a round as complete, because a sum that lacks a silo's part stays masked."""

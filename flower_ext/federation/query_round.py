@@ -26,7 +26,6 @@ from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
@@ -57,8 +56,7 @@ class QueryRound:
     """One round of a query of the plan, over all clients."""
 
     def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
-        assert isinstance(run.mechanism, ReleaseMechanism)
-        self._run, self._query, self._of_run = run, query, run.mechanism
+        self._run, self._query = run, query
         self._mechanism = run.mechanism.of_query(query)
         self._number = run.participations.answers[query.name] + 1
         self._round = Round("evaluate", server_round, clients=run.clients, spending=run.spending)
@@ -69,7 +67,7 @@ class QueryRound:
         server_round = self._round.server_round
         try:
             ahead = deepcopy(run.participations)
-            self._of_run.count_answer(query, ahead)
+            run.mechanism.count_answer(query, ahead)
             run.check_spending(server_round, ahead, query=query)
             same = derived_seed(run.seed or 0, query.name, run.checkpoints.run_id, number)
             release = self._mechanism.release
@@ -78,7 +76,7 @@ class QueryRound:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
         run.checkpoints.asking(query.name, number)
-        self._of_run.count_answer(query, run.participations)
+        run.mechanism.count_answer(query, run.participations)
         nodes = [*run.clients.nodes]
         opening = Opening(
             clients=run.clients,
@@ -159,7 +157,9 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     InvalidValue
         The run asks for losses on training records, but the plan evaluates by a noised sum.
     """
-    query = next((each for each in run.queries if each.schedule == "in evaluations"), None)
+    query = next(
+        (each for each in run.mechanism.queries if each.schedule == "in evaluations"), None
+    )
     if query is None:
         return ReportedScores(run, server_round)
     if run.training_loss:

@@ -197,7 +197,6 @@ def record(
         base.run.attach(run)
     result = strategy.start(grid, initial_arrays, **options)
     run.save_model(result.arrays.to_torch_state_dict())
-    run.save_guarantees(base.guarantees())
     run.save_client_metrics(
         [{**scores, "partition": i} for i, scores in sorted(base.client_metrics.items())]
     )

@@ -41,21 +41,6 @@ class RefusedReply(InvalidValue):
     """A reply that must not be aggregated; the message says why."""
 
 
-def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> bytes:
-    """Undo `to_bytes_array`.
-
-    Raises
-    ------
-    RefusedReply
-        ``name`` is missing or does not hold ``length`` bytes.
-    """
-    array = arrays.get(name)
-    if array is None or array.dtype != np.uint8 or array.shape != (length,):
-        kind = "nothing" if array is None else f"{array.dtype}{array.shape}"
-        raise RefusedReply(f"{name!r}: expected {length} bytes, got {kind}")
-    return array.tobytes()
-
-
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
     """Return the update in a training reply.
 

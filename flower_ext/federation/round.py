@@ -123,7 +123,7 @@ class Round:
     def _add_each(self, replies: Iterable[Message], summed: OpenSum, updates: Updates) -> None:
         assert self.requests is not None
         for partition, update in self.requests.accepted(replies, summed.read):
-            summed.add(partition, update)
+            summed.add(update)
             updates.add(partition, update)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
@@ -32,9 +32,8 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.runs import RunDirectory
 
@@ -156,15 +155,15 @@ class Run:
     # Guarantees ---------------------------------------------------------------------------------
 
     @property
-    def facts(self) -> RunFacts:
-        """The facts about the run so far that a plan may use."""
+    def summary(self) -> RunSummary:
+        """Everything that a plan may know about the run so far."""
         method = self.method
         weights = [training.proximal_weight for training in method.training.values()]
         roster = self.clients.roster
         traits = method.traits
         if roster is not None and roster.foreign:  # such clients may remember anything
             traits = replace(traits, keeps_memory=True)
-        facts = RunFacts(
+        summary = RunSummary(
             method=traits,
             participations=self.participations,
             num_examples=self.num_examples,
@@ -175,18 +174,18 @@ class Run:
             secure_cohorts=not self.repeats,
             not_covered=self.not_covered(),
         )
-        return method.facts(facts, self.state or State())
+        return method.complete_summary(summary, self.state or State())
 
-    def claims(self, facts: RunFacts) -> list[Guarantee]:
-        """Return the guarantees that the method claims after these facts."""
-        return self.method.claims(self.plan, facts, self.state or State(), self.summation)
+    def claims(self, summary: RunSummary) -> list[Guarantee]:
+        """Return the guarantees that the method claims after the rounds of a summary."""
+        return self.method.claims(self.plan, summary, self.state or State(), self.summation)
 
     def guarantees(self) -> list[Guarantee]:
         """Return the guarantees after the rounds so far, published and provable."""
         if not self.participations.rounds:
             return []
-        units = self.plan.num_units(self.facts)
-        claims = [replace(claim, units=units) for claim in self.claims(self.facts)]
+        units = self.plan.num_units(self.summary)
+        claims = [replace(claim, units=units) for claim in self.claims(self.summary)]
         if not (answered := self.participations.answers):
             return claims
         beside = f"noised sums of {', '.join(answered)}: {_ROUNDS_ALONE}"
@@ -199,14 +198,14 @@ class Run:
 
     def spent(self) -> dict[str, float]:
         """Return the ε spent so far and its δ, for the log and the report's figures."""
-        facts, mechanism = self.facts, self.mechanism
-        spent = mechanism.spent(facts)
+        summary, mechanism = self.summary, self.mechanism
+        spent = mechanism.spent(summary)
         if spent and mechanism.delta is not None:
             spent["delta"] = mechanism.delta
-            if units := self.plan.num_units(facts):
+            if units := self.plan.num_units(summary):
                 spent["privacy_units"] = units
         if mechanism.release is not None:  # other plans know their published ε
-            for claim in self.claims(facts):
+            for claim in self.claims(summary):
                 if claim.basis == "published":
                     spent["epsilon_published"] = claim.epsilon
         return spent
@@ -214,7 +213,7 @@ class Run:
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
         exposed = ["whether and when each client answered"]
-        noised = any(query.schedule == "in evaluations" for query in self.queries)
+        noised = any(query.schedule == "in evaluations" for query in self.mechanism.queries)
         if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
@@ -237,7 +236,7 @@ class Run:
         InvalidValue
             A setting does not fit; the message names it, and the value that the plan expects.
         """
-        self.mechanism.check_training(self.facts)
+        self.mechanism.check_training(self.summary)
 
     def check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget.
@@ -252,16 +251,11 @@ class Run:
             ahead.count(cohort, len(cohort.partitions))
             self.check_spending(server_round, ahead.participations)
 
-    @property
-    def queries(self) -> Sequence[VectorQuery]:
-        """The queries of the plan beside the training."""
-        return self.mechanism.queries if isinstance(self.mechanism, NoisedSum) else ()
-
     def check_spending(
         self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
     ) -> None:
         """Refuse, as `check_budget` does, a release that raises the participations to ``ahead``."""
-        run_ahead = replace(self.facts, participations=ahead)
+        run_ahead = replace(self.summary, participations=ahead)
         self.spending.check(self.mechanism, server_round, run_ahead, self.claims, query=query)
 
     def count_abandoned(self, units: AskedUnits) -> None:
@@ -272,14 +266,14 @@ class Run:
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory, *, budget: Budget | None = None) -> None:
+    def attach(self, directory: RunDirectory, *, limit: Budget | None = None) -> None:
         """Make a run that has not begun write to a directory, with a ledger for its releases.
 
         Parameters
         ----------
         directory : RunDirectory
-        budget : Budget, optional
-            Limit of the directory's ledger.
+        limit : Budget, optional
+            Limit of that ledger, or of a run without one that has no budget yet.
 
         Raises
         ------
@@ -297,8 +291,11 @@ class Run:
                 "new one for a new run"
             )
         self._write_to(directory)
-        if self.mechanism.release is not None and self.spending.ledger is None:
-            self.spending.ledger = directory.open_ledger(budget=budget)
+        spending = self.spending
+        if self.mechanism.release is not None:
+            spending.ledger = spending.ledger or directory.open_ledger(budget=limit)
+        elif spending.budget is None:
+            spending.budget = limit
 
     def _write_to(self, directory: RunDirectory | None) -> None:
         self.progress.directory = directory
@@ -341,6 +338,5 @@ class Run:
 
     def save_guarantees(self) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``."""
-        directory = self.checkpoints.directory
-        if directory is not None and (guarantees := self.guarantees()):
-            directory.save_guarantees(guarantees)
+        if self.checkpoints.directory is not None:
+            self.checkpoints.directory.save_guarantees(self.guarantees())

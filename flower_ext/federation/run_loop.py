@@ -23,7 +23,6 @@ from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
-from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import matches
 
 log = getLogger("flwr")
@@ -118,7 +117,7 @@ class RunLoop:
     def _ask_first_queries(self, server_round: int) -> None:
         """Ask, before the first training round, the queries that belong there."""
         run = self.run
-        for query in run.queries:
+        for query in run.mechanism.queries:
             if query.schedule == "first" and run.participations.answers[query.name] < query.times:
                 connect(run, self.grid, self.result.arrays)
                 query_round = QueryRound(run, server_round, query)
@@ -238,8 +237,7 @@ class RunLoop:
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for units in abandoned:
             run.count_abandoned(units)
-        for query in run.queries:
-            assert isinstance(run.mechanism, ReleaseMechanism)
+        for query in run.mechanism.queries:
             counted = run.participations.answers[query.name]
             for _ in range(counted, run.checkpoints.times_asked(query.name)):
                 run.mechanism.count_answer(query, run.participations)

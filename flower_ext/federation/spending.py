@@ -16,9 +16,8 @@ from flower_ext.privacy import (
     epsilon_text,
 )
 from flower_ext.privacy.ledger import Reservation
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 
@@ -75,8 +74,8 @@ class Spending:
         self,
         mechanism: RoundMechanism,
         server_round: int,
-        run: RunFacts,
-        claims: Callable[[RunFacts], list[Guarantee]],
+        run: RunSummary,
+        claims: Callable[[RunSummary], list[Guarantee]],
         *,
         query: VectorQuery | None = None,
     ) -> None:
@@ -87,10 +86,10 @@ class Spending:
         mechanism : RoundMechanism
         server_round : int
             Number of the round, for the message.
-        run : RunFacts
-            Facts of the run, including that round.
-        claims : Callable[[RunFacts], list[Guarantee]]
-            Returns the guarantees after these facts.
+        run : RunSummary
+            The run, including that round.
+        claims : Callable[[RunSummary], list[Guarantee]]
+            Returns the guarantees after the rounds of a summary.
         query : VectorQuery, optional
             The query whose answer is released; the account lists these as a run of their own. None
             for a training round.
@@ -114,11 +113,8 @@ class Spending:
         identity = dict(self.identity)
         release, number = mechanism.release, run.participations.rounds
         if query is not None:
-            assert isinstance(mechanism, NoisedSum)
-            release, number = (
-                mechanism.of_query(query).release,
-                run.participations.answers[query.name],
-            )
+            release = mechanism.of_query(query).release
+            number = run.participations.answers[query.name]
             identity["run"] += f"-{query.name}"
             identity["method"] += f", {query.name}"
         for shown in self.exposed:

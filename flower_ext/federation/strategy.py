@@ -31,7 +31,6 @@ from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.training_round import TrainingRound
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.runs import RunDirectory
 
@@ -309,9 +308,7 @@ class FederatedStrategy(Strategy):
 
 
 def _usual_sum(mechanism: RoundMechanism) -> Summation:
-    if isinstance(mechanism, NoisedSum) and mechanism.secure_sum is not None:
-        return MaskedSum(mechanism)
-    return PlainSum(mechanism)
+    return MaskedSum(mechanism) if mechanism.secure_sum else PlainSum(mechanism)
 
 
 def _numbered(config: ConfigRecord, server_round: int) -> ConfigRecord:

@@ -18,7 +18,7 @@ from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import rehearse
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.method import Released, State
-from flower_ext.federation.population import Cohort, UsersInSilos
+from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.federation.round import Round, Updates
@@ -90,8 +90,7 @@ class TrainingRound:
         self._round.reserve(run.mechanism.release, same if run.repeats else None)
         run.checkpoints.asked(AskedUnits(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
-        if isinstance(run.population, UsersInSilos) and not run.summation.hidden_draw:
-            run.progress.row["users"] = len(drawn.units)
+        run.progress.row |= run.population.columns(drawn)
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:
@@ -158,7 +157,7 @@ class TrainingRound:
     def _protection_entries(self) -> dict[str, Any]:
         """Return the entries by which the message asks clients to protect their uploads."""
         run = self.run
-        self._protection = run.mechanism.protection(run.facts, len(self.cohort.partitions))
+        self._protection = run.mechanism.protection(run.summary, len(self.cohort.partitions))
         entries = to_entries(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
@@ -52,14 +52,8 @@ class PlannedSchedule:
         plan = self.plan
         if plan is None:
             return {}
-        published, provable = dp_ditto_guarantees(
-            clipping_norm=plan.clipping_norm,
-            noise_stddev=plan.upload_stddev,
-            num_clients=plan.sampling.population,
-            num_examples=plan.num_examples,
-            rounds=plan.rounds,
-            delta=plan.delta,
-        )
+        uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
+        published, provable = dp_ditto_guarantees(uploads, rounds=plan.rounds)
         epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if plan.steps is not None:
             loss = plan.steps.loss(plan.noise_stddev, delta=plan.delta, rounds=plan.rounds)

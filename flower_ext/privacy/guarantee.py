@@ -74,7 +74,7 @@ class PreconditionFailed(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """An ε together with every fact that gives it a meaning.
+    """An ε together with everything that gives it a meaning.
 
     ``epsilon`` is infinite where nothing is promised.
     """
@@ -136,21 +136,20 @@ class Guarantee:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> Guarantee:
+    def from_dict(cls, entry: Mapping[str, Any]) -> Guarantee:
         """Return the guarantee that `to_dict` wrote."""
         known = {field.name for field in fields(cls)}
-        if unknown := set(facts) - known:
+        if unknown := set(entry) - known:
             raise InvalidValue(f"unknown fields {sorted(unknown)} in a guarantee: remove them")
-        values = dict(facts)
         return cls(
             **{
-                **values,
-                "unit": PrivacyUnit(values["unit"]),
-                "relation": NeighboringRelation(values["relation"]),
-                "view": AdversaryView(values["view"]),
-                "epsilon": math.inf if values["epsilon"] is None else float(values["epsilon"]),
-                "assumptions": tuple(values.get("assumptions", ())),
-                "not_covered": tuple(values.get("not_covered", ())),
-                "conditions": tuple(Condition(**c) for c in values.get("conditions", ())),
+                **entry,
+                "unit": PrivacyUnit(entry["unit"]),
+                "relation": NeighboringRelation(entry["relation"]),
+                "view": AdversaryView(entry["view"]),
+                "epsilon": math.inf if entry["epsilon"] is None else float(entry["epsilon"]),
+                "assumptions": tuple(entry.get("assumptions", ())),
+                "not_covered": tuple(entry.get("not_covered", ())),
+                "conditions": tuple(Condition(**c) for c in entry.get("conditions", ())),
             }
         )

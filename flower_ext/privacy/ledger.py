@@ -100,7 +100,7 @@ class LedgerFile:
                 ) from None
             raise
 
-    def append(self, kind: str, facts: Mapping[str, Any]) -> None:
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Write a line and wait until it is on the disk.
 
         Raises
@@ -111,7 +111,7 @@ class LedgerFile:
         self._check_usable()
         # Each line names the hash of the one before, so no earlier line can change unnoticed.
         previous = self.entries[-1]["hash"] if self.entries else GENESIS
-        entry = {**facts, "seq": len(self.entries), "kind": kind, "prev": previous}
+        entry = {**values, "seq": len(self.entries), "kind": kind, "prev": previous}
         entry["hash"] = _digest(entry)
         line = (json.dumps(entry, sort_keys=True) + "\n").encode()
         try:
@@ -147,9 +147,9 @@ class Reservation:
         self.notes: dict[str, Any] = {}
         self.discarded: str | None = None
 
-    def note(self, **facts: Any) -> None:
-        """Keep facts with the release, such as the number of replies."""
-        self.notes.update(facts)
+    def note(self, **notes: Any) -> None:
+        """Keep notes with the release, such as the number of replies."""
+        self.notes.update(notes)
 
     def discard(self, reason: str) -> None:
         """Record that nothing was released. The spend stays, because clients may have uploaded."""

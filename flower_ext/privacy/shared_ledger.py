@@ -102,7 +102,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
     LedgerCorrupt
         The hash chain is broken; the message names the line.
     """
-    facts = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
+    line = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
         for entry in charges[:1]:
@@ -118,14 +118,14 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
         ):
             account.append(REPEAT, {"run": new.run, "training": new.training})
             return
-        epsilon = _composed([*charges, facts], budget.delta)
+        epsilon = _composed([*charges, line], budget.delta)
         if epsilon > budget.epsilon:
             raise BudgetExhausted(
                 f"training round {new.training} would raise the total of {path} to ε = "
                 f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
                 f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
             )
-        account.append(CHARGE, facts)
+        account.append(CHARGE, line)
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:

@@ -1,4 +1,4 @@
-"""Three facts that every ε needs: the protected unit, the neighbouring relation, the adversary."""
+"""What every ε is about: the protected unit, the neighbouring relation, the adversary."""
 
 from __future__ import annotations
 

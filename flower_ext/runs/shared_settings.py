@@ -55,6 +55,9 @@ class RunSettings(Settings):
     diagnostics: bool = setting(
         "norms of updates before clipping; covered by no guarantee", default=False
     )
+    preset: str = setting(
+        "name, title and changes of the preset, as --preset records them", default=""
+    )
     data_folder: str = setting("empty: the environment variable FLOWER_EXT_DATA", default="")
     run_directory: str = setting("empty: a new folder in FLOWER_EXT_RUNS, or ./runs", default="")
     state_folder: str = setting(

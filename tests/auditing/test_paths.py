@@ -455,7 +455,7 @@ PATHS = {
             (ClipToCells, "released"),
             (masked, "seal"),
             (masked.MaskedSum, "open"),
-            (masked.OpenMaskedSum, "add"),
+            (masked.OpenMaskedSum, "read"),
         ),
     ),
     "masked sum without one member": Path(

@@ -16,7 +16,6 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.federation import FederatedStrategy, Opening, OpenSum, records
-from flower_ext.federation.sums.summation import SealedUpdate
 from flower_ext.privacy import (
     AdversaryView,
     Ledger,
@@ -70,13 +69,14 @@ class Referee:
 
         def watched_open(opening: Opening) -> OpenSum:
             opened = open_sum(opening)
-            add = opened.add
+            read = opened.read
 
-            def watched_add(partition: int, update: records.Update) -> None:
-                self._used[partition] = update
-                add(partition, update)
+            def watched_read(reply: Message) -> records.Update:
+                update = read(reply)
+                self._used[opening.clients.partition_of(reply)] = update
+                return update
 
-            vars(opened).update(add=watched_add)
+            vars(opened).update(read=watched_read)
             return opened
 
         def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:
@@ -115,7 +115,7 @@ class Referee:
         outcome.released += moved is not None
         counted = {partition: _arrays(reply) for partition, reply in came.counted.items()}
         same = set(used) == set(counted) and all(
-            np.array_equal(_read(used[partition])[name], array)
+            np.array_equal(used[partition].arrays[name], array)
             for partition, arrays in counted.items()
             for name, array in arrays.items()
         )
@@ -233,13 +233,6 @@ def epsilons(
         worst = multiplier / np.sqrt(max(referee.weights.values()))
         found["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
     return found
-
-
-def _read(update: records.Update) -> records.Arrays:
-    """Return the arrays of an update as they arrived; an encrypted one is bytes."""
-    if isinstance(update, SealedUpdate):
-        return {"sum": np.frombuffer(update.message.to_bytes(), dtype=np.uint8)}
-    return dict(update.arrays)
 
 
 def _arrays(reply: Message) -> records.Arrays:

@@ -1,12 +1,9 @@
 """Settings of a run become objects of this package, under the same names in every app."""
 
 from dataclasses import dataclass
-from inspect import signature
-from pathlib import Path
 
 import pytest
 from flwr.app import Context, RecordDict
-from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import InvalidValue
@@ -24,9 +21,7 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import CountOrZero, UnfitSetting, setting
 from flower_ext.runs.shared_settings import (
     CohortSettings,
-    PrivacySettings,
     ReleaseSettings,
-    RunSettings,
     TrainingSettings,
 )
 from flower_ext.training import LocalTraining, Task
@@ -140,30 +135,21 @@ def test_a_delta_of_zero_is_one_over_the_clients_and_of_no_other_unit():
         plan_of(settings, of_users=True)
 
 
-def test_options_are_those_of_the_settings_and_the_task():
-    settings = RunSettings(rounds=1, seeded_noise=True, evaluate_every=2, connect_timeout=9)
+def test_options_are_those_of_the_settings_and_the_task(tmp_path):
     frozen = Task(model=Net, data=client_data, trainable=("head",), device="cpu")
-    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    assert configured.options(settings, frozen, plan) == {
-        "seed": None,
-        "seeded_noise": True,
-        "evaluate_every": 2,
-        "training_loss": False,
-        "diagnostics": False,
-        "timeout": 9,
-        "budget": None,
-        "frozen": frozen.fingerprint,
-    }
-    assert frozen.fingerprint
+    settings = {"seeded-noise": True, "seed": 3, "evaluate-every": 2, "connect-timeout": 9}
+    run = started(tmp_path / "run", fedavg, trained=frozen, **settings).run
+    assert (run.seed, run.seeded_noise, run.evaluate_every) == (3, True, 2)
+    assert run.clients.timeout == 9
+    assert run.spending.budget is None
+    assert run.frozen == frozen.fingerprint
 
 
-def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default():
-    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    options = configured.options(RunSettings(rounds=1), task(), plan)
-    defaults = {
-        name: each.default for name, each in signature(FederatedStrategy).parameters.items()
-    }
-    assert {name: defaults[name] for name in options} == options
+def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tmp_path):
+    run = started(tmp_path / "run", fedavg).run
+    default = FederatedStrategy(*fedavg(release())).run
+    for name in ("seed", "seeded_noise", "evaluate_every", "training_loss", "diagnostics"):
+        assert getattr(run, name) == getattr(default, name)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +168,9 @@ def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default():
 def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
     settings, of_ledger, of_run, tmp_path
 ):
-    strategies = []
-
-    def kept(settings):
-        strategies.append(dp_fedavg(settings))
-        return strategies[0]
-
-    start(tmp_path / "run", kept, **{"noise-multiplier": 1.0, **settings})
-    spending = strategies[0].run.spending
+    spending = started(
+        tmp_path / "run", dp_fedavg, **{"noise-multiplier": 1.0, **settings}
+    ).run.spending
     assert [
         budget and (budget.epsilon, budget.delta)
         for budget in (spending.ledger.budget, spending.budget)
@@ -197,40 +178,42 @@ def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
 
 
 @pytest.mark.parametrize(("basis", "epsilon"), [("provable", 2.0), ("published", None)])
-def test_a_run_under_a_plan_of_records_ends_at_a_provable_epsilon(basis, epsilon):
-    settings = PrivacySettings(
-        rounds=6, epsilon=2.0, delta=0.01, clipping_norm=0.5, calibration=basis
-    )
-    plan = RecordLevelPlan.for_target(
-        **TARGET,
-        sampling=FullParticipation(20),
-        num_examples=10,
-        clipping_norm=0.5,
-        basis=basis,
-    )
-    budget = configured.options(settings, task(), plan)["budget"]
+def test_a_run_under_a_plan_of_records_ends_at_a_provable_epsilon(basis, epsilon, tmp_path):
+    def of_records(settings):
+        plan = RecordLevelPlan.for_target(
+            **TARGET,
+            sampling=FullParticipation(CLIENTS),
+            num_examples=len(client_data(0).train),
+            clipping_norm=0.5,
+            basis=basis,
+        )
+        return DPFedAvg(local=configured.training(settings)), plan
+
+    settings = {"epsilon": 2.0, "delta": 0.01, "calibration": basis, "evaluate-every": 0}
+    strategy = started(tmp_path / "run", of_records, **settings)
+    budget = strategy.run.spending.budget
     assert (budget and budget.epsilon) == epsilon
+    assert strategy.run.spending.ledger is None
 
 
 def test_no_budget_is_asked_of_a_plan_that_promises_nothing(tmp_path):
-    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    given = release(budget=1.0, epsilon=1.0, delta=0.1)
-    assert configured.options(given, task(), plan)["budget"] is None
-    done = start(tmp_path / "run", fedavg, budget=1.0, epsilon=1.0)
-    assert not done.ledger_path.exists()
+    path = tmp_path / "run"
+    strategy = started(path, fedavg, budget=1.0, epsilon=1.0, delta=0.1)
+    assert strategy.run.spending.budget is None
+    assert not RunDirectory.open(path).ledger_path.exists()
 
 
-def test_an_account_of_all_runs_needs_its_epsilon_and_its_delta():
-    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    account = {"budget_ledger": "/people.jsonl", "population_delta": 0.1}
+def test_an_account_of_all_runs_needs_its_epsilon_and_its_delta(tmp_path):
+    account = {"budget-ledger": str(tmp_path / "people.jsonl"), "population-delta": 0.1}
     with pytest.raises(UnfitSetting, match=r"population-epsilon=0.0 with a budget-ledger"):
-        configured.options(release(**account), task(), plan)
-    given = release(population_epsilon=1.0, budget=3.0, **account)
-    budget = configured.options(given, task(), plan)["budget"]
-    assert (budget.epsilon, budget.ledger) == (1.0, Path("/people.jsonl"))
+        start(tmp_path / "run", fedavg, **account)
+    strategy = started(tmp_path / "run", fedavg, **account, budget=3.0, **{"population-epsilon": 1})
+    budget = strategy.run.spending.budget
+    assert (budget.epsilon, budget.ledger) == (1.0, tmp_path / "people.jsonl")
 
 
-def start(path, strategy_of, *, planned=None, trained=None, **changes):
+def start(path, parts_of, *, planned=None, trained=None, wrapper=None, **changes):
+    """Start a run of the method and the plan that ``parts_of`` makes from the settings."""
     context = Context(
         run_id=1,
         node_id=0,
@@ -238,23 +221,36 @@ def start(path, strategy_of, *, planned=None, trained=None, **changes):
         state=RecordDict(),
         run_config={"run-directory": str(path), "rounds": 3, "connect-timeout": 5, **changes},
     )
-    grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    model_task = trained or task()
+    app = DPFedAvg.client_app(model_task, allow_seeded_noise=True)
+    grid = InProcessGrid(app, num_clients=CLIENTS)
     settings = configured.settings(Settings, context)
-    strategy = strategy_of(settings)
-    of_server = trained or task()
-    configured.start(grid, context, settings, of_server, strategy, planned_rounds=planned)
+    configured.start(
+        grid,
+        context,
+        settings,
+        model_task,
+        *parts_of(settings),
+        planned_rounds=planned,
+        wrapper=wrapper,
+    )
     return RunDirectory.open(path)
 
 
+def started(path, parts_of, **changes) -> FederatedStrategy:
+    """Return the strategy of a run after it."""
+    strategies = []
+
+    def kept(strategy):
+        strategies.append(strategy)
+        return strategy
+
+    start(path, parts_of, wrapper=kept, **changes)
+    return strategies[0]
+
+
 def fedavg(settings):
-    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    return FederatedStrategy(DPFedAvg(), plan, **configured.options(settings, task(), plan))
-
-
-def test_a_strategy_that_does_not_know_the_frozen_part_is_refused(tmp_path):
-    frozen = Task(model=Net, data=client_data, trainable=("head",), device="cpu")
-    with pytest.raises(InvalidValue, match=r"frozen='' .*: expected task\.fingerprint"):
-        start(tmp_path / "run", fedavg, trained=frozen)
+    return DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 
 
 def test_a_run_has_the_rounds_of_its_settings_or_of_its_planner(tmp_path):
@@ -271,8 +267,7 @@ def test_a_resumed_run_goes_as_far_beyond_its_planner_as_its_settings_say(tmp_pa
 
 
 def dp_fedavg(settings):
-    plan, method = plan_of(settings), DPFedAvg(local=configured.training(settings))
-    return FederatedStrategy(method, plan, **configured.options(settings, task(), plan))
+    return DPFedAvg(local=configured.training(settings)), plan_of(settings)
 
 
 def test_a_resumed_run_may_not_exceed_the_rounds_of_its_epsilon_and_stays_complete(tmp_path):
@@ -301,25 +296,19 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, logged):
 
 
 def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
-    done = start(tmp_path / "run", lambda settings: Upcycled(fedavg(settings), 0.5))
+    done = start(tmp_path / "run", fedavg, wrapper=Upcycled)
     assert done.status == "completed"
     assert len(done.client_metrics()) == CLIENTS
 
 
-def test_a_strategy_that_keeps_no_record_is_refused_by_name(tmp_path):
-    for strategy in (FedAvg(), Upcycled(FedAvg(), 0.5)):
-        with pytest.raises(InvalidValue, match="strategy=FedAvg: expected"):
-            start(tmp_path / type(strategy).__name__, lambda settings, given=strategy: given)
-
-
 def test_a_personal_part_that_the_model_lacks_ends_the_run_before_its_first_round(tmp_path):
-    def strategy(settings):
-        plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    def parts(settings):
         local = configured.training(settings)
-        return FederatedStrategy(DP2FedSAM(head=local, extractor=local, personal=("last",)), plan)
+        method = DP2FedSAM(head=local, extractor=local, personal=("last",))
+        return method, NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 
     with pytest.raises(InvalidValue, match="personal='last' names no parameter.*'head'"):
-        start(tmp_path / "run", strategy)
+        start(tmp_path / "run", parts)
     assert RunDirectory.open(tmp_path / "run").metrics() == []
 
 

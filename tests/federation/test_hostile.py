@@ -325,7 +325,7 @@ def test_a_server_that_noises_clips_whatever_comes():
     times(1e6)(replies[0], np.random.default_rng(0))
     strategy.aggregate_train(1, replies)
     assert strategy.refusals == []
-    asked = strategy.run.mechanism.protection(strategy.run.facts, 4)
+    asked = strategy.run.mechanism.protection(strategy.run.summary, 4)
     assert asked.largest_upload(9) == math.inf
 
 

@@ -52,13 +52,13 @@ from flower_ext.privacy.mechanisms.protections import (
     ProtectedByTraining,
     Protection,
 )
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task
 from tests.support import worlds
 from tests.support.jobs import train_one
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
 
@@ -80,7 +80,7 @@ KNOWN = LocalObjective(
 def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False):
     """Return the facts in a method's message under a plan."""
     method = MethodTraits(name="method", bounds_units=bounds_units)
-    run = RunFacts(
+    run = RunSummary(
         method=method,
         participations=Participations(),
         training={"local": EXACT},
@@ -776,7 +776,7 @@ def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(pert
     expected = perturbation_guarantees(
         perturbation,
         trained_objective,
-        run_facts(
+        run_summary(
             counts, num_examples=sizes, not_covered=["whether and when each client answered"]
         ),
         delta=1e-3,

@@ -3,10 +3,12 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import RefusedReply, records
 from flower_ext.federation.arrays import UnsentArray
 from flower_ext.federation.model_checks import shared_arrays
-from flower_ext.federation.replies import read_bytes, read_metrics, read_update
+from flower_ext.federation.replies import read_metrics, read_update
+from flower_ext.federation.sums.summation import bytes_record, single_message
 from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
 from tests.support.replies import reply, requests_of, training_message
@@ -165,17 +167,14 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     assert np.array_equal(unsent.numpy(), values)
 
 
-def test_bytes_travel_as_an_array_and_are_refused_in_any_other_length_or_type():
-    sent = records.to_arrays(records.to_record({"key": records.to_bytes_array(b"\0\x01\xff")}))
-    assert read_bytes(sent, "key", 3) == b"\0\x01\xff"
-    for wrong in (
-        {},
-        {"key": np.zeros(2, np.uint8)},
-        {"key": np.zeros((3, 1), np.uint8)},
-        {"key": np.zeros(3, np.int8)},
-    ):
-        with pytest.raises(RefusedReply, match="'key': expected 3 bytes"):
-            read_bytes(wrong, "key", 3)
+def test_bytes_travel_as_an_array_of_one_name_and_are_refused_in_any_other():
+    sent = records.to_arrays(bytes_record("key", b"\0\x01\xff"))
+    assert single_message(sent, "seed", "key") == ("key", b"\0\x01\xff")
+    for wrong in ({}, {"seed": sent["key"]}, {**sent, "seed": sent["key"]}):
+        with pytest.raises(InvalidValue, match=r"expected bytes \(uint8\) of one of \('key',\)"):
+            single_message(wrong, "key")
+    with pytest.raises(InvalidValue, match="{'key': 'int8'}"):
+        single_message({"key": np.zeros(3, np.int8)}, "key")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flower_ext.federation.population import Cohort
 from flower_ext.federation.training_round import norm_columns, read_honest_update
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining
 from tests.support.replies import reply
 from tests.support.worlds import initial, task
@@ -56,7 +56,7 @@ def limit(plan, norms=1.0):
 
 
 def protection_of(plan):
-    run = RunFacts(method=MethodTraits(name="test"), participations=Participations())
+    run = RunSummary(method=MethodTraits(name="test"), participations=Participations())
     return plan.protection(run, CLIENTS)
 
 

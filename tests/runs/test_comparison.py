@@ -11,7 +11,7 @@ from flower_ext.privacy import (
 from flower_ext.runs import NotARun, RunDirectory, write_comparison
 from flower_ext.runs.comparison import mean_and_std
 from tests.support.finished_runs import finished
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 
 
 def test_the_deviation_over_runs_is_the_sample_deviation():
@@ -124,7 +124,7 @@ def record_level(path, *, upcycled, epsilon, provable):
         objective=objective,
         delta=1e-3,
     )
-    guarantees = plan.guarantees(run_facts({0: 2, 1: 2}, num_examples={0: 90, 1: 45}))
+    guarantees = plan.guarantees(run_summary({0: 2, 1: 2}, num_examples={0: 90, 1: 45}))
     assert {g.basis for g in guarantees} == {"published", "provable"}
     run.save_guarantees(
         [replace(g, epsilon=epsilon if g.basis == "published" else provable) for g in guarantees]

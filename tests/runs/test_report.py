@@ -12,7 +12,7 @@ from flower_ext.runs import NotARun, RunDirectory, report, write_comparison, wri
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished
 from tests.support.guarantees import client_level
-from tests.support.run_facts import worst_case
+from tests.support.run_summary import worst_case
 
 
 @pytest.fixture(autouse=True)

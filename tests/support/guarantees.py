@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from tests.support.run_facts import METHOD, run_facts
+from tests.support.run_summary import METHOD, run_summary
 
 
 def client_level(plan, participations, *, memory=False, **facts):
     """Return the guarantees of ``plan`` for clients with these participations."""
     method = replace(METHOD, keeps_memory=memory)
-    return plan.guarantees(run_facts(method=method, participations=participations, **facts))
+    return plan.guarantees(run_summary(method=method, participations=participations, **facts))
 
 
 def by_view(plan, participations, **facts):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from flower_ext.privacy import ClippedSteps, PoissonSampling, ReleasePlan
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 
 

@@ -78,7 +78,7 @@ def play(dialogue, silos, counts, asked, answered):
         except StopIteration as end:
             return end.value
         answers = {
-            at: silos[at].answer(step.name, question, lambda limit, at=at: counts[at])
+            at: silos[at].answer(step.name, question, counts[at])
             for at, question in step.questions.items()
         }
         asked.append((step.name, step.questions))

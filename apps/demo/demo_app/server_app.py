@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 from demo_app.settings import Settings
 from demo_app.task import SOURCES, task_of
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, Method, configured
+from flower_ext.federation import Method, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
 
 app = ServerApp()
@@ -18,10 +18,8 @@ def main(grid: Grid, context: Context) -> None:
     settings = configured.settings(Settings, context)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    options = configured.options(settings, task, plan)
-    strategy = FederatedStrategy(method_of(settings), plan, **options)
     notes = {"data-source": SOURCES[settings.dataset]}
-    configured.start(grid, context, settings, task, strategy, notes=notes)
+    configured.start(grid, context, settings, task, method_of(settings), plan, notes=notes)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:

@@ -10,7 +10,7 @@ from dp_ditto_app.plans import WITHOUT_PRIVACY, local_training, plan_of
 from dp_ditto_app.settings import Settings
 from dp_ditto_app.task import task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
-from flower_ext.federation import FederatedStrategy, Method, configured
+from flower_ext.federation import Method, configured
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
 from flower_ext.training.models import parameter_count
@@ -35,13 +35,19 @@ def main(grid: Grid, context: Context) -> None:
     pilot = pilot_of(settings, task)
     rounds = planned_rounds(settings, task, pilot, plan_of=partial(plan_of, settings))
     plan = plan_of(settings, rounds)
-    options = configured.options(settings, task, plan)
     exposed, callbacks = [], []
     if pilot is not None:
         exposed, callbacks = [PILOT], [PilotFile(pilot, parameter_count(task.model()))]
-    strategy = FederatedStrategy(method_of(settings), plan, exposed=exposed, **options)
     configured.start(
-        grid, context, settings, task, strategy, planned_rounds=rounds, callbacks=callbacks
+        grid,
+        context,
+        settings,
+        task,
+        method_of(settings),
+        plan,
+        exposed=exposed,
+        planned_rounds=rounds,
+        callbacks=callbacks,
     )
 
 

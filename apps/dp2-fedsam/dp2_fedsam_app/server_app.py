@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 from dp2_fedsam_app.settings import Settings
 from dp2_fedsam_app.task import task_of
 from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedSAM
-from flower_ext.federation import FederatedStrategy, Method, configured
+from flower_ext.federation import Method, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
 from flower_ext.runs.settings import UnfitSetting
 
@@ -17,8 +17,14 @@ SHARED_MODEL = {
     "dp-fedsam-ft": DPFedSAM,
     "fedavg": DPFedAvg,
 }
-PERSONAL_HEAD = {"centaur": Centaur, "dp2-fedsam": DP2FedSAM, "p-fedsam": DP2FedSAM}
-WITHOUT_PRIVACY = ("fedavg", "p-fedsam")
+OWN_HEAD = "own-head"
+PERSONAL_HEAD = {
+    "centaur": Centaur,
+    "dp2-fedsam": DP2FedSAM,
+    "p-fedsam": DP2FedSAM,
+    OWN_HEAD: DP2FedSAM,
+}
+WITHOUT_PRIVACY = ("fedavg", "p-fedsam", OWN_HEAD)
 
 app = ServerApp()
 
@@ -29,9 +35,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = configured.settings(Settings, context)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    options = configured.options(settings, task, plan)
-    strategy = FederatedStrategy(method_of(settings), plan, **options)
-    configured.start(grid, context, settings, task, strategy)
+    configured.start(grid, context, settings, task, method_of(settings), plan)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
@@ -61,7 +65,7 @@ def method_of(settings: Settings) -> Method:
     )
     return PERSONAL_HEAD[method](
         head=head,
-        extractor=sam,
+        extractor=configured.training(settings, epochs=0) if method == OWN_HEAD else sam,
         adapt_before_evaluation=settings.adapt_before_evaluation,
         server_learning_rate=rate,
     )

@@ -16,7 +16,7 @@ from flower_ext.runs.shared_settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings):
-    """Client-level privacy on one data set, by seven methods."""
+    """Client-level privacy on one data set, by seven methods, and a control."""
 
     method: Literal[
         "dp2-fedsam",
@@ -27,7 +27,11 @@ class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSetti
         "dp-fedsam-ft",
         "fedavg",
         "p-fedsam",
-    ] = setting("the last two without privacy")
+        "own-head",
+    ] = setting(
+        "the last three without privacy; own-head trains no extractor, as a control: it keeps the "
+        "first one"
+    )
     dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "femnist", "letters"] = setting(
         "digits come with the package"
     )

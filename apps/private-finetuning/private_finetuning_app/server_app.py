@@ -1,5 +1,7 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
+from functools import partial
+
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -11,7 +13,7 @@ from flower_ext.algorithms import (
     UldpAvg,
     Upcycled,
 )
-from flower_ext.federation import FederatedStrategy, Method, configured
+from flower_ext.federation import Method, configured
 from flower_ext.privacy import NonPrivatePlan, PoissonSampling, ReleasePlan
 from flower_ext.runs.settings import UnfitSetting
 from private_finetuning_app.settings import Settings
@@ -49,11 +51,9 @@ def main(grid: Grid, context: Context) -> None:
         )
     plan, task = plan_of(settings), task_of(context)
     client_data(source_of(settings), shares_of(settings), 0)  # missing data end the run here
-    options = configured.options(settings, task, plan)
-    strategy = FederatedStrategy(method_of(settings), plan, **options)
-    if settings.upcycled:
-        strategy = Upcycled(strategy, settings.upcycling_coefficient)
-    configured.start(grid, context, settings, task, strategy)
+    upcycled = partial(Upcycled, coefficient=settings.upcycling_coefficient)
+    wrapper = upcycled if settings.upcycled else None
+    configured.start(grid, context, settings, task, method_of(settings), plan, wrapper=wrapper)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:

@@ -6,7 +6,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.federation import FederatedStrategy, Method, configured
+from flower_ext.federation import Method, configured
 from flower_ext.runs.settings import UnfitSetting
 from uldp_fl_app.plans import PRIVATE, dp_sgd, plan_of, server_learning_rate
 from uldp_fl_app.private_weighting import private_sum_of
@@ -51,11 +51,8 @@ def main(grid: Grid, context: Context) -> None:
         )
     task = task_of(context)  # missing data end the run here
     method = method_of(settings)
-    plan = plan_of(settings, method)
-    options = configured.options(settings, task, plan)
     weighted = private_sum_of(settings) if settings.method in PRIVATE else None
-    strategy = FederatedStrategy(method, plan, sum=weighted, **options)
-    configured.start(grid, context, settings, task, strategy)
+    configured.start(grid, context, settings, task, method, plan_of(settings, method), sum=weighted)
 
 
 def method_of(settings: Settings) -> Method:

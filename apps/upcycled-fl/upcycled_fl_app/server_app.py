@@ -1,12 +1,14 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
+from functools import partial
+
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import Coefficient, Decaying, proximal_ratio
-from flower_ext.federation import FederatedStrategy, Method, Stragglers, configured
+from flower_ext.federation import Method, Stragglers, configured
 from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
 from flower_ext.runs.settings import UnfitSetting
 from upcycled_fl_app.plans import local_training, plan_of
@@ -25,16 +27,17 @@ def main(grid: Grid, context: Context) -> None:
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
     ratio = settings.straggler_ratio
-    strategy = FederatedStrategy(
+    configured.start(
+        grid,
+        context,
+        settings,
+        task,
         method_of(plan, settings),
         plan,
         stragglers=Stragglers(ratio=ratio) if ratio else None,
-        **configured.options(settings, task, plan),
+        wrapper=partial(Upcycled, coefficient=coefficient) if settings.upcycled else None,
+        notes={"data-source": data_facts(settings).source, "model": model_name(settings)},
     )
-    if settings.upcycled:
-        strategy = Upcycled(strategy, coefficient)
-    notes = {"data-source": data_facts(settings).source, "model": model_name(settings)}
-    configured.start(grid, context, settings, task, strategy, notes=notes)
 
 
 def coefficient_of(settings: Settings) -> float | Coefficient:

@@ -66,7 +66,7 @@ from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
 from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
 from flower_ext.training import LocalTraining
@@ -209,7 +209,7 @@ class UldpAvg(Method):
         return DISCLOSURES[self.weighting]
 
     def claims(
-        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 5, and what is provable against each adversary for this run's samples."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))

@@ -52,7 +52,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.training import DpSgdTraining, LocalTraining, train_dp_sgd
 
 LIMITS = "limits"
@@ -175,8 +175,8 @@ class UldpGroup(Method):
         }
         return replace(cohort, requests=requests)
 
-    def facts(self, run: RunFacts, state: State) -> RunFacts:
-        """Return the facts of the run with k, once it is known."""
+    def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
+        """Return the run's summary with k, once it is known."""
         limits = state.server.get(LIMITS)
         known = self.group_size if isinstance(self.group_size, int) else None
         return replace(run, group_size=known if limits is None else int(limits["k"]))

@@ -25,7 +25,7 @@ from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 from flower_ext.training import LocalTraining
 
@@ -88,7 +88,7 @@ class UldpNaive(Method):
         )
 
     def claims(
-        self, plan: PrivacyPlan, run: RunFacts, state: State, summation: Summation
+        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 3, and what is provable against a server that sees each upload."""
         sums = super().mechanism(plan)

@@ -42,10 +42,8 @@ from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import (
     Opening,
     OpenSum,
-    SealedUpdate,
     Summation,
     bytes_record,
-    message_of,
     single_message,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -148,15 +146,11 @@ class OpenMaskedSum(OpenSum):
         delivery = self._deliveries[self._members[partition]]
         return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
-    def read(self, reply: Message) -> SealedUpdate:
-        """Read a masked contribution; raise `RefusedReply` for anything else."""
-        metrics = read_metrics(reply)
-        message = self._read(reply, MaskedInput, records.UPDATE)
-        return SealedUpdate({}, metrics, message)
-
-    def add(self, partition: int, update: records.Update) -> None:
-        """Add a masked contribution; refuse one that does not fit the round."""
-        self._take(message_of(update), self._server.add_masked)
+    def read(self, reply: Message) -> records.Update:
+        """Read a masked contribution and add it: sums of whole numbers have no order."""
+        metrics, arrays = read_metrics(reply), read_answer(reply, records.UPDATE)
+        self._server.add_masked(self._message(reply, arrays, MaskedInput))
+        return records.Update(arrays, metrics)
 
     def close(self) -> Aggregate:
         """Unmask the sum with the clients' help, and release its mean.
@@ -198,33 +192,22 @@ class OpenMaskedSum(OpenSum):
         kind: type[T],
         add: Callable[[T], None],
     ) -> None:
-        """Send members the messages of a stage, and add each accepted answer."""
+        """Send members the messages of a stage, and add each answer when it arrives."""
         contents = {
             self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
         }
         requests = self._clients.request("query", contents, self._opening.server_round)
-        answers = requests.accepted(
-            self._clients.replies(requests.messages),
-            lambda reply: self._read(reply, kind, records.ANSWER),
-        )
-        for _, answer in sorted(answers):
-            self._take(answer, add)
+        replies = self._clients.replies(requests.messages)
+        for _ in requests.accepted(
+            replies, lambda reply: add(self._message(reply, read_answer(reply), kind))
+        ):
+            pass  # an answer that breaks the protocol is refused like any other reply
 
-    def _take(self, message: T, add: Callable[[T], None]) -> None:
-        """Add a message; refuse it if it breaks the protocol."""
-        try:
-            add(message)
-        except (ProtocolError, InvalidValue) as error:
-            self._refuse(f"client {self._partitions[message.member]}: {error}")
-
-    def _read(self, reply: Message, kind: type[T], record: str) -> T:
-        arrays = read_answer(reply, record)
-        if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
-            raise RefusedReply(
-                f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
-            )
-        message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
+    def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
+        """Return the message of a member, which must be the client that sent it."""
+        _, data = single_message(arrays, SENT)
+        message = kind.from_bytes(data, self._context)
         partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
             raise RefusedReply(
@@ -262,9 +245,8 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order.
     """
     with knowing_no_data():
-        stage, data = single_message(
-            records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        )
+        content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+        stage, data = single_message(content, BEGIN, KEYS, QUESTION)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: Advert | SealedShares | Revealed
@@ -272,10 +254,8 @@ def answer(message: Message, context: Context, method: str) -> Message:
             reply = member.advertise()
         elif stage == KEYS:
             reply = member.share(Keys.from_bytes(data, member.context))
-        elif stage == QUESTION:
-            reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         else:
-            raise ProtocolError(f"stage {stage!r}: expected {BEGIN}, {KEYS} or {QUESTION}")
+            reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())
     return Message(
         RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
@@ -301,9 +281,7 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        stage, data = single_message(message)
-        if stage != DELIVERY:
-            raise ProtocolError(f"stage {stage!r}: expected {DELIVERY}")
+        _, data = single_message(message, DELIVERY)
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())

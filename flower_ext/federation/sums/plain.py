@@ -34,7 +34,8 @@ class _OpenPlainSum(OpenSum):
     def read(self, reply: Message) -> Update:
         return self._opening.read(reply)
 
-    def add(self, partition: int, update: Update) -> None:
+    # Floating-point sums depend on the order, and must not depend on who answers first.
+    def add(self, update: Update) -> None:
         arrays = update.arrays
         if self._mechanism.weighs_examples:
             size = update.metrics["num-examples"]

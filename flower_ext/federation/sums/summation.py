@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -17,7 +16,7 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update, to_bytes_array, to_record
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +50,8 @@ class Opening:
     read: Callable[[Message], Update]
 
 
-@dataclass(frozen=True)
-class SealedUpdate(Update):
-    """A client's message to a sum, which the server cannot read, and the metrics beside it."""
-
-    message: Any = None
-
-
 class OpenSum(ABC):
-    """The sum of one round. Call `read` and `add` for each reply, and then `close`.
+    """The sum of one round. Call `read` for each reply, `add` for what it returns, then `close`.
 
     Attributes
     ----------
@@ -78,11 +70,13 @@ class OpenSum(ABC):
 
     @abstractmethod
     def read(self, reply: Message) -> Update:
-        """Read a client's contribution; raise `RefusedReply` for anything else."""
+        """Read a client's contribution when it arrives; raise an error to refuse it.
 
-    @abstractmethod
-    def add(self, partition: int, update: Update) -> None:
-        """Add the contribution of one client, as `read` returned it."""
+        A sum that does not depend on the order of its contributions adds them here.
+        """
+
+    def add(self, update: Update) -> None:  # noqa: B027 - most sums add in `read`
+        """Add a contribution, as `read` returned it, in the order of partitions."""
 
     @abstractmethod
     def close(self) -> Aggregate:
@@ -164,29 +158,23 @@ class Summation(ABC):
         """Restore the `state` of a checkpoint; after `connect` if the run continues."""
 
 
-def message_of(update: Update) -> Any:
-    """Return the message of a `SealedUpdate`."""
-    assert isinstance(update, SealedUpdate)
-    return update.message
-
-
 def bytes_record(name: str, data: bytes) -> ArrayRecord:
     """Return a record with one array of bytes."""
     return to_record({name: to_bytes_array(data)})
 
 
-def single_message(arrays: Arrays) -> tuple[str, bytes]:
-    """Return the name and the bytes of the one array in the server's record.
+def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
+    """Undo `bytes_record`: return the name, one of ``names``, and the bytes of the one array.
 
     Raises
     ------
     InvalidValue
-        There is another number of arrays, or the array has no bytes.
+        There is another number of arrays, or the array has another name, or no bytes.
     """
     with knowing_no_data():
-        if len(arrays) != 1:
-            raise InvalidValue(f"the server's message has arrays {sorted(arrays)}: expected one")
-        ((name, array),) = arrays.items()
-        if array.dtype != np.uint8:
-            raise InvalidValue(f"{name!r} in the server's message is {array.dtype}: expected bytes")
-        return name, array.tobytes()
+        if len(arrays) == 1:
+            ((name, array),) = arrays.items()
+            if name in names and array.dtype == np.uint8:
+                return name, array.tobytes()
+        types = {name: str(array.dtype) for name, array in arrays.items()}
+        raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")

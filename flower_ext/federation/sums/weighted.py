@@ -37,15 +37,14 @@ from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Update
-from flower_ext.federation.replies import RefusedReply, read_answer, read_bytes, read_metrics
+from flower_ext.federation.replies import read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import (
     Opening,
     OpenSum,
-    SealedUpdate,
     Summation,
     bytes_record,
-    message_of,
+    single_message,
 )
 from flower_ext.privacy import (
     AdversaryView,
@@ -54,7 +53,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, Step
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
@@ -243,25 +242,21 @@ class OpenWeightedSum(OpenSum):
         """Return the encrypted weights, the same for all silos."""
         return {records.WEIGHTED_SUM: self._weights}
 
-    def read(self, reply: Message) -> SealedUpdate:
-        """Read a silo's masked sum of this round, or its notice that it has lost its keys."""
-        arrays = read_answer(reply, records.UPDATE)
-        if set(arrays) == {LOST} and read_bytes(arrays, LOST, 1) == b"\0":
-            return SealedUpdate({}, {})
-        if set(arrays) != {SUM}:
-            raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r}")
-        server = self._summation.server
-        data = read_bytes(arrays, SUM, server.sum_type.size(server.settings))
-        try:
-            silo = self._opening.clients.partition_of(reply)
-            message = server.read_sum(silo, data)
-        except (ProtocolError, ValueError) as error:
-            raise RefusedReply(str(error)) from error
-        return SealedUpdate({}, read_metrics(reply), message)
+    def read(self, reply: Message) -> Update:
+        """Keep a silo's masked sum of this round, or its notice that it has lost its keys.
 
-    def add(self, partition: int, update: Update) -> None:
-        """Keep a silo's masked sum: nothing is added up before all silos have answered."""
-        self._messages[partition] = message_of(update)
+        Nothing is added up before all silos have answered.
+        """
+        arrays = read_answer(reply, records.UPDATE)
+        name, data = single_message(arrays, SUM, LOST)
+        silo = self._opening.clients.partition_of(reply)
+        if name == LOST:
+            self._messages[silo] = None
+            return Update({}, {})
+        message = self._summation.server.read_sum(silo, data)
+        metrics = read_metrics(reply)
+        self._messages[silo] = message
+        return Update(arrays, metrics)
 
     def close(self) -> Aggregate:
         """Decrypt the sum over all silos, and release its mean.
@@ -273,7 +268,7 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first sums of the run were all spoiled.
         """
-        if lost := [silo for silo, message in self._messages.items() if message is None]:
+        if lost := sorted(silo for silo, message in self._messages.items() if message is None):
             self._summation.keys_lost = True
             raise RoundDiscarded(
                 f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
@@ -340,17 +335,8 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
 
 def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
     """Ask silos for one step of the protocol, and return the bytes in their answers."""
-    answering = step.questions if step.answering is None else step.answering
-    speakers = {clients.nodes[silo] for silo in answering}
-
-    def read(reply: Message) -> bytes:
-        arrays = read_answer(reply)
-        if reply.metadata.src_node_id not in speakers:
-            return b""
-        return read_bytes(arrays, step.name, step.length)
-
-    messages = {
-        silo: {records.WEIGHTED_SUM: bytes_record(step.name, message)}
-        for silo, message in step.questions.items()
+    contents = {
+        silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
+        for silo, question in step.questions.items()
     }
-    return clients.query(messages, read)
+    return clients.query(contents, lambda reply: single_message(read_answer(reply), step.name)[1])

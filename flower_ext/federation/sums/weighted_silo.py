@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,13 @@ from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import bytes_record, single_message
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
-from flower_ext.secure.weighting.agreement import BEGIN
+from flower_ext.secure.weighting.agreement import BEGIN, COUNT, DRAW, KEYS
 from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
 from flower_ext.training.params import flat_rows
 
 if TYPE_CHECKING:  # they need the extra ``weighting``, and are imported by their protocol's name
-    from flower_ext.secure.weighting.silo_party import SiloParty, SiloSum
+    from flower_ext.secure.weighting.silo_party import SiloParty
 
 log = getLogger("flwr")
 
@@ -81,7 +80,7 @@ def answer(
         The server's message is malformed, or the data have no owners.
     """
     with _protocol_errors():
-        step, content = single_message(message)
+        step, content = single_message(message, BEGIN, KEYS, COUNT, DRAW)
         is_first = step == BEGIN
         silo = _begin(content, partition, vault, may_simulate) if is_first else stored_silo(vault)
         if silo is None:
@@ -89,8 +88,10 @@ def answer(
                 f"silo {partition} has no keys of this run: name a state-folder in its "
                 "node config, so that keys outlive the SuperNode, and start the run anew"
             )
-        reply = silo.answer(step, content, partial(counts_of, data, silo.settings.users))
-    return bytes_record(step, reply) if reply else ArrayRecord()
+        settings, counts = silo.settings, list[int]()
+        if step == COUNT:
+            counts = counts_of(data, settings.users, settings.record_limit(silo.index))
+        return bytes_record(step, silo.answer(step, content, counts))
 
 
 def _begin(
@@ -169,12 +170,10 @@ def open_part(
     if (silo := stored_silo(vault)) is None:
         return LostPart(clipping_norm)
     with _protocol_errors():
-        name, weights = single_message(message)
-        if name != WEIGHTS:
-            raise ProtocolError(f"{name!r}: expected {WEIGHTS!r}")
+        _, weights = single_message(message, WEIGHTS)
         if users != silo.settings.users:
             raise ProtocolError(f"{users} users: expected {silo.settings.users}")
-        return SiloPart(silo, number, partial(silo.open_sum, number, weights), clipping_norm)
+        return SiloPart(silo, number, weights, clipping_norm)
 
 
 class LostPart:
@@ -204,20 +203,17 @@ class SiloPart:
     silo : SiloParty
     number : int
         Number of the round.
-    begin : Callable[[], SiloSum]
-        Begins the sum of the round; a second sum may replace the first one, which never leaves.
+    weights : bytes
+        The server's message of the round.
     clipping_norm : float
     """
 
     def __init__(
-        self,
-        silo: SiloParty[Any, Any],
-        number: int,
-        begin: Callable[[], SiloSum],
-        clipping_norm: float,
+        self, silo: SiloParty[Any, Any], number: int, weights: bytes, clipping_norm: float
     ) -> None:
-        self._silo, self._number, self._begin, self._norm = silo, number, begin, clipping_norm
-        self._sum, self._counted = begin(), frozenset(silo.counted)
+        self._silo, self._number, self._weights = silo, number, weights
+        self._norm, self._counted = clipping_norm, frozenset(silo.counted)
+        self._sum = silo.open_sum(number, weights)
         self._error: Exception | None = None
         self._started, self._seconds = time.monotonic(), 0.0
 
@@ -282,4 +278,5 @@ class SiloPart:
                 type(error).__name__,
                 exc_info=error,
             )
-            return self._begin().finish(noise)
+            # A fresh sum replaces the first one, which never leaves.
+            return self._silo.open_sum(self._number, self._weights).finish(noise)

@@ -1,4 +1,4 @@
-"""Releases: the facts of noised sums that accounting needs, and their events in dp-accounting.
+"""Releases: noised sums as accounting sees them, and their events in dp-accounting.
 
 The two accountants of dp-accounting 0.6 read replace-one differently: PLD doubles a Gaussian's
 sensitivity, RDP does not. This module therefore passes a Gaussian of sensitivity 2 for replace-one
@@ -54,7 +54,7 @@ class PrivacyLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """The facts of one noised sum that accounting needs.
+    """One noised sum, as accounting sees it.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ _NO_PRIVACY = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd:
-    """Facts of one silo's DP-SGD that accounting needs, over one training or several.
+    """One silo's DP-SGD as accounting sees it, over one training or several.
 
     Parameters
     ----------

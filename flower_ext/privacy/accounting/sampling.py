@@ -120,7 +120,7 @@ def sampling_to_dict(sampling: Sampling) -> dict[str, Any]:
     return {"kind": kind, **asdict(sampling)}
 
 
-def sampling_from_dict(facts: Mapping[str, Any]) -> Sampling:
+def sampling_from_dict(entry: Mapping[str, Any]) -> Sampling:
     """Return the sampler that `sampling_to_dict` wrote.
 
     Raises
@@ -128,7 +128,7 @@ def sampling_from_dict(facts: Mapping[str, Any]) -> Sampling:
     ValueError
         The kind is unknown, or a number is out of range.
     """
-    fields = dict(facts)
+    fields = dict(entry)
     kind = fields.pop("kind", None)
     if kind not in _KINDS:
         raise InvalidValue(f"sampling kind={kind!r}: expected one of {', '.join(_KINDS)}")

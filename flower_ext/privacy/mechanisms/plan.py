@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import array_api_compat as api
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+
+if TYPE_CHECKING:
+    from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 
 
 class RoundDiscarded(RuntimeError):
@@ -34,7 +41,7 @@ class Aggregate:
 class PrivacyPlan(ABC):
     """A user's decisions about the privacy of a run, from which its mechanism is made.
 
-    A plan is frozen. It knows about a run only what `RunFacts` say.
+    A plan is frozen. It knows about a run only what its `RunSummary` says.
 
     Attributes
     ----------
@@ -52,7 +59,7 @@ class PrivacyPlan(ABC):
         """The number of rounds for which the noise was chosen; None if it was chosen otherwise."""
         return None
 
-    def num_units(self, run: RunFacts) -> int | None:
+    def num_units(self, run: RunSummary) -> int | None:
         """Return the number of privacy units, against which δ is judged; None if not known."""
         return None
 
@@ -82,6 +89,8 @@ class RoundMechanism(ABC):
         Draws the cohorts.
     delta : float, optional
         As in `PrivacyPlan`.
+    queries : Sequence[VectorQuery]
+        Queries beside the training, counted in the same ε.
     """
 
     tells_sizes: ClassVar[bool] = False
@@ -91,6 +100,12 @@ class RoundMechanism(ABC):
 
     sampling: Sampling
     delta: float | None
+    queries: Sequence[VectorQuery] = ()
+
+    @property
+    def secure_sum(self) -> SecureSum | None:
+        """Settings of the secure sums that hide single uploads; None without any."""
+        return None
 
     @property
     def release(self) -> Release | None:
@@ -114,7 +129,15 @@ class RoundMechanism(ABC):
         """
         return False
 
-    def check_training(self, run: RunFacts) -> None:  # noqa: B027 - by default any
+    def of_query(self, query: VectorQuery) -> NoisedSum:
+        """Return the mechanism of one release of a query, which is one of `queries`."""
+        raise NotImplementedError(f"{type(self).__name__} has no queries")
+
+    def count_answer(self, query: VectorQuery, participations: Participations) -> None:
+        """Count one release of a query, which is one of `queries`."""
+        raise NotImplementedError(f"{type(self).__name__} has no queries")
+
+    def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
         """Refuse local training that the plan does not cover.
 
         Raises
@@ -123,7 +146,7 @@ class RoundMechanism(ABC):
             The message names the setting and the value that the plan expects.
         """
 
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the protection that each client of a cohort applies to its upload."""
         return None
 
@@ -148,11 +171,11 @@ class RoundMechanism(ABC):
             Too few clients answered.
         """
 
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the guarantees that hold after the rounds so far."""
         return []
 
-    def spent(self, run: RunFacts) -> dict[str, float]:
+    def spent(self, run: RunSummary) -> dict[str, float]:
         """Return ε so far, by basis, for the log and the report's figures."""
         if not run.participations.rounds:
             return {}

@@ -10,7 +10,7 @@ from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.plan import PlainAverage
 from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 
 
@@ -40,7 +40,7 @@ class GroupPlan(PlainAverage):
     def __post_init__(self) -> None:
         require_delta(self.delta)
 
-    def num_units(self, run: RunFacts) -> int | None:
+    def num_units(self, run: RunSummary) -> int | None:
         """Return the number of users."""
         return self.users
 
@@ -52,11 +52,11 @@ class GroupPlan(PlainAverage):
             f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
         )
 
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the protection by training: each silo's own steps add the noise."""
         return ProtectedByTraining()
 
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return `uldp_group_guarantees` for the rounds so far; empty before k is known."""
         rounds = run.participations.rounds
         if rounds == 0 or run.group_size is None:

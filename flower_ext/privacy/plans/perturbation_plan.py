@@ -13,7 +13,7 @@ from flower_ext.checks import require_delta
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.plan import PlainAverage
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarantees
 
@@ -30,7 +30,7 @@ class PerturbationPlan(PlainAverage):
     perturbation : Perturbation
         Output or objective perturbation.
     objective : LocalObjective
-        Known facts about the local problem, for the theorems.
+        Known properties of the local problem, for the theorems.
     delta : float
         In (0, 1).
     """
@@ -49,8 +49,8 @@ class PerturbationPlan(PlainAverage):
         """Describe the plan in words, for the log."""
         return f"{self.sampling.describe()} · {self.perturbation}"
 
-    def objective_in(self, run: RunFacts) -> LocalObjective:
-        """Return the facts of the local problem, completed by the method's training."""
+    def objective_in(self, run: RunSummary) -> LocalObjective:
+        """Return the properties of the local problem, completed by the method's training."""
         weight = run.proximal_weight
         tolerances = [training.tolerance for training in run.training.values()]
         exact = weight > 0 and all(tolerances)
@@ -78,24 +78,24 @@ class PerturbationPlan(PlainAverage):
         least = max(float(kind.smallest_subnormal) / 2 for kind in kinds)
         return max(relative, 2.0**-24) + math.sqrt(numbers) * least / norm
 
-    def num_units(self, run: RunFacts) -> int:
+    def num_units(self, run: RunSummary) -> int:
         """Return the number of records that clients have reported."""
         return sum(run.num_examples.values())
 
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the perturbation that each client applies."""
         if isinstance(self.perturbation, OutputPerturbation):
             return self.perturbation
         least = self.objective_in(run).least_examples()
         return replace(self.perturbation, least_examples=least)
 
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the published and the provable guarantee; ε is the largest of any client."""
         return perturbation_guarantees(
             self.perturbation, self.objective_in(run), run, delta=self.delta
         )
 
-    def spent(self, run: RunFacts) -> dict[str, float]:
+    def spent(self, run: RunSummary) -> dict[str, float]:
         """Return the mean ε over clients (the paper's ε̄) and the largest, if they are finite."""
         by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
         published, provable = (

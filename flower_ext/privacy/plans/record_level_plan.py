@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
+from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Basis, Guarantee
 from flower_ext.privacy.mechanisms.plan import PlainAverage, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees, dp_ditto_noise_stddev
+from flower_ext.privacy.theorems.dp_ditto_theorem import (
+    RecordLevelTerms,
+    dp_ditto_guarantees,
+    dp_ditto_noise_stddev,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordLevelPlan(PlainAverage):
+class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     """A plan in which each client clips and noises the local model that it uploads in every round.
 
     Privacy unit: one record of one client, replaced by another. The server sees every upload.
@@ -46,27 +49,6 @@ class RecordLevelPlan(PlainAverage):
     """
 
     client_protects = True
-
-    clipping_norm: float
-    noise_stddev: float
-    num_examples: int
-    rounds: int
-    delta: float
-    steps: ClippedSteps | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.sampling, FullParticipation):
-            raise InvalidValue(
-                f"sampling={self.sampling!r}: expected FullParticipation: every client uploads in "
-                "every round"
-            )
-        require_positive("clipping_norm", self.clipping_norm)
-        require_positive("noise_stddev", self.noise_stddev)
-        require_at_least_one("num_examples", self.num_examples)
-        require_at_least_one("rounds", self.rounds)
-        require_delta(self.delta)
-        if self.steps is not None:
-            self.steps.require_examples(self.num_examples)
 
     @classmethod
     def for_target(
@@ -116,11 +98,6 @@ class RecordLevelPlan(PlainAverage):
             steps=steps,
         )
 
-    @property
-    def upload_stddev(self) -> float:
-        """σ_u of each weight of an upload; with ``steps``, the noise of all steps added up."""
-        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
-
     def describe(self) -> str:
         """Describe the plan in words, for the log."""
         noise = f"noise stddev {self.noise_stddev:.4g}"
@@ -136,7 +113,7 @@ class RecordLevelPlan(PlainAverage):
         """Number of rounds T."""
         return self.rounds
 
-    def num_units(self, run: RunFacts) -> int:
+    def num_units(self, run: RunSummary) -> int:
         """Return the number of records on all clients."""
         return self.sampling.population * self.num_examples
 
@@ -152,7 +129,7 @@ class RecordLevelPlan(PlainAverage):
             )
         return self
 
-    def check_training(self, run: RunFacts) -> None:
+    def check_training(self, run: RunSummary) -> None:
         """Refuse local training that differs from the steps for which the plan accounts."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
@@ -175,7 +152,7 @@ class RecordLevelPlan(PlainAverage):
                     "steps"
                 )
 
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the noise of each client's model, or of each local step."""
         if self.steps is None:
             return OutputPerturbation(
@@ -190,19 +167,14 @@ class RecordLevelPlan(PlainAverage):
             num_examples=self.num_examples,
         )
 
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the published and the provable guarantee.
 
         Both count an upload of every client in every round.
         """
         return dp_ditto_guarantees(
-            clipping_norm=self.clipping_norm,
-            noise_stddev=self.noise_stddev,
-            num_clients=self.sampling.population,
-            num_examples=self.num_examples,
+            self,
             rounds=run.participations.rounds,
-            delta=self.delta,
-            steps=self.steps,
             secure_noise=run.secure_noise,
             not_covered=run.not_covered,
         )

@@ -22,7 +22,7 @@ from flower_ext.privacy.mechanisms.protections import (
     ProtectedByServer,
     Protection,
 )
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 
@@ -138,7 +138,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         """Planned number of rounds, T."""
         return self.rounds
 
-    def num_units(self, run: RunFacts) -> int:
+    def num_units(self, run: RunSummary) -> int:
         """Return the size of the population from which units are drawn."""
         return self.sampling.population
 
@@ -168,7 +168,7 @@ class ReleaseMechanism(NoisedSum):
         """True if clients add the noise."""
         return not self.noised_by_server
 
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the bound and one client's share of the noise in a cohort of that size."""
         if cohort_size == 0:  # nobody is asked; the server adds the whole noise
             return None
@@ -206,11 +206,11 @@ class ReleaseMechanism(NoisedSum):
             in_upload=worth * parameters.least_answers,
         )
 
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the provable guarantees against each adversary, if the units are the clients."""
         return client_level_guarantees(self, run, self.releases(run.participations))
 
-    def spent(self, run: RunFacts) -> dict[str, float]:
+    def spent(self, run: RunSummary) -> dict[str, float]:
         """Return ε against an adversary that sees the released models."""
         loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
         return {"epsilon_provable": loss.epsilon}

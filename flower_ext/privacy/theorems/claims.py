@@ -14,7 +14,7 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """The facts that all guarantees of a run have in common.
+    """The fields that all guarantees of a run have in common.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.theorems.claims import (
     DISCRETE,
@@ -45,7 +45,7 @@ _MEMORY = (
 
 
 def client_level_guarantees(
-    mechanism: NoisedSum, run: RunFacts, releases: Mapping[Release, int]
+    mechanism: NoisedSum, run: RunSummary, releases: Mapping[Release, int]
 ) -> list[Guarantee]:
     """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
 
@@ -132,7 +132,7 @@ def client_level_guarantees(
     ]
 
 
-def _hidden_cohorts(mechanism: NoisedSum, run: RunFacts) -> tuple[str, ...]:
+def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     """Return the assumptions under which sampling amplifies; none if everyone takes part."""
     if isinstance(mechanism.sampling, FullParticipation):
         return ()

@@ -19,7 +19,7 @@ from flower_ext.checks import require_at_least_one, require_delta, require_posit
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -92,7 +92,7 @@ def dp2_fedsam_theorem2_noise_multiplier(
     return math.sqrt(7 * sampling_rate**2 * rounds * needed) / epsilon
 
 
-def theorem2_of_plan(plan: PrivacyPlan, run: RunFacts) -> list[Guarantee]:
+def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
     """Return `dp2_fedsam_theorem2` for the rounds so far; empty if it does not cover the plan."""
     if not isinstance(plan, ReleaseTerms):
         return []

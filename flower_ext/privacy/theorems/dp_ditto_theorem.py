@@ -27,9 +27,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
+from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.theorems.claims import (
     LOADS,
@@ -41,6 +44,38 @@ from flower_ext.privacy.theorems.claims import (
 )
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordLevelTerms:
+    """The values that a user chooses for a run of noised local models; see `RecordLevelPlan`."""
+
+    sampling: Sampling
+    clipping_norm: float
+    noise_stddev: float
+    num_examples: int
+    rounds: int
+    delta: float
+    steps: ClippedSteps | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampling, FullParticipation):
+            raise InvalidValue(
+                f"sampling={self.sampling!r}: expected FullParticipation: every client uploads in "
+                "every round"
+            )
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_stddev", self.noise_stddev)
+        require_at_least_one("num_examples", self.num_examples)
+        require_at_least_one("rounds", self.rounds)
+        require_delta(self.delta)
+        if self.steps is not None:
+            self.steps.require_examples(self.num_examples)
+
+    @property
+    def upload_stddev(self) -> float:
+        """σ_u of each weight of an upload; with ``steps``, the noise of all steps added up."""
+        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
 
 
 def dp_ditto_noise_stddev(
@@ -70,38 +105,27 @@ def dp_ditto_noise_stddev(
 
 
 def dp_ditto_guarantees(
+    terms: RecordLevelTerms,
     *,
-    clipping_norm: float,
-    noise_stddev: float,
-    num_clients: int,
-    num_examples: int,
     rounds: int,
-    delta: float,
-    steps: ClippedSteps | None = None,
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """Return the guarantees for one record when clients upload clipped models in every round.
 
-    The first guarantee is as published, the second is provable. Without ``steps`` each upload gets
-    the noise, and only the clipping of the whole model limits a record, which may move it by 2C.
-    With ``steps`` each local step clips every record's gradient and gets the noise.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
+    The first guarantee is as published, the second is provable. Without ``terms.steps`` each upload
+    gets the noise, and only the clipping of the whole model limits a record, which may move it by
+    2C. With ``terms.steps`` each local step clips every record's gradient and gets the noise.
+    ``rounds`` is the number of rounds so far.
     """
-    require_positive("noise_stddev", noise_stddev)
-    moved, upload_stddev = 2 * clipping_norm, noise_stddev
+    steps, delta, num_examples = terms.steps, terms.delta, terms.num_examples
+    num_clients, moved = terms.sampling.population, 2 * terms.clipping_norm
     if steps is None:
-        loss = gaussian_loss(noise_stddev / moved, releases=rounds, delta=delta)
+        loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=delta)
         source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
     else:
-        steps.require_examples(num_examples)
         moved = min(moved, steps.upload_sensitivity)
-        upload_stddev = steps.upload_stddev(noise_stddev)
-        loss = steps.loss(noise_stddev, delta=delta, rounds=rounds)
+        loss = steps.loss(terms.noise_stddev, delta=delta, rounds=rounds)
         source = (
             f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
             f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
@@ -130,11 +154,13 @@ def dp_ditto_guarantees(
         rounds=rounds,
         num_clients=num_clients,
         num_examples=num_examples,
-        clipping_norm=clipping_norm,
+        clipping_norm=terms.clipping_norm,
     )
-    published, claimed = for_one / upload_stddev, 2 * clipping_norm / num_examples
+    published, claimed = for_one / terms.upload_stddev, 2 * terms.clipping_norm / num_examples
     # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
-    thinned = gaussian_loss(upload_stddev / claimed, releases=rounds / num_clients, delta=delta)
+    thinned = gaussian_loss(
+        terms.upload_stddev / claimed, releases=rounds / num_clients, delta=delta
+    )
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,

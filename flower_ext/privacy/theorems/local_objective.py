@@ -1,4 +1,4 @@
-"""The facts about a client's problem that Section 6 of Upcycled-FL needs, and its conditions."""
+"""The properties of a client's problem that Section 6 of Upcycled-FL needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NEGLIGIBLE_DISTANCE = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class LocalObjective:
-    """Known facts about a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
+    """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
     F_i is the mean over records of a loss F̂(w; d). With the defaults nothing is known. Bounds hold
-    for every possible record and for every w. The last four facts depend on the training: a plan
-    takes them from the run (`PerturbationPlan.objective_in`).
+    for every possible record and for every w. The last four properties depend on the training: a
+    plan takes them from the run (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class LocalObjective:
         """Return how far replacing one of |D_i| records moves the trained model (L2).
 
         This is 2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7),
-        plus twice the distance to it. It is infinite where the facts give no bound.
+        plus twice the distance to it. It is infinite where the properties give no bound.
         """
         if not (self.convex and self.memoryless and self.proximal_weight > 0):
             return math.inf

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES, Claims
 from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.client_level import of_secure_sum
@@ -91,7 +91,7 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
     )
 
 
-def exposures(mechanism: NoisedSum, run: RunFacts) -> tuple[float, float]:
+def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
     """Return the most exposed user's weight in sums, and in uploads that an adversary sees."""
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))

@@ -40,7 +40,7 @@ from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullPartic
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
@@ -89,7 +89,7 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     return max(0.0, float(epsilon.min()))
 
 
-def uldp_naive_guarantees(mechanism: NoisedSum, run: RunFacts) -> list[Guarantee]:
+def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
     """Return the guarantees of ULDP-NAIVE: each silo clips its update to C and adds noise σC√|S|.
 
     All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
@@ -135,7 +135,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunFacts) -> list[Guarantee
 
 def uldp_avg_guarantees(
     mechanism: NoisedSum,
-    run: RunFacts,
+    run: RunSummary,
     *,
     secure_sum: str = SECURE_SUM,
     hidden_draw: str = "",
@@ -156,8 +156,8 @@ def uldp_avg_guarantees(
     ----------
     mechanism : NoisedSum
         The mechanism of the silos' sums, with sampling of users and noise by the silos.
-    run : RunFacts
-        Facts of a run of a method with silos. In secure sums, participations count the noise of
+    run : RunSummary
+        A run of a method with silos. In secure sums, participations count the noise of
         honest silos only.
     secure_sum : str
         Assumption that hides single uploads from the server.
@@ -231,7 +231,7 @@ def uldp_avg_guarantees(
     ]
 
 
-def _share_of_noise(mechanism: NoisedSum, run: RunFacts) -> tuple[float, str]:
+def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
     """Return by how much less noise than a sum's hides a user in all uploads, also in words.
 
     With weights by records a user may have all its weight in one silo, whose share hides it.

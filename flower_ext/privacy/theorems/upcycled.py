@@ -34,7 +34,7 @@ from flower_ext.privacy.mechanisms.protections import (
     OutputPerturbation,
     Perturbation,
 )
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import LOADS, ON_A_GRID, OUTLIVES, Claims, noise_assumption
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -93,7 +93,7 @@ def sensitivity(
 
 
 def epsilons(
-    perturbation: Perturbation, objective: LocalObjective, run: RunFacts, *, delta: float
+    perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
     """Return (published, provable) ε of each client that was asked; infinite without a promise.
 
@@ -135,7 +135,7 @@ def epsilons(
 
 
 def perturbation_guarantees(
-    perturbation: Perturbation, objective: LocalObjective, run: RunFacts, *, delta: float
+    perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> list[Guarantee]:
     """Return the guarantees for one record of any client: published, and provable.
 

@@ -6,7 +6,7 @@ They are the same under every scheme. The steps come before and between the sums
 step       message of the server               answer of a silo
 =========  ==================================  =====================================================
 ``begin``  the settings                        its public key
-``keys``   the server's key and all silos'     of silo 0: sealed seeds, and what its scheme adds
+``keys``   the server's key and all silos'     of silo 0: the seed, sealed for each other silo
 ``count``  the seed sealed for the silo        masked counts
 ``draw``   a number and an offer, to silo 0    the silos' choices; before a round or epoch
 =========  ==================================  =====================================================
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias, TypeVar
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 BEGIN, KEYS, COUNT, DRAW = "begin", "keys", "count", "draw"
 """Names of the steps."""
+SEEDING_SILO = 0
+"""The silo that draws the silos' seed, and answers for all silos in a secret draw."""
 KEY_BYTES = SEED_BYTES = 32
 SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
 NUMBER_BYTES = 8
@@ -121,16 +123,10 @@ class Step:
     name : str
     questions : Mapping[int, bytes]
         The message to each silo that takes the step.
-    length : int
-        Length of an answer in bytes.
-    answering : Collection[int], optional
-        Silos whose answers hold bytes; the others only confirm. By default all.
     """
 
     name: str
     questions: Mapping[int, bytes]
-    length: int
-    answering: Collection[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import SystemRandom
 
 import gmpy2
@@ -106,10 +106,6 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
         return message
 
-    @property
-    def _count_modulus(self) -> int:
-        return int(self._key.public.n)
-
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
         """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
 
@@ -130,8 +126,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         name = f"round {self._open_round}: encryptions"
         return self._key.encrypt(messages, name=name)
 
-    def _take_totals(self, totals: list[int]) -> None:
+    def _take_counts(self, answers: Mapping[int, bytes]) -> None:
         n = self._key.public.n
+        totals = self._totals(answers, int(n))
         if not any(totals):
             raise InvalidValue("counts: expected at least one user with a record")
         try:

@@ -72,51 +72,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         check_later("round", number, self._state.last_round)
         return PaillierOpenSum(self, message)
 
-    def weigh(
-        self,
-        message: PaillierWeights,
-        updates: NDArray[np.int64],
-        noise: NDArray[np.int64],
-    ) -> PaillierSum:
-        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
-
-        Parameters
-        ----------
-        message : PaillierWeights
-            The weights of the round.
-        updates : ndarray
-            Encoded updates, of shape (users with records here, coordinates).
-        noise : ndarray
-            Encoded noise, of shape (coordinates,).
-
-        Raises
-        ------
-        ProtocolError
-            A later round was used meanwhile.
-        ValueError
-            The weights are malformed. The round is unused then.
-        """
-        settings, public = self.settings, self._public
-        number = message.round_number
-        check_later("round", number, self._state.last_round)
-        name = f"silo {self.index}, round {number}: coordinates"
-        products = self._powers(message).of(updates, name=name)
-        ciphertexts = _packed(products, settings, public)
-        noises = settings.packing.pack([dithered(int(value), settings) for value in noise])
-        # Only what follows draws masks. Until here an error leaves the round unused.
-        self._store(last_round=number)
-        masks = self._pairs.multiplicative_masks(_SUM, number, len(ciphertexts), public.n_squared)
-        for at, mask in enumerate(masks):
-            masked = ciphertexts[at] * public.plain(noises[at]) % public.n_squared
-            ciphertexts[at] = masked * mask % public.n_squared
-        self._rerandomise_share(ciphertexts, number)
-        return PaillierSum(
-            round_number=number,
-            silo=self.index,
-            ciphertexts=pack_ciphertexts(ciphertexts, settings),
-        )
-
-    def _powers(self, message: PaillierWeights) -> FixedBaseProducts:
+    def powers(self, message: PaillierWeights) -> FixedBaseProducts:
         """Return Enc(n_su / N_u · C_LCM) of each user with records here, as bases of products.
 
         Each takes one full exponentiation, instead of one for each coordinate.
@@ -126,13 +82,14 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         ValueError
             A number is not a ciphertext, or was sealed for another answer of the silos.
         """
-        settings, public = self.settings, self._public
+        settings, public = self.settings, self.public
         weights = unpack_ciphertexts(self._opened(message), settings, public)
         place = {user: at for at, user in enumerate(self._order)}
 
         def fold(users: Sequence[int]) -> list[mpz]:
             folded = []
             for user in users:
+                # The weight holds 1 / (r_u N_u), so r_u cancels the blind, and C_LCM the fraction.
                 blinded = self._state.counts[user] * self._blinds[user]
                 factor = blinded * settings.common_multiple % public.n
                 folded.append(gmpy2.powmod(weights[place[user]], factor, public.n_squared))
@@ -151,19 +108,40 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         receiver = self._draw_receiver(message.round_number, message.offer)
         return b"".join(receiver.open(message.weights, self.settings.ciphertext_bytes))
 
-    @property
-    def _count_modulus(self) -> int:
-        return int(self._public.n)
+    def use_round(self, number: int, count: int) -> list[mpz]:
+        """Store that the round is used, and return masks for ``count`` ciphertexts.
 
-    def _hidden_counts(self) -> list[int]:
-        return [int(self._blinds[user] * self._state.counts[user]) for user in self._order]
+        Raises
+        ------
+        ProtocolError
+            This round, or a later one, was used before.
+        """
+        check_later("round", number, self._state.last_round)
+        self._store(last_round=number)
+        return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
+
+    def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
+        """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round.
+
+        The server made the encryptions. It could otherwise predict the randomness of the product of
+        all uploads for any guess of the updates.
+        """
+        silos = self.settings.silos
+        turns = range((self.index - number) % silos, len(ciphertexts), silos)
+        for at, zero in zip(turns, self.public.zeros(len(turns)), strict=True):
+            ciphertexts[at] = ciphertexts[at] * zero % self.public.n_squared
+
+    @cached_property
+    def public(self) -> PublicKey:
+        """The server's key."""
+        return self._server_key.public
+
+    def _count_answer(self) -> bytes:
+        blinded = [int(self._blinds[user] * self._state.counts[user]) for user in self._order]
+        return self._masked(blinded, int(self.public.n))
 
     def _check_draw(self, number: int) -> None:
         check_later("round", number, self._state.last_round)
-
-    @cached_property
-    def _public(self) -> PublicKey:
-        return self._server_key.public
 
     def _check_server_key(self, server_key: PaillierKey) -> None:
         most = self.settings.max_records_per_user
@@ -171,15 +149,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
 
     def _use_seed(self, seed: bytes) -> None:
         super()._use_seed(seed)
-        self._blinds = user_blinds(seed, self.settings.users, self._public.n)
-
-    def _rerandomise_share(self, ciphertexts: list[mpz], round_number: int) -> None:
-        """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round."""
-        silos = self.settings.silos
-        share = range((self.index - round_number) % silos, len(ciphertexts), silos)
-        zeros = self._public.zeros(len(share))
-        for at, zero in zip(share, zeros, strict=True):
-            ciphertexts[at] = ciphertexts[at] * zero % self._public.n_squared
+        self._blinds = user_blinds(seed, self.settings.users, self.public.n)
 
 
 class PaillierOpenSum:
@@ -208,16 +178,34 @@ class PaillierOpenSum:
             self._updates[self._rows[user]] = encoded
 
     def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum; the round then counts as used, and users without update as zero.
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+
+        The round then counts as used, and users without an update as zero.
 
         Raises
         ------
         ProtocolError, ValueError
-            As `PaillierSilo.weigh`, or the noise is out of bounds. Nothing has left the silo then,
-            and the round is unused.
+            The weights are malformed, the noise is out of bounds, or a later round was used
+            meanwhile. Nothing has left the silo then, and the round is unused.
         """
-        encoded_noise = self._encoded("noise", self._settings.noise_encoding, noise)
-        return self._silo.weigh(self._weights, self._updates, encoded_noise).to_bytes()
+        silo, settings, public = self._silo, self._settings, self._silo.public
+        number, n_squared = self._weights.round_number, public.n_squared
+        encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
+        name = f"silo {silo.index}, round {number}: coordinates"
+        products = silo.powers(self._weights).of(self._updates, name=name)
+        ciphertexts = _packed(products, settings, public)
+        noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
+        # Only what follows draws masks. Until here an error leaves the round unused.
+        masks = silo.use_round(number, len(ciphertexts))
+        for at, mask in enumerate(masks):
+            masked = ciphertexts[at] * public.plain(noises[at]) % n_squared
+            ciphertexts[at] = masked * mask % n_squared
+        silo.rerandomise(ciphertexts, number)
+        return PaillierSum(
+            round_number=number,
+            silo=silo.index,
+            ciphertexts=pack_ciphertexts(ciphertexts, settings),
+        ).to_bytes()
 
     def _encoded(self, name: str, encoding: FixedPoint, values: NDArray[Any]) -> NDArray[np.int64]:
         encoded = encoding.encode(values, name=name)

@@ -15,16 +15,16 @@ from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
     DRAW,
-    KEY_BYTES,
     KEYS,
     NUMBER_BYTES,
     SEALED_SEED_BYTES,
+    SEEDING_SILO,
     Dialogue,
     PartySettings,
     Step,
     SumMessage,
 )
-from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
+from flower_ext.secure.weighting.oblivious import Sender
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
 SumT = TypeVar("SumT", bound=SumMessage)
@@ -68,24 +68,17 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             An answer is malformed, or the scheme refuses the totals.
         """
         settings, silos = self.settings, range(self.settings.silos)
-        greeting = dict.fromkeys(silos, settings.to_bytes())
-        keys = yield Step(name=BEGIN, questions=greeting, length=KEY_BYTES)
+        keys = yield Step(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
         public = self.public_key.to_bytes() + b"".join(keys[silo] for silo in silos)
-        of_seeds = SEALED_SEED_BYTES * (settings.silos - 1)
-        length = of_seeds + self._attachment_bytes
-        answers = yield Step(
-            name=KEYS, questions=dict.fromkeys(silos, public), length=length, answering=(0,)
-        )
-        sealed = answers[0]
-        check_length("sealed seeds", sealed, length)
-        self._take_attachment(sealed[of_seeds:])
-        seeds = {0: b""} | {
-            silo: sealed[SEALED_SEED_BYTES * (silo - 1) :][:SEALED_SEED_BYTES] for silo in silos[1:]
-        }
-        length = settings.users * settings.count_bytes
-        counts = yield Step(name=COUNT, questions=seeds, length=length)
-        self._take_totals(self._total_counts(counts))
+        answers = yield Step(name=KEYS, questions=dict.fromkeys(silos, public))
+        sealed, others = answers[SEEDING_SILO], silos[1:]
+        check_length("sealed seeds", sealed, SEALED_SEED_BYTES * len(others))
+        starts = range(0, len(sealed), SEALED_SEED_BYTES)
+        seeds = [sealed[start : start + SEALED_SEED_BYTES] for start in starts]
+        questions = {SEEDING_SILO: b"", **dict(zip(others, seeds, strict=True))}
+        counts = yield Step(name=COUNT, questions=questions)
+        self._take_counts(counts)
         self._is_set_up = True
 
     @abstractmethod
@@ -158,14 +151,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         if senders != everyone:
             raise InvalidValue(f"sums of silos {senders}: expected one each from {everyone}")
 
-    @property
     @abstractmethod
-    def _count_modulus(self) -> int:
-        """Modulus of masked counts."""
-
-    @abstractmethod
-    def _take_totals(self, totals: list[int]) -> None:
-        """Keep the sums of masked counts, by place in the silos' secret order, or refuse them."""
+    def _take_counts(self, answers: Mapping[int, bytes]) -> None:
+        """Keep what follows from the silos' answers to the step ``count``, or refuse them."""
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -175,14 +163,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 f"sum of round {message.round_number}: expected round {self._open_round}"
             )
 
-    @property
-    def _attachment_bytes(self) -> int:
-        """Length of `SiloParty._attachment`."""
-        return 0
-
-    def _take_attachment(self, data: bytes) -> None:
-        """Take the attachment to silo 0's sealed seeds; by default it is empty."""
-
     def _expect_set_up(self) -> None:
         if not self._is_set_up:
             raise ProtocolError("the set-up is not complete: take all steps of set_up first")
@@ -191,9 +171,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         if self._open_round is None:
             raise ProtocolError("no round is open: open one and send its message to the silos")
 
-    def _total_counts(self, counts: Mapping[int, bytes]) -> list[int]:
-        """Add up the masked counts of all silos; the masks cancel."""
-        settings, modulus = self.settings, self._count_modulus
+    def _totals(self, counts: Mapping[int, bytes], modulus: int) -> list[int]:
+        """Add up the masked counts of all silos, by place in the secret order; the masks cancel."""
+        settings = self.settings
         totals = [0] * settings.users
         for silo, data in counts.items():
             check_length(f"counts of silo {silo}", data, settings.users * settings.count_bytes)
@@ -224,9 +204,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """
         sender = Sender(self.settings.context)
         offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
-        length = self.settings.users * POINT_BYTES
-        answers = yield Step(name=DRAW, questions={0: offer}, length=length)
-        return sender, answers[0]
+        answers = yield Step(name=DRAW, questions={SEEDING_SILO: offer})
+        return sender, answers[SEEDING_SILO]
 
 
 def _check_keys(keys: Mapping[int, bytes]) -> None:

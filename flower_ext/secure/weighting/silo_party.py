@@ -28,6 +28,7 @@ from flower_ext.secure.weighting.agreement import (
     NUMBER_BYTES,
     OFFER_BYTES,
     SEED_BYTES,
+    SEEDING_SILO,
     PartySettings,
 )
 from flower_ext.secure.weighting.oblivious import Receiver
@@ -38,7 +39,6 @@ SettingsT = TypeVar("SettingsT", bound=PartySettings)
 ServerKeyT = TypeVar("ServerKeyT", bound=Message)
 _SEED = "seed"
 _COUNTS = "counts"
-_SEEDING_SILO = 0
 
 
 class SetUpStage(Enum):
@@ -145,7 +145,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """Users with records in this silo, each of whom has an update in every sum."""
         return tuple(user for user, count in enumerate(self._state.counts) if count)
 
-    def answer(self, step: str, question: bytes, counts: Callable[[int], Sequence[int]]) -> bytes:
+    def answer(self, step: str, question: bytes, counts: Sequence[int] = ()) -> bytes:
         """Take one step of the set-up, or of a secret draw, and return the answer.
 
         Parameters
@@ -153,9 +153,9 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         step : str
         question : bytes
             The server's message.
-        counts : Callable[[int], Sequence[int]]
-            Returns the number of records of each user in this silo, up to a limit; zero for a user
-            without records here.
+        counts : Sequence[int]
+            The number of records of each user in this silo, zero for a user without records here,
+            for the step ``count``.
 
         Raises
         ------
@@ -174,7 +174,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         if step == KEYS:
             return self._take_keys(question)
         if step == COUNT:
-            return self._mask_counts(question, counts)
+            return self._take_seed(question, counts)
         if step == DRAW:
             self._expect(SetUpStage.COUNTED)
             check_length("offer", question, OFFER_BYTES)
@@ -225,26 +225,17 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         server_key: Any = self.server_key_type.from_bytes(self._state.server_key, self.settings)
         return server_key  # type: ignore[no-any-return]
 
-    @property
-    @abstractmethod
-    def _count_modulus(self) -> int:
-        """Modulus of masked counts."""
-
     @abstractmethod
     def _check_server_key(self, server_key: ServerKeyT) -> None:
         """Raise a ValueError for a key that the server cannot have drawn."""
 
     @abstractmethod
-    def _hidden_counts(self) -> list[int]:
-        """Return the scheme's number for each user's count, by place in the secret order."""
+    def _count_answer(self) -> bytes:
+        """Return the silo's counts, hidden from the server, by place in the secret order."""
 
     @abstractmethod
     def _check_draw(self, number: int) -> None:
         """Raise a ProtocolError if a draw is for a round or epoch that was used."""
-
-    def _attachment(self) -> bytes:
-        """Return silo 0's attachment to the sealed seeds; empty unless a scheme has one."""
-        return b""
 
     def _expect(self, stage: SetUpStage) -> None:
         if self._state.stage is not stage:
@@ -265,12 +256,11 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         self._pairs.agree(dict(enumerate(keys)), server_key=question[:size])
         self._state = replace(self._state, silo_keys=keys, server_key=question[:size])
         answer = b""
-        if self.index == _SEEDING_SILO:
+        if self.index == SEEDING_SILO:
             part = secrets.token_bytes(SEED_BYTES)
             others = range(1, settings.silos)
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
-            answer += self._attachment()
         self._store()
         # A warning, so that no setting of the log hides it.
         log.warning(
@@ -281,26 +271,26 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         )
         return answer
 
-    def _mask_counts(self, question: bytes, counts: Callable[[int], Sequence[int]]) -> bytes:
+    def _take_seed(self, question: bytes, counts: Sequence[int]) -> bytes:
         """Take the seed that silo 0 sealed, and hide the users' numbers of records."""
         self._expect(SetUpStage.KEYED)
-        settings, limit = self.settings, self.settings.record_limit(self.index)
-        if self.index != _SEEDING_SILO:
-            self._mix_seed(self._pairs.open(_SEEDING_SILO, _SEED, question))
-        held = [operator.index(count) for count in counts(limit)]
-        if len(held) != settings.users:
-            raise InvalidValue(f"counts of {len(held)} users: expected {settings.users}")
+        limit = self.settings.record_limit(self.index)
+        if self.index != SEEDING_SILO:
+            self._mix_seed(self._pairs.open(SEEDING_SILO, _SEED, question))
+        held = [operator.index(count) for count in counts]
+        if len(held) != self.settings.users:
+            raise InvalidValue(f"counts of {len(held)} users: expected {self.settings.users}")
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
         # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
         self._store(counts=held)
-        modulus = self._count_modulus
-        masks = self._pairs.additive_masks(_COUNTS, 0, settings.users, mpz(modulus))
-        masked = [
-            (hidden + int(mask)) % modulus
-            for hidden, mask in zip(self._hidden_counts(), masks, strict=True)
-        ]
-        return pack_numbers(masked, settings.count_bytes)
+        return self._count_answer()
+
+    def _masked(self, numbers: Sequence[int], modulus: int) -> bytes:
+        """Return numbers under masks that cancel in the sum over all silos."""
+        masks = self._pairs.additive_masks(_COUNTS, 0, len(numbers), mpz(modulus))
+        masked = [(n + int(mask)) % modulus for n, mask in zip(numbers, masks, strict=True)]
+        return pack_numbers(masked, self.settings.count_bytes)
 
     def _mix_seed(self, part: bytes) -> None:
         """Take the seed that all silos derive from silo 0's part.

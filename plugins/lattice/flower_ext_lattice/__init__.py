@@ -24,7 +24,7 @@ second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices``
 =========================  ================================================================
 
 The set-up has the steps of `flower_ext.secure.weighting.agreement`. Silo 0 adds the silos'
-choices ρ_u of the oblivious transfer to its sealed seeds. Then come these calls (messages are in
+choices ρ_u of the oblivious transfer to its masked counts. Then come these calls (messages are in
 `messages`):
 
 =======  ==================================================  ==============================

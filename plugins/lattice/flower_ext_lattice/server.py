@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.weighting.agreement import SEED_BYTES, Dialogue
-from flower_ext.secure.weighting.oblivious import POINT_BYTES, Sender
+from flower_ext.secure.weighting.agreement import SEED_BYTES, SEEDING_SILO, Dialogue
+from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.server_party import ServerParty
 from flower_ext_lattice import columns, weights
 from flower_ext_lattice.columns import Columns
@@ -139,21 +139,18 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     def _secret(self) -> SecretKey:
         return SecretKey(self._key_seed)
 
-    @property
-    def _count_modulus(self) -> int:
-        return self.settings.table_size
+    def _take_counts(self, answers: Mapping[int, bytes]) -> None:
+        """Keep N_u + ρ_u of every place, and compute the keys of its entries, which takes seconds.
 
-    @property
-    def _attachment_bytes(self) -> int:
-        return self.settings.users * POINT_BYTES
-
-    def _take_attachment(self, data: bytes) -> None:
-        """Take the silos' choices and compute the keys of all places, which takes seconds."""
+        The silos' choices ρ_u of the oblivious transfer follow the counts of silo 0.
+        """
         users, size = self.settings.users, self.settings.table_size
-        self._keys = self._sender.keys(data, users, size)
-
-    def _take_totals(self, totals: list[int]) -> None:
-        self._shifted = totals
+        end = users * self.settings.count_bytes
+        counts = {
+            silo: data[:end] if silo == SEEDING_SILO else data for silo, data in answers.items()
+        }
+        self._shifted = self._totals(counts, size)
+        self._keys = self._sender.keys(answers[SEEDING_SILO][end:], users, size)
 
     def _check_round_of(self, message: LatticeSum) -> None:
         super()._check_round_of(message)

@@ -10,6 +10,7 @@ from typing import ClassVar
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later
+from flower_ext.secure.weighting.agreement import SEEDING_SILO
 from flower_ext.secure.weighting.oblivious import Receiver
 from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
 from flower_ext_lattice import columns
@@ -27,7 +28,6 @@ from flower_ext_lattice.weighing import Weighing
 from flower_ext_lattice.weights import OpenedWeights
 
 _SUM = "sum"
-_ANSWERING_SILO = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,22 +134,19 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         server_key = self._server_key
         return public_key(server_key.public_seed, server_key.words)
 
-    @property
-    def _count_modulus(self) -> int:
-        return self.settings.table_size
+    def _count_answer(self) -> bytes:
+        """Return the masked counts; silo 0 adds the shifts ρ_u, and the transfer's choices of them.
 
-    def _hidden_counts(self) -> list[int]:
-        counts = [self._state.counts[user] for user in self._order]
-        if self.index != _ANSWERING_SILO:
-            return counts
-        return [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
+        All silos derive these choices from their seed, so one of them answers for all.
+        """
+        counts, size = [self._state.counts[user] for user in self._order], self.settings.table_size
+        if self.index != SEEDING_SILO:
+            return self._masked(counts, size)
+        shifted = [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
+        return self._masked(shifted, size) + self._transfer.answer
 
     def _check_draw(self, number: int) -> None:
         check_later("epoch", number, self._state.last_epoch)
-
-    def _attachment(self) -> bytes:
-        """Return the silos' choices ρ_u, which all silos derive from their seed."""
-        return self._transfer.answer
 
     def _check_server_key(self, server_key: LatticeKey) -> None:
         public_key(server_key.public_seed, server_key.words)

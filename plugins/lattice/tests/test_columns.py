@@ -246,7 +246,7 @@ def test_a_silo_answers_no_draw_of_a_used_epoch(world):
     world.silos[0].receive_weights(drawn_weights(world))
     (offer,) = world.asked[-1][1].values()
     with pytest.raises(ProtocolError, match="expected a number above 1"):
-        world.silos[0].answer("draw", offer, None)
+        world.silos[0].answer("draw", offer)
 
 
 def test_a_restored_silo_opens_the_same_columns(world):
@@ -262,7 +262,7 @@ def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
         world.server.open_epoch()
     offer = (1).to_bytes(8, "big") + Sender(b"run").public
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.silos[0].answer("draw", offer, None)
+        known.silos[0].answer("draw", offer)
 
 
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (3, -1)])

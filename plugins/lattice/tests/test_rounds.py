@@ -282,23 +282,26 @@ def test_steps_out_of_order_are_refused():
     with pytest.raises(ProtocolError, match="expected it to be counted"):
         silos[0].begin(None)
     question = keys_of(server.public_key, silos)
-    sealed, nothing = (silo.answer("keys", question, None) for silo in silos)
-    assert len(sealed) == 60 + 32
+    sealed, nothing = (silo.answer("keys", question) for silo in silos)
+    assert len(sealed) == 60
     assert nothing == b""
     assert silos[0].fingerprint == silos[1].fingerprint
     with pytest.raises(InvalidValue, match="expected one that the sender sealed"):
-        silos[1].answer("count", bytes(60), lambda limit: [1])
-    silos[1].answer("count", sealed[:60], lambda limit: [1])
+        silos[1].answer("count", bytes(60), [1])
+    assert len(silos[1].answer("count", sealed, [1])) == 4
+    assert len(silos[0].answer("count", b"", [1])) == 4 + 32  # the choices of all silos, too
     with pytest.raises(ProtocolError, match="expected it to be keyed"):
-        silos[1].answer("count", sealed[:60], lambda limit: [1])
+        silos[1].answer("count", sealed, [1])
 
 
 @pytest.mark.parametrize(
     ("step", "forged", "said"),
     [
-        ("keys", bytes(60 + 32), "answer: expected points of Ed25519"),
-        ("keys", bytes(60), "sealed seeds of 60 bytes: expected 92"),
-        ("count", b"\xff" * 4, "expected integers below the modulus"),
+        ("keys", bytes(59), "sealed seeds of 59 bytes: expected 60"),
+        ("count", b"\xff" * (4 + 32), "expected integers below the modulus"),
+        ("count", bytes(4 + 32), "answer: expected points of Ed25519"),
+        ("count", bytes(4 + 31), "answer of 31 bytes: expected 1 points"),
+        ("count", bytes(3), "counts of silo 0 of 3 bytes: expected 4"),
     ],
 )
 def test_malformed_answers_end_the_set_up(step, forged, said):
@@ -324,12 +327,12 @@ def test_a_server_names_places_of_its_users_only():
 def test_the_server_sends_all_silos_the_same_key_or_they_agree_on_nothing():
     facts = lattice_settings(silos=2, users=1)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
-    sealed = silos[0].answer("keys", keys_of(server.public_key, silos), None)
+    sealed = silos[0].answer("keys", keys_of(server.public_key, silos))
     other = dataclasses.replace(server.public_key, public_seed=bytes(32))
-    silos[1].answer("keys", keys_of(other, silos), None)
+    silos[1].answer("keys", keys_of(other, silos))
     assert silos[0].fingerprint != silos[1].fingerprint
     with pytest.raises(InvalidValue, match="sealed message from silo 0"):
-        silos[1].answer("count", sealed[:60], lambda limit: [1])
+        silos[1].answer("count", sealed, [1])
 
 
 def _known_bytes(monkeypatch):

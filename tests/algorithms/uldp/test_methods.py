@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.run_facts import RunFacts
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
@@ -515,7 +515,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         UldpAvg, plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON
     )
     run(strategy)
-    facts = RunFacts(
+    facts = RunSummary(
         method=strategy.method.traits,
         participations=strategy.participations,
         secure_noise=False,
@@ -709,8 +709,9 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    silo = SimpleNamespace(counted=tuple(job.users))
-    part = SiloPart(silo, 1, lambda: SimpleNamespace(add=clipped.update), 0.1)
+    opened = SimpleNamespace(add=clipped.update)
+    silo = SimpleNamespace(counted=tuple(job.users), open_sum=lambda number, weights: opened)
+    part = SiloPart(silo, 1, b"", 0.1)
     hidden = replace(job, total=part)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)

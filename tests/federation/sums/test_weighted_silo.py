@@ -65,9 +65,10 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({}, "expected one"),
-        ({"begin": np.zeros(3, np.uint8), "keys": np.zeros(3, np.uint8)}, "expected one"),
-        ({"begin": np.zeros(3)}, "'begin' in the server's message is float64: expected bytes"),
+        ({}, "message with arrays {}: expected bytes (uint8) of one of"),
+        ({"begin": np.zeros(3, np.uint8), "keys": np.zeros(3, np.uint8)}, "expected bytes (uint8)"),
+        ({"begin": np.zeros(3)}, "{'begin': 'float64'}: expected bytes (uint8) of one of"),
+        ({"end": np.zeros(3, np.uint8)}, "{'end': 'uint8'}: expected bytes (uint8) of one of"),
         ({"keys": np.zeros(3, np.uint8)}, "silo 1 has no keys of this run"),
     ],
 )

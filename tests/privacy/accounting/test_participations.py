@@ -3,7 +3,7 @@ import json
 import pytest
 
 from flower_ext.privacy.accounting.participations import Participations
-from tests.support.run_facts import worst_case
+from tests.support.run_summary import worst_case
 
 
 def test_the_most_exposed_unit_counts():

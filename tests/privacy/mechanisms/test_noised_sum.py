@@ -18,7 +18,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import RunningSum
 from tests.support.plans import mechanism_of
 
@@ -38,7 +38,7 @@ def noised_sum(sampling=POISSON, *, placement="client", **costs):
 
 
 def protection_of(mechanism):
-    run = RunFacts(method=MethodTraits(name="test"), participations=Participations())
+    run = RunSummary(method=MethodTraits(name="test"), participations=Participations())
     return mechanism.protection(run, 10)
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 
 DELTA = 1e-5
 
@@ -14,8 +14,8 @@ def test_a_group_plan_promises_what_all_its_silos_do_in_all_its_rounds():
     every = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=140)
     expected = uldp_group_guarantees(every, num_silos=3, delta=DELTA, **told)
     facts = {"not_covered": ["scores"], "secure_noise": False}
-    assert made.guarantees(run_facts(rounds=7, group_size=4, **facts)) == expected
-    assert made.guarantees(run_facts(rounds=7, **facts)) == []  # k is not known yet
+    assert made.guarantees(run_summary(rounds=7, group_size=4, **facts)) == expected
+    assert made.guarantees(run_summary(rounds=7, **facts)) == []  # k is not known yet
     assert "SIMULATION" in expected[1].statement()
     assert "scores" in expected[1].not_covered
     for delta in (0.0, 1.0):

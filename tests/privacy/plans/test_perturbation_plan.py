@@ -20,7 +20,7 @@ from flower_ext.privacy.theorems.upcycled import (
     upcycled_theorem_6_2,
 )
 from flower_ext.training import LocalTraining
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 from tests.support.sums import aggregate
 
 OUTPUT = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
@@ -42,7 +42,7 @@ SOLVED = dataclasses.replace(
 
 def a_run(*, num_examples=RUN["num_examples"], participations=RUN["participations"], **facts):
     solved = {"training": {"local": EXACT}, "proximal_weight": 0.1}
-    return run_facts(participations, num_examples=num_examples, **{**solved, **facts})
+    return run_summary(participations, num_examples=num_examples, **{**solved, **facts})
 
 
 def plan(**changes) -> PerturbationPlan:

@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.privacy.theorems.claims import OWN_GRADIENTS
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 from tests.support.sums import aggregate
 
 TARGET = {
@@ -43,7 +43,7 @@ def plan(**changes):
 
 
 def epsilons(the_plan, rounds=80):
-    found = the_plan.guarantees(run_facts(rounds=rounds))
+    found = the_plan.guarantees(run_summary(rounds=rounds))
     return {guarantee.basis: guarantee.epsilon for guarantee in found}
 
 
@@ -76,19 +76,19 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     else:
         loss = steps.loss(0.1, delta=0.01, rounds=30)
     assert epsilons(the_plan, 30) == {"published": published, "provable": loss.epsilon}
-    spent = the_plan.spent(run_facts(rounds=30))
+    spent = the_plan.spent(run_summary(rounds=30))
     assert spent == {"epsilon_published": published, "epsilon_provable": loss.epsilon}
 
 
 @pytest.mark.parametrize("steps", [None, STEPS])
 def test_clipped_steps_assume_that_each_gradient_is_of_one_record(steps):
-    _, provable = plan(steps=steps).guarantees(run_facts(rounds=30))
+    _, provable = plan(steps=steps).guarantees(run_summary(rounds=30))
     assert (OWN_GRADIENTS in provable.assumptions) == (steps is not None)
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
 def test_the_published_number_says_what_a_record_does_to_an_upload_of_this_plan(steps):
-    published, _ = plan(steps=steps).guarantees(run_facts(rounds=30))
+    published, _ = plan(steps=steps).guarantees(run_summary(rounds=30))
     holds = 40.0 if steps is None else min(40.0, steps.upload_sensitivity)
     assert any(f"what holds is {holds:.4g})" in c.text for c in published.conditions)
 

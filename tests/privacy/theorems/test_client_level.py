@@ -13,7 +13,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from tests.support.guarantees import by_view, client_level
 from tests.support.losses import privacy_loss
 from tests.support.plans import mechanism, mechanism_of, plan
-from tests.support.run_facts import worst_case
+from tests.support.run_summary import worst_case
 
 
 def test_a_stronger_adversary_is_promised_less():

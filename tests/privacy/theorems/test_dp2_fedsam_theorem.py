@@ -8,7 +8,7 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     theorem2_of_plan,
 )
 from tests.support.plans import plan
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 
 
 def test_theorem_2_and_its_noise_multiplier_undo_each_other():
@@ -54,7 +54,7 @@ def test_the_order_of_theorem_2_is_held_against_the_bound_of_its_lemma():
 
 
 def test_the_published_claim_says_that_it_does_not_fit_its_own_setting():
-    claim = theorem2_of_plan(plan(), run_facts(rounds=60))[0]
+    claim = theorem2_of_plan(plan(), run_summary(rounds=60))[0]
     assert claim.basis == "published"
     assert not claim.conditions_hold
     failed = [c.text for c in claim.conditions if not c.holds]

@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     gaussian_loss,
 )
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.uldp import (
     check_user_plan,
     uldp_avg_guarantees,
@@ -25,7 +25,7 @@ from flower_ext.privacy.theorems.uldp import (
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
-from tests.support.run_facts import run_facts, worst_case
+from tests.support.run_summary import run_summary, worst_case
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
@@ -61,14 +61,14 @@ def averaging_guarantees(
     method = MethodTraits(name="UldpAvg", num_silos=num_silos, weighting=weighting)
     seen = worst_case(rounds if drawn is None else drawn, 1)
     seen.rounds = rounds
-    run = RunFacts(method=method, participations=seen, **facts)
+    run = RunSummary(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
     return uldp_avg_guarantees(sums, run, hidden_draw=hidden_draw)
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
     sums = mechanism_of(plan(noise_multiplier=noise_multiplier), silos=5)
-    return uldp_naive_guarantees(sums, run_facts(rounds=rounds, **facts))
+    return uldp_naive_guarantees(sums, run_summary(rounds=rounds, **facts))
 
 
 def all_guarantees():

@@ -38,7 +38,7 @@ from flower_ext.privacy.theorems.upcycled import (
 from flower_ext.training.newton import newton
 from tests.support.grids import grid
 from tests.support.perturbed import noiseless
-from tests.support.run_facts import run_facts
+from tests.support.run_summary import run_summary
 
 # An L2-regularised logistic regression of two classes, solved exactly.
 KNOWN = LocalObjective(
@@ -474,12 +474,12 @@ UPLOADS = {0: 3, 1: 12, 2: 1}
 
 def pair(perturbation, objective=KNOWN, *, sizes=SIZES, uploads=UPLOADS, delta=1e-3, **how):
     """Return the published and the provable guarantee."""
-    run = run_facts(uploads, num_examples=sizes, **how)
+    run = run_summary(uploads, num_examples=sizes, **how)
     return upcycled.perturbation_guarantees(perturbation, objective, run, delta=delta)
 
 
 def epsilons(perturbation, objective, *, num_examples, participations, delta):
-    run = run_facts(participations, num_examples=num_examples)
+    run = run_summary(participations, num_examples=num_examples)
     return upcycled.epsilons(perturbation, objective, run, delta=delta)
 
 

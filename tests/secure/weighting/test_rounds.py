@@ -257,13 +257,12 @@ def keyed(silos, server_key=None) -> list[bytes]:
     message = (server_key or key().public).n
     modulus = pack_numbers([message], silos[0].settings.count_bytes)
     question = PaillierKey(modulus=modulus).to_bytes() + public_keys(silos)
-    sealed = [silo.answer("keys", question, None) for silo in silos]
+    sealed = [silo.answer("keys", question) for silo in silos]
     assert sealed[1:] == [b""] * (len(silos) - 1)
     return [sealed[0][at : at + 60] for at in range(0, len(sealed[0]), 60)]
 
 
-def ones(limit):
-    return [1] * 4
+ONES = [1] * 4
 
 
 def test_a_silo_refuses_steps_out_of_order():
@@ -272,19 +271,19 @@ def test_a_silo_refuses_steps_out_of_order():
     offer = bytes(40)
     for step, question in (("count", bytes(60)), ("draw", offer), ("open", b"")):
         with pytest.raises(ProtocolError):
-            silos[1].answer(step, question, ones)
+            silos[1].answer(step, question, ONES)
     with pytest.raises(ProtocolError, match="is new: expected it to be counted"):
         weigh(silos[0], weights, {}, [])
-    assert len({silo.answer("begin", b"", None) for silo in silos}) == 3
+    assert len({silo.answer("begin", b"") for silo in silos}) == 3
     seeds = keyed(silos)
     assert len({silo.fingerprint for silo in silos}) == 1
     for step in ("begin", "keys", "draw"):
         with pytest.raises(ProtocolError, match="is keyed: expected it to be"):
-            silos[1].answer(step, offer, None)
-    silos[1].answer("count", seeds[0], ones)
+            silos[1].answer(step, offer)
+    silos[1].answer("count", seeds[0], ONES)
     for step in ("begin", "keys", "count"):
         with pytest.raises(ProtocolError, match="is counted: expected it to be"):
-            silos[1].answer(step, seeds[0], ones)
+            silos[1].answer(step, seeds[0], ONES)
 
 
 def test_a_silo_refuses_malformed_keys_and_seeds():
@@ -302,12 +301,12 @@ def test_a_silo_refuses_malformed_keys_and_seeds():
         (server_key + keys[:32] + bytes(32) + keys[64:], "full order"),
     ):
         with pytest.raises(ValueError, match=said):
-            silos[0].answer("keys", wrong, None)
+            silos[0].answer("keys", wrong)
     seeds = keyed(silos)
     for wrong in (seeds[1], seeds[0][:-1], b"", bytes(60)):  # the first is for silo 2
         with pytest.raises(ValueError, match="sealed message from silo 0 cannot be opened"):
-            silos[1].answer("count", wrong, ones)
-    silos[1].answer("count", seeds[0], ones)
+            silos[1].answer("count", wrong, ONES)
+    silos[1].answer("count", seeds[0], ONES)
 
 
 def test_a_server_refuses_malformed_answers():
@@ -323,7 +322,7 @@ def test_a_server_refuses_malformed_answers():
             except StopIteration:
                 return
             answers = {
-                at: silos[at].answer(asked.name, question, ones)
+                at: silos[at].answer(asked.name, question, ONES)
                 for at, question in asked.questions.items()
             }
             if asked.name == step:
@@ -369,11 +368,11 @@ def test_silos_that_received_different_moduli_cannot_share_a_seed():
     keys, sealed = public_keys(silos), []
     for silo, number in zip(silos, (0, 0, 1), strict=True):
         modulus = PaillierKey.of(key(number=number).public, facts).to_bytes()
-        sealed.append(silo.answer("keys", modulus + keys, None))
+        sealed.append(silo.answer("keys", modulus + keys))
     assert silos[0].fingerprint == silos[1].fingerprint != silos[2].fingerprint
-    silos[1].answer("count", sealed[0][:60], ones)
+    silos[1].answer("count", sealed[0][:60], ONES)
     with pytest.raises(ValueError, match="in this run"):
-        silos[2].answer("count", sealed[0][60:], ones)
+        silos[2].answer("count", sealed[0][60:], ONES)
 
 
 def test_a_silo_whose_number_the_run_does_not_have_is_refused():
@@ -386,9 +385,9 @@ def test_parties_of_different_settings_cannot_share_a_seed():
         PaillierSilo(weighting_settings(run="other" if at == 2 else "test"), at) for at in range(3)
     ]
     seeds = keyed(silos)
-    silos[1].answer("count", seeds[0], ones)
+    silos[1].answer("count", seeds[0], ONES)
     with pytest.raises(ValueError, match="in this run"):
-        silos[2].answer("count", seeds[1], ones)
+        silos[2].answer("count", seeds[1], ONES)
 
 
 def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
@@ -430,7 +429,7 @@ def test_a_silo_may_restart_after_every_step(rng):
                     return end.value
                 self.silos = [restarted(silo) for silo in self.silos]
                 answers = {
-                    at: self.silos[at].answer(step.name, question, lambda limit, at=at: counts[at])
+                    at: self.silos[at].answer(step.name, question, counts[at])
                     for at, question in step.questions.items()
                 }
 

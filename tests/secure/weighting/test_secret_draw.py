@@ -13,7 +13,7 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSum,
     PaillierWeights,
 )
-from flower_ext.secure.weighting.paillier_silo import PaillierSilo
+from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weigh, weighting_settings
 
@@ -49,13 +49,13 @@ def users_in(world, message):
 
 def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     world = World(facts(), draw_counts(rng, facts()))
-    seen, weigh = [], PaillierSilo.weigh
+    seen, finish = [], PaillierOpenSum.finish
 
-    def watched(self, message, *args, **options):
-        seen.append(opened(world, message, self.index))
-        return weigh(self, message, *args, **options)
+    def watched(self, noise):
+        seen.append(opened(world, self._weights, self._silo.index))
+        return finish(self, noise)
 
-    monkeypatch.setattr(PaillierSilo, "weigh", watched)
+    monkeypatch.setattr(PaillierOpenSum, "finish", watched)
     samples = []
     for number in range(1, ROUNDS + 1):
         updates, noise = world.draw(rng)
@@ -141,9 +141,9 @@ def test_a_draw_of_a_used_round_is_refused(rng):
     world.server.close_round(world.weigh(message, updates, noise))
     for wrong in (offer[:-1], offer + b"\0", b""):
         with pytest.raises(ValueError, match="offer of"):
-            world.silos[0].answer("draw", wrong, None)
+            world.silos[0].answer("draw", wrong)
     with pytest.raises(ProtocolError, match="expected a number above 1"):
-        world.silos[0].answer("draw", offer, None)
+        world.silos[0].answer("draw", offer)
     with pytest.raises(ProtocolError, match="expected a number above 1"):
         world.begin(1)
 
@@ -173,7 +173,7 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
     with pytest.raises(ProtocolError, match="the settings have draw_choices"):
         hidden.begin(1, places=[0])
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
-        known.silos[0].answer("draw", (1).to_bytes(8, "big") + bytes(32), None)
+        known.silos[0].answer("draw", (1).to_bytes(8, "big") + bytes(32))
     updates, noise = hidden.draw(rng)
     for world, message in ((hidden, known.begin(1)), (known, hidden.begin(1))):
         with pytest.raises(ValueError, match="PaillierWeights of"):

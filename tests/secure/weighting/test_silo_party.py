@@ -15,12 +15,12 @@ def seeds_of(monkeypatch, number: int, run: str = "test") -> list[bytes]:
     settings = weighting_settings(run=run)
     silos = [PaillierSilo(settings, at) for at in range(3)]
     server_key = PaillierKey.of(key(number=number).public, settings).to_bytes()
-    question = server_key + b"".join(silo.answer("begin", b"", None) for silo in silos)
+    question = server_key + b"".join(silo.answer("begin", b"") for silo in silos)
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_bytes", bytes)
-        sealed, *_ = [silo.answer("keys", question, None) for silo in silos]
+        sealed, *_ = [silo.answer("keys", question) for silo in silos]
     for silo, seed in ((silos[1], sealed[:60]), (silos[2], sealed[60:])):
-        silo.answer("count", seed, lambda limit: [1] * settings.users)
+        silo.answer("count", seed, [1] * settings.users)
     return [silo._state.seed for silo in silos]
 
 

@@ -270,7 +270,7 @@ def round_of():
 
 
 def test_without_rerandomisation_a_key_holder_confirms_guesses_of_coordinates(monkeypatch):
-    monkeypatch.setattr(PaillierSilo, "_rerandomise_share", lambda self, own, number: None)
+    monkeypatch.setattr(PaillierSilo, "rerandomise", lambda self, own, number: None)
     world, message, sums, updates = round_of()
     guess = updates.copy()
     guess[1, 2, 3] += 1e-9
@@ -284,10 +284,10 @@ def test_with_rerandomisation_it_confirms_nothing():
 
 def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
     """If a silo skipped its turn, its share could be guessed in every round."""
-    untouched = PaillierSilo._rerandomise_share
+    untouched = PaillierSilo.rerandomise
     monkeypatch.setattr(
         PaillierSilo,
-        "_rerandomise_share",
+        "rerandomise",
         lambda self, own, number: None if self.index == 1 else untouched(self, own, number),
     )
     world = world_of(COUNTS, coordinates=6, slots=1)

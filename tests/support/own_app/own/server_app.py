@@ -4,7 +4,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, configured
+from flower_ext.federation import configured
 from own.settings import Settings
 from own.task import task
 
@@ -16,5 +16,4 @@ def main(grid: Grid, context: Context) -> None:
     settings = configured.settings(Settings, context)
     plan = configured.release_plan(settings, configured.sampling(settings))
     method = DPFedAvg(local=configured.training(settings))
-    strategy = FederatedStrategy(method, plan, **configured.options(settings, task, plan))
-    configured.start(grid, context, settings, task, strategy)
+    configured.start(grid, context, settings, task, method, plan)

@@ -2,7 +2,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
-from flower_ext.federation import FederatedStrategy, configured
+from flower_ext.federation import configured
 from texts.settings import Settings
 from texts.task import task_of
 
@@ -17,5 +17,4 @@ def main(grid: Grid, context: Context) -> None:
     method = DPFedAvg(local=local)
     if settings.personal_head:
         method = DP2FedSAM(head=local, extractor=local, personal=("*.classifier",))
-    strategy = FederatedStrategy(method, plan, **configured.options(settings, task, plan))
-    configured.start(grid, context, settings, task, strategy)
+    configured.start(grid, context, settings, task, method, plan)

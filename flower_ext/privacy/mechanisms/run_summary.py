@@ -1,4 +1,4 @@
-"""Facts about a method and about a run; a plan knows nothing else about them."""
+"""The traits of a method and the summary of a run; a plan knows nothing else about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flower_ext.privacy.accounting.participations import Participations
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTraits:
-    """Facts that a method declares, so that a plan can refuse a method that it does not protect.
+    """Traits that a method declares, so that a plan can refuse a method that it does not protect.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ class MethodTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts of a run so far.
+class RunSummary:
+    """Everything that a plan knows about a run so far.
 
     Parameters
     ----------

@@ -1,17 +1,17 @@
-"""Facts of runs, as privacy plans receive them."""
+"""Summaries of runs, as privacy plans receive them."""
 
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_facts import MethodTraits, RunFacts
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 
 METHOD = MethodTraits(name="method")
 
 
-def run_facts(uploads=None, *, rounds=0, **facts):
-    """Return facts of a run with so many uploads of each unit, or with so many rounds."""
+def run_summary(uploads=None, *, rounds=0, **values):
+    """Return the summary of a run with so many uploads of each unit, or with so many rounds."""
     participations = Participations()
     participations.rounds = rounds
     participations.uploads.update(uploads or {})
-    return RunFacts(**{"method": METHOD, "participations": participations, **facts})
+    return RunSummary(**{"method": METHOD, "participations": participations, **values})
 
 
 def worst_case(rounds, cohort_size):

@@ -1,0 +1,118 @@
+"""Files of settings, and the presets of an app: the settings of its paper's tables and figures.
+
+The preset NAME of an app is the file ``papers/NAME.toml`` in its folder. Files of users have the
+same form::
+
+    title = "DP²-FedSAM, Table II, (N, S) = (1000, 2)"
+
+    [settings]
+    dataset = "cifar10"
+    clients = 1000
+
+    [where.method.dp-fedavg]    # for runs with method = "dp-fedavg" alone
+    local-epochs = 4
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from flower_ext.errors import InvalidValue
+from flower_ext.runs.settings import INCIDENTAL, nearest
+
+FOLDER = "papers"
+"""Folder of an app's presets."""
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """Settings that a file holds.
+
+    Parameters
+    ----------
+    name : str
+        Name of the file without its ending.
+    title : str
+        What the settings are for; may be empty.
+    shared : Mapping[str, Any]
+        Values by name of a setting, as TOML gives them.
+    special : Mapping[str, Mapping[str, Mapping[str, Any]]]
+        Values that hold only where another setting has a value: by its name, and its text.
+    """
+
+    name: str
+    title: str
+    shared: Mapping[str, Any]
+    special: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file of settings.
+
+        Raises
+        ------
+        InvalidValue
+            There is no such file, it is not TOML, or it has another form.
+        """
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidValue(f"settings file {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise InvalidValue(f"settings file {path} is not valid TOML: {error}") from None
+        title, shared = content.pop("title", ""), content.pop("settings", {})
+        special = content.pop("where", {})
+        if content or not (_is_table(shared) and _is_table(special, depth=3)):
+            raise InvalidValue(
+                f'settings file {path}: expected title = "…", a table [settings], and tables '
+                "[where.SETTING.VALUE], nothing else"
+            )
+        return cls(path.stem, str(title), shared, special)
+
+    def settings(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values for a run in which other settings are chosen already.
+
+        The values do not include the chosen ones.
+        """
+        values = dict(self.shared)
+        for name, cases in self.special.items():
+            value = chosen.get(name, self.shared.get(name))
+            values |= cases.get(str(value).lower() if isinstance(value, bool) else str(value), {})
+        return values
+
+    def text(self, changed: Collection[str]) -> str:
+        """Return the words by which a run records the file and what its command changed."""
+        names = ", ".join(name for name in changed if name not in INCIDENTAL)
+        title = f" ({self.title})" if self.title else ""
+        return f"{self.name}{title}" + (f", changed: {names}" if names else "")
+
+
+def _is_table(value: object, depth: int = 1) -> bool:
+    """Return whether a value is a table, of tables, … to a depth."""
+    if depth == 0:
+        return True
+    return isinstance(value, dict) and all(_is_table(each, depth - 1) for each in value.values())
+
+
+def presets(app: Path) -> dict[str, Path]:
+    """Return the files of an app's presets by name."""
+    return {path.stem: path for path in sorted((app / FOLDER).glob("*.toml"))}
+
+
+def preset(app: Path, name: str) -> SettingsFile:
+    """Return an app's preset.
+
+    Raises
+    ------
+    InvalidValue
+        The app has no such preset; the message suggests the nearest ones.
+    """
+    known = presets(app)
+    if name not in known:
+        which = nearest(name, known) if known else f"{app} has no folder {FOLDER}"
+        raise InvalidValue(f"preset {name!r}: no such preset; {which}")
+    return SettingsFile.read(known[name])
