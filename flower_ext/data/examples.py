@@ -72,9 +72,9 @@ class Examples:
         return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
 
     @property
-    def form(self) -> tuple[Hashable, ...]:
+    def row_type(self) -> tuple[Hashable, ...]:
         """Shape and type of one example: of its features and of its target."""
-        return trees.form(self.features), trees.form(self.targets)
+        return trees.row_type(self.features), trees.row_type(self.targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """Return the rows at ``indices``, in this order.

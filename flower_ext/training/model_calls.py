@@ -125,13 +125,13 @@ def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
 def refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
     """Return the layer that refuses a mini-batch of one row, but not of two; None without any."""
     none = trees.to(trees.zeros(features, 0), torch.device("cpu"))
-    return _refusing_layer(_Probe(build, trees.form(features), none))
+    return _refusing_layer(_Probe(build, trees.row_type(features), none))
 
 
 @dataclass(frozen=True)
 class _Probe:
     build: Callable[[], nn.Module]
-    form: Hashable
+    row_type: Hashable
     features: Tree = field(compare=False)
 
 

@@ -85,8 +85,8 @@ def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
         Examples((tokens, mask), targets),
         packed(4),
     ]
-    forms = [data.form for data in several]
-    assert [forms.index(form) for form in forms] == [0, 0, 2, 3, 4]
+    row_types = [data.row_type for data in several]
+    assert [row_types.index(kind) for kind in row_types] == [0, 0, 2, 3, 4]
 
 
 def test_why_trees_train_apart_is_said():

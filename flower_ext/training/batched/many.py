@@ -99,7 +99,7 @@ def _assigned(
     """Yield groups of jobs, each with the fastest form that trains it as `train` does."""
     alike = defaultdict(list)
     for index, job in enumerate(jobs):
-        alike[job.examples.form].append(index)
+        alike[job.examples.row_type].append(index)
     for left in alike.values():
         for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
             parts = form.groups([jobs[index] for index in left], memory_limit)

@@ -97,7 +97,7 @@ class MappedModel:
                 _replace_forward(layer, partial(_pool, layer.forward))
             elif isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
                 if layer.max_norm is not None or layer.scale_grad_by_freq:
-                    raise InvalidValue(f"{layer} cannot be computed for many models")
+                    raise InvalidValue(f"{layer} cannot be stacked")
                 _replace_forward(layer, _look_up)
 
     def gradient(

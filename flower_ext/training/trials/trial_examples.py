@@ -41,14 +41,14 @@ _DROPPING = {
 class TrainingKind:
     """The facts on which a trial's result depends: the key under which a process remembers it.
 
-    ``features`` and ``targets`` are one example of zeros, of the same form as the real ones.
+    ``features`` and ``targets`` are one example of zeros, with shapes and types of the real ones.
     """
 
     model: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
     device: torch.device
     sizes: Sizes
-    form: Hashable
+    row_types: Hashable
     features: Tree = field(compare=False)
     targets: Tree = field(compare=False)
 
@@ -61,10 +61,10 @@ class TrainingKind:
 def kind_of(
     task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
 ) -> TrainingKind:
-    """Return the kind of trainings of these parameters on examples of this form."""
-    form = trees.form(features), trees.form(targets)
+    """Return the kind of trainings of these parameters on examples of these shapes and types."""
+    row_types = trees.row_type(features), trees.row_type(targets)
     device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
-    return TrainingKind(task.model, task.loss, device, sizes(params), form, *parts)
+    return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)
 
 
 def _no_data(client: int) -> ClientData:
