@@ -129,15 +129,20 @@ def _views(value: Any) -> Iterator[Callable[[], Iterable[Any]]]:
     elif isinstance(value, list | set):
         yield value.__iter__
     elif isinstance(value, types.FunctionType):
-        yield vars(value).values
+        yield partial(_attributes, value)
         yield partial(_enclosed, value)
         yield partial(map, value.__globals__.get, _names(value.__code__))
     elif not isinstance(value, Tensor):
         if hasattr(value, "__dict__"):
-            yield vars(value).keys
-            yield vars(value).values
+            yield partial(_attributes, value)
         if not isinstance(value, type) and (slots := [*_slots(value)]):
             yield lambda: [getattr(value, slot, None) for slot in slots]
+
+
+def _attributes(value: Any) -> list[Any]:
+    # Both the class and the dictionary of an object can be replaced.
+    held = vars(value)
+    return [type(value), *held, *held.values()]
 
 
 def _states(value: Any) -> Iterator[Callable[[], Hashable]]:
@@ -243,8 +248,8 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
 
 
 def _enclosed(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the defaults of a function, and the variables that it encloses and are assigned."""
-    yield from (function.__defaults__, function.__kwdefaults__)
+    """Yield what a function runs: its code, its defaults, and the variables that it encloses."""
+    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
     for cell in function.__closure__ or ():
         with suppress(ValueError):
             yield cell.cell_contents

@@ -190,7 +190,31 @@ def of_a_global():
     return total, lambda: globals().update(TOTAL=[*TOTAL, 2])
 
 
+class Two:
+    """A class whose number differs from that of another class."""
+
+    number = 2
+
+
+def of_another_kind():
+    counter = Counter()
+    return counter, lambda: setattr(counter, "__class__", Two)
+
+
+def of_other_attributes():
+    counter = Counter()
+    return counter, lambda: setattr(counter, "__dict__", {"number": 1})
+
+
+def of_other_code():
+    function = with_default()[0]
+    return function, lambda: setattr(function, "__code__", (lambda kept: TOTAL).__code__)
+
+
 KEEPING = {
+    "another class of an object": of_another_kind,
+    "other attributes": of_other_attributes,
+    "other code": of_other_code,
     "the list of a number": of_neighbours,
     "a key": lambda: (numbers := {"a": 1}, lambda: numbers.update(b=numbers.pop("a"))),
     "another default": of_a_default,
