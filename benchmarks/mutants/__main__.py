@@ -93,7 +93,7 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/trials/between_trainings.py": ("training/trials/test_between_trainings.py",),
+    "training/between_trainings.py": ("training/test_between_trainings.py",),
     "training/dp/clipped_gradient.py": (
         "training/trials/test_between_examples.py",
         "training/trials/test_single_examples.py",
@@ -112,12 +112,12 @@ TESTS = {
     "training/trials/trial_examples.py": (
         "training/trials/test_batch_invariance.py",
         "training/trials/test_between_examples.py",
-        "training/trials/test_between_trainings.py",
+        "training/test_between_trainings.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
     "training/trials/snapshots.py": (
         "training/trials/test_snapshots.py",
-        "training/trials/test_between_trainings.py",
+        "training/test_between_trainings.py",
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,

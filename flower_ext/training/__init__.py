@@ -13,8 +13,8 @@ module                its part
 `task`                the model, the loss, the metrics and each partition's data
 ====================  =====================================================================
 
-`dp` has the steps of DP-SGD, which clip each example's gradient. The trials in `trials`
-find models in which one example, or one training, changes another.
+`dp` has the steps of DP-SGD, which clip each example's gradient. The trials in `trials` and
+`between_trainings` find models in which one example, or one training, changes another.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

@@ -63,7 +63,7 @@ from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import MEMORY_LIMIT, Params, Task, difference
-from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
+from flower_ext.training.between_trainings import refuse_state_between_trainings
 from flower_ext.training.isolation import attempted
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 

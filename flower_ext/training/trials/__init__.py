@@ -18,7 +18,7 @@ Refused wherever uploads are protected:
 
 * a model or a loss that changes in training what other models see, such as a class or a global
   variable, or that draws from the global generators of NumPy or Python
-  (`refuse_state_between_trainings`; ``trials/test_between_trainings.py``).
+  (`refuse_state_between_trainings`; ``test_between_trainings.py``).
 
 Not refused, but trained in a slower way in which no example meets another:
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
+from flower_ext.training.between_trainings import refuse_state_between_trainings
 from flower_ext.training.model_calls import refusing_layer
-from flower_ext.training.trials.between_trainings import refuse_state_between_trainings
 from tests.support.jobs import problem
 from tests.support.keeping import (
     HIDDEN,
