@@ -92,6 +92,7 @@ class Stack:
             if radius.any():
                 point = self._climbed(weights, batch, terms, radius[:active])
             steps = first_models(velocity, active)
+            # The backward pass adds gradients to velocities in place; without momentum they are 0.
             for v in steps.values():
                 v.mul_(per_model(momentum[:active], v))
             self._add_gradients(point, batch, {n: Target(v) for n, v in steps.items()})

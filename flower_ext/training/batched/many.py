@@ -102,6 +102,7 @@ def _assigned(
         alike[job.examples.row_type].append(index)
     for left in alike.values():
         for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
+            # A form numbers the jobs that are left over by those before it.
             parts = form.groups([jobs[index] for index in left], memory_limit)
             groups = [[left[index] for index in part] for part in parts]
             yield from ((group, form) for group in groups)

@@ -152,6 +152,7 @@ class ClippedGradient:
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
         factors = factors.where(valid, 0.0)
+        # A factor of zero is not enough for these: 0 · NaN is NaN.
         if not bool((finite := norms.isfinite()).all()):
             parts = {name: part.only(finite) for name, part in parts.items()}
             factors = factors.where(finite, 0.0)
@@ -167,6 +168,7 @@ class ClippedGradient:
         seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
         parts = self._try_pass(x, y, seed)
         if parts is None:
+            # One example raises for all that pass with it: find it, or each of them would be lost.
             valid = torch.tensor(self._pass_alone(x, y, seed), device=device)
             # A stand-in keeps the places, and with them the random draws, of all other examples.
             rows = torch.arange(count, device=device)
