@@ -58,7 +58,7 @@ class OnePass:
             if name in inputs_of:
                 raise RuntimeError(f"{name!r} is used twice")
             inputs_of[name] = inputs[0].detach()
-            # No parameter requires a gradient, so the lowest layer's output is where autograd begins.
+            # No parameter requires a gradient, so autograd begins at the lowest layer's output.
             outputs_of[name] = output if output.requires_grad else output.requires_grad_()
             return output
 

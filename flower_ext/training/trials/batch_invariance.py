@@ -134,8 +134,8 @@ class BatchInvarianceTrial:
         without such a row.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
-            # On an accelerator such a look-up would end the process. On a CPU most examples pass, so
-            # it is cheaper to ask what the model takes only after a trial that failed.
+            # On an accelerator such a look-up would end the process. On a CPU it is cheaper to ask
+            # what the model takes only after a trial that failed.
             if not trees.first(x).is_cpu and not self._takes(examples):
                 continue
             try:
