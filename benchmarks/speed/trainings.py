@@ -156,7 +156,7 @@ def by_hand(model: nn.Module, jobs: list[Job]) -> None:
 
 def in_batches(task: Task, jobs: list[Job], batch_invariant: bool) -> None:
     """Train all jobs; each model is dropped at once, as by a caller that adds them up."""
-    for _ in train_each(task, jobs, steady=batch_invariant):
+    for _ in train_each(task, jobs, batch_invariant=batch_invariant):
         pass
 
 

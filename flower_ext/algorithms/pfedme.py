@@ -76,10 +76,9 @@ def minimise_envelope(
     θ_i starts at the received model, and each mini-batch continues from the θ_i before it.
     """
     pull = job.training.learning_rate * job.attraction
-    with seeded_by(job.generator, task.torch_device()) as anew:
+    with seeded_by(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
-        anew()  # building the model may have drawn random numbers
         near = Proximal(weight=job.attraction, anchor=w)
 
         def envelope(point: Params, x: Tree, y: Tree) -> Tensor:

@@ -72,12 +72,9 @@ class Examples:
         return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
 
     @property
-    def form(self) -> tuple[Hashable, ...]:
+    def row_type(self) -> tuple[Hashable, ...]:
         """Shape and type of one example: of its features and of its target."""
-        features, targets = self.features, self.targets
-        if self.plain:
-            return features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
-        return trees.form(features), trees.form(targets)
+        return trees.row_type(self.features), trees.row_type(self.targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """Return the rows at ``indices``, in this order.

@@ -62,12 +62,12 @@ def length(tree: Tree) -> int:
     return int(first(tree).shape[0])
 
 
-def form(tree: Tree) -> tuple[Hashable, ...]:
+def row_type(tree: Tree) -> tuple[Hashable, ...]:
     """Return the shape and type of one row. The order of a mapping's names does not matter."""
     if isinstance(tree, Tensor):
         return tree.shape[1:], tree.dtype
-    forms = [(key, form(part)) for key, part in _children(tree).items()]
-    return tuple(sorted(forms, key=lambda named_form: named_form[0]))
+    parts = [(key, row_type(part)) for key, part in _children(tree).items()]
+    return tuple(sorted(parts, key=lambda part: part[0]))
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:

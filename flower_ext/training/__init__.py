@@ -19,10 +19,10 @@ module                its part
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
+    attempt_groups,
     train_each,
     train_groups,
-    train_surely,
-    trains_apart,
+    trains_one_by_one,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
@@ -30,7 +30,7 @@ from flower_ext.training.features import Features
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
 from flower_ext.training.local import minimise, train
 from flower_ext.training.newton import NotConverged, newton
-from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
+from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
     Linear,
     LocalProblem,
@@ -62,6 +62,7 @@ __all__ = [
     "Term",
     "UnshareableModel",
     "accuracy",
+    "attempt_groups",
     "check_shareable",
     "clone",
     "cox_loss",
@@ -76,14 +77,12 @@ __all__ = [
     "newton",
     "part",
     "replace_batch_norm",
-    "split",
     "tagged",
     "train",
     "train_dp_sgd",
     "train_each",
     "train_groups",
-    "train_surely",
-    "trains_apart",
+    "trains_one_by_one",
 ]
 
 products_are_reproducible()  # must run before MKL's first call

@@ -95,9 +95,8 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
         return train_clipped_steps(task, job, trained)
     training = job.training
     dtype = torch.float64 if training.tolerance else None
-    with seeded_by(job.generator, task.torch_device()) as anew:
+    with seeded_by(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
-        anew()  # forget what was drawn while the model was built
         if training.tolerance:
             data = job.examples.to(problem.device)
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)

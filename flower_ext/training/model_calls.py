@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -113,10 +114,7 @@ def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
     """
     if batch_size > 1 and trees.length(features) % batch_size != 1:
         return 1
-    if isinstance(features, Tensor):
-        layer = refusing_layer(task.model, features.shape[1:], features.dtype)
-    else:
-        layer = _refusing_layer(task.model, features)
+    layer = refusing_layer(task.model, features)
     if layer is not None and batch_size == 1:
         raise tellable(
             InvalidValue(f"batch_size=1: expected at least 2, because {layer} refuses a single row")
@@ -124,21 +122,26 @@ def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
     return 1 if layer is None else 2
 
 
-@lru_cache(maxsize=64)
-def refusing_layer(
-    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
-) -> str | None:
+def refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
     """Return the layer that refuses a mini-batch of one row, but not of two; None without any."""
-    return _refusing_layer(build, torch.zeros((0, *shape), dtype=dtype))
+    none = trees.to(trees.zeros(features, 0), torch.device("cpu"))
+    return _refusing_layer(_Probe(build, trees.row_type(features), none))
 
 
-def _refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
+@dataclass(frozen=True)
+class _Probe:
+    build: Callable[[], nn.Module]
+    row_type: Hashable
+    features: Tree = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _refusing_layer(probe: _Probe) -> str | None:
     def error_of(count: int) -> Any:
-        x = trees.to(trees.zeros(features, count), torch.device("cpu"))
-        return attempted(call_model, model, x)
+        return attempted(call_model, model, trees.zeros(probe.features, count))
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = in_training(build().cpu())
+        model = in_training(probe.build().cpu())
         if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
             return None
     names = {id(module): name for name, module in model.named_modules()}

@@ -128,21 +128,3 @@ def require_modules(
                 f"{option}={pattern!r} names no parameter of this model; expected some of "
                 f"{modules} (a parameter that is tied to another goes by the other's name)"
             )
-
-
-def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params, Params]:
-    """Divide a model θ into its shared part φ and its personal part h.
-
-    Raises
-    ------
-    ValueError
-        A pattern matches no parameter, or nothing is left to share.
-    """
-    require_modules("personal", personal, params)
-    personal_part = {name: tensor for name, tensor in params.items() if matches(name, personal)}
-    shared = {name: tensor for name, tensor in params.items() if name not in personal_part}
-    if not shared:
-        raise InvalidValue(
-            f"personal={tuple(personal)} leaves no parameter to share: name fewer modules"
-        )
-    return shared, personal_part

@@ -25,6 +25,7 @@ from flower_ext.training.dropout import own_dropout
 from flower_ext.training.model_calls import SettableModel
 from flower_ext.training.model_factory import ModelFactory, in_training, suits_channels_last
 from flower_ext.training.params import Params, to_device
+from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 
 
@@ -173,7 +174,9 @@ def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> S
 def _new_model(
     factory: ModelFactory, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    model = own_dropout(in_training(factory().to(device)))
+    # What building a model draws must not move the draws of its training.
+    with seeded(0, devices=device.type != "cpu"):
+        model = own_dropout(in_training(factory().to(device)))
     if dtype is not None and factory.facts.frozen:
         model = deepcopy(model).to(dtype)
     return SettableModel(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,17 +25,10 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
 
 
 @contextmanager
-def seeded_by(generator: torch.Generator, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Let a model's own random draws depend on the generator of its batches alone.
-
-    Yields
-    ------
-    Callable[[], object]
-        Restarts the draws.
-    """
-    seed, devices = draws_seed(generator), device.type != "cpu"
-    with seeded(seed, devices=devices):
-        yield lambda: (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+def seeded_by(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Let a model's own random draws depend on the generator of its batches alone."""
+    with seeded(draws_seed(generator), devices=device.type != "cpu"):
+        yield
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:

@@ -69,7 +69,7 @@ class Training:
     solve : Callable, optional
         Runs many such trainings at once, in place of `train_each`; it returns what each method
         receives, in their order.
-    steady : bool
+    batch_invariant : bool
         The option of `train_groups`.
 
     Raises
@@ -82,7 +82,7 @@ class Training:
     job: Job
     trained: Callable[[str], bool]
     solve: Callable[..., Iterable[Any]] | None = None
-    steady: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self.job.params, self.task)
@@ -105,7 +105,7 @@ class Training:
             return self.solve
         if len(self.job.examples) == 0:
             return _untrained
-        return _train_steadily if self.steady else train_each
+        return _train_invariantly if self.batch_invariant else train_each
 
 
 def one_by_one(
@@ -125,7 +125,7 @@ def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]
     return [dict(job.params) for job in jobs]
 
 
-_train_steadily = partial(train_each, steady=True)
+_train_invariantly = partial(train_each, batch_invariant=True)
 
 
 Steps = Generator[Training, Any, T]

@@ -148,12 +148,12 @@ def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
 
 
 def no_one_by_one(task, jobs, **settings):
-    yield from train_groups(task, [job() for job in jobs], steady=True, **settings)
+    yield from train_groups(task, [job() for job in jobs], batch_invariant=True, **settings)
 
 
 def errors_of_one_are_errors_of_all(patch):
     """In ULDP-AVG and -SGD a record stands for its user, elsewhere for itself."""
-    patch.setattr(silo_training, "train_surely", no_one_by_one)
+    patch.setattr(silo_training, "attempt_groups", no_one_by_one)
     pass_alone = ClippedGradient._pass_alone
 
     def unguarded(self, *records):
@@ -374,13 +374,13 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
     def in_another_order(task, jobs, **settings):
         if any(bool(job.examples.features.isnan().any()) for job in jobs):
             jobs = [replace(job, params=last_bits_moved(job.params)) for job in jobs]
-        yield from train_each(task, jobs, steady=True, **settings)
+        yield from train_each(task, jobs, batch_invariant=True, **settings)
 
     def last_bits_moved(params):
         upwards = torch.tensor(float("inf"))
         return {name: torch.nextafter(value, upwards) for name, value in params.items()}
 
-    monkeypatch.setattr(side_by_side, "_train_steadily", in_another_order)
+    monkeypatch.setattr(side_by_side, "_train_invariantly", in_another_order)
     experiment = one_diverged_client()
     found = audit(experiment, trials=TRIALS, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()

@@ -174,10 +174,10 @@ def test_rows_of_a_tree_stay_together():
 
 def test_form_is_of_plain_tensors_as_it_was_and_of_trees_by_name():
     x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
-    assert Examples(x, y).form == (x.shape[1:], x.dtype, y.shape[1:], y.dtype)
-    assert Examples({"a": x, "b": y}, y).form == Examples({"b": y, "a": x}, y).form
-    splits = {Examples((x, x), (x,)).form, Examples((x,), (x, x)).form, Examples((x, x), x).form}
-    assert len(splits) == 3
+    assert Examples(x, y).row_type == ((x.shape[1:], x.dtype), (y.shape[1:], y.dtype))
+    assert Examples({"a": x, "b": y}, y).row_type == Examples({"b": y, "a": x}, y).row_type
+    splits = Examples((x, x), (x,)), Examples((x,), (x, x)), Examples((x, x), x)
+    assert len({examples.row_type for examples in splits}) == 3
 
 
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e6))

@@ -67,8 +67,8 @@ def test_leaves_of_several_trees_meet_by_name_and_not_by_order():
 
 def test_form_tells_names_shapes_and_types_apart_and_no_order():
     tokens, mask = torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 5)
-    form = trees.form({"tokens": tokens, "mask": mask})
-    assert form == trees.form({"mask": mask[:1], "tokens": tokens[:1]})
+    form = trees.row_type({"tokens": tokens, "mask": mask})
+    assert form == trees.row_type({"mask": mask[:1], "tokens": tokens[:1]})
     others = [
         {"tokens": tokens},
         {"tokens": tokens, "other": mask},
@@ -79,7 +79,7 @@ def test_form_tells_names_shapes_and_types_apart_and_no_order():
         ((tokens, mask),),
         tokens,
     ]
-    forms = {form, *map(trees.form, others)}
+    forms = {form, *map(trees.row_type, others)}
     assert len(forms) == 1 + len(others)
 
 

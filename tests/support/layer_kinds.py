@@ -303,11 +303,10 @@ def trained(kind: Kind) -> Cell:
 
 def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator) -> Params:
     """Train in a plain PyTorch loop, with this package's dropout masks."""
-    with seeded_by(draw, torch.device("cpu")) as anew:
-        model = own_dropout(kind.build())
-        model.load_state_dict(start, strict=False)  # tied parameters travel once
-        model.train()
-        anew()
+    model = own_dropout(kind.build())
+    model.load_state_dict(start, strict=False)  # tied parameters travel once
+    model.train()
+    with seeded_by(draw, torch.device("cpu")):
         steps = torch.optim.SGD(model.parameters(), TRAINING.learning_rate)
         for _ in range(TRAINING.epochs):
             for rows in torch.split(torch.randperm(len(data), generator=draw), TRAINING.batch_size):

@@ -173,7 +173,7 @@ class Unsettling(nn.Linear):
 
 def test_a_probe_of_a_model_leaves_no_setting_to_the_training_after_it():
     try:
-        assert refusing_layer(Unsettling, torch.Size([4]), torch.float32) is not None
+        assert refusing_layer(Unsettling, torch.zeros(2, 4)) is not None
         assert torch.get_default_dtype() is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)

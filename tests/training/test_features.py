@@ -143,7 +143,7 @@ def test_a_partition_without_test_examples_has_features_of_the_same_form():
         return ClientData(train=own.train, test=own.test.subset([]))
 
     made = Features(Front, untested)(0)
-    assert made.test.form == made.train.form
+    assert made.test.row_type == made.train.row_type
 
 
 def test_a_mapping_of_features_is_given_by_name():

@@ -1,30 +1,17 @@
 import pytest
-import torch
 
-from flower_ext.training import matches, split
+from flower_ext.training.params import matches, require_modules
 
-MODEL = {
-    "extractor.weight": torch.zeros(2),
-    "head.weight": torch.zeros(2),
-    "head.bias": torch.zeros(1),
-    "header.weight": torch.zeros(1),
-}
+MODEL = ["extractor.weight", "head.weight", "head.bias", "header.weight"]
 
 
-def test_split_goes_by_module_not_by_letters():
-    shared, personal = split(MODEL, ["head"])
-    assert set(shared) == {"extractor.weight", "header.weight"}
-    assert set(personal) == {"head.weight", "head.bias"}
+def test_a_pattern_goes_by_module_not_by_letters():
+    assert {name for name in MODEL if matches(name, ["head"])} == {"head.weight", "head.bias"}
 
 
 def test_a_prefix_that_names_nothing_is_an_error_that_lists_the_modules():
     with pytest.raises(ValueError, match="'classifier' names no parameter.*extractor"):
-        split(MODEL, ["classifier"])
-
-
-def test_nothing_left_to_share_is_an_error():
-    with pytest.raises(ValueError, match="leaves no parameter"):
-        split(MODEL, ["extractor", "head", "header"])
+        require_modules("personal", ["classifier"], MODEL)
 
 
 def test_a_star_stands_for_any_part_of_a_name():
@@ -34,7 +21,7 @@ def test_a_star_stands_for_any_part_of_a_name():
     assert matches("base.classifier.bias", ["*.classifier"])
     assert not matches("base.classifiers.bias", ["*.classifier"])
     with pytest.raises(ValueError, match=r"'\*\.lora_C' names no parameter"):
-        split(MODEL, ["*.lora_C"])
+        require_modules("personal", ["*.lora_C"], model)
 
 
 def test_a_single_parameter_may_be_named():

@@ -16,13 +16,12 @@ from flower_ext.training import (
     LocalTraining,
     Proximal,
     accuracy,
+    attempt_groups,
     evaluate,
     train_groups,
-    train_surely,
 )
-from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.grouping import alike
-from flower_ext.training.batched.many import trains_apart
+from flower_ext.training.batched.batchable import why_not_batched
+from flower_ext.training.batched.many import trains_one_by_one
 from flower_ext.training.scoring import evaluate_each
 from tests.support.jobs import SGD, WAYS, one_by_one, problem, same, train_many
 from tests.support.trees import (
@@ -64,16 +63,16 @@ def test_a_tree_trains_to_the_bits_of_a_packed_tensor(which, way):
 
 
 @pytest.mark.parametrize("which", FORMS)
-@pytest.mark.parametrize("steady", [False, True])
-def test_many_trees_train_as_packed_tensors_in_a_batch(which, steady):
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_many_trees_train_as_packed_tensors_in_a_batch(which, batch_invariant):
     task, form = FORMS[which]
     sizes = [16, 9, 16, 16, 3, 16, 16]
     jobs = [job(form(packed(size, size)), seed=k) for k, size in enumerate(sizes)]
     theirs = [job(packed(size, size), seed=k) for k, size in enumerate(sizes)]
-    found = train_groups(task, jobs, steady=steady)
+    found = train_groups(task, jobs, batch_invariant=batch_invariant)
     ours = {group[0]: {n: p[0] for n, p in rows.items()} for group, rows in found}
     same([ours[index] for index in range(len(sizes))], train_many(PACKED, theirs))
-    assert trains_apart(task, jobs[0].examples, SGD)
+    assert trains_one_by_one(task, jobs[0].examples, SGD)
 
 
 def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
@@ -86,14 +85,15 @@ def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
         Examples((tokens, mask), targets),
         packed(4),
     ]
-    assert alike([job(data) for data in several]) == [[0, 1], [2], [3], [4]]
+    row_types = [data.row_type for data in several]
+    assert [row_types.index(kind) for kind in row_types] == [0, 0, 2, 3, 4]
 
 
 def test_why_trees_train_apart_is_said():
     data = packed(4)
-    assert why_apart(PARTED, [job(as_tuple(data))]) == "features are no single tensor"
+    assert why_not_batched(PARTED, [job(as_tuple(data))]) == "features are no single tensor"
     aims = replace(data, targets={"label": data.targets})
-    assert why_apart(PACKED, [job(aims)]) == "targets are no single tensor"
+    assert why_not_batched(PACKED, [job(aims)]) == "targets are no single tensor"
 
 
 def test_users_of_a_silo_train_each_on_their_own_rows():
@@ -101,7 +101,7 @@ def test_users_of_a_silo_train_each_on_their_own_rows():
     silo = SiloData(train=as_mapping(data), test=as_mapping(packed(2)), owners=owners)
     by_user = silo.by_user()
     jobs = [job(own, seed=user) for user, own in by_user.items()]
-    for (user,), rows in train_groups(PARTED, jobs, steady=True):
+    for (user,), rows in train_groups(PARTED, jobs, batch_invariant=True):
         own = data.subset(np.flatnonzero(owners == user))
         expected = trained(PACKED, job(own, seed=user))
         assert all(torch.equal(rows[name][0], p) for name, p in expected.items())
@@ -116,7 +116,7 @@ def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
         elif wrong:
             users[2] = Examples({"tokens": users[2].features["tokens"]}, users[2].targets)
         jobs = [lambda user=user, own=own: job(own, seed=user) for user, own in enumerate(users)]
-        found = train_surely(PARTED, jobs)
+        found = attempt_groups(PARTED, jobs)
         return {user: rows for group, rows in found for user in group}
 
     ours, theirs = models(True), models(False)

@@ -20,8 +20,8 @@ from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
 from flower_ext.privacy.mechanisms.quantization import sum_rows_in_cells
-from flower_ext.training import Job, Params, Task, train_surely
-from flower_ext.training.batched.descent import along
+from flower_ext.training import Job, Params, Task, attempt_groups
+from flower_ext.training.batched.descent import per_model
 from flower_ext.training.params import flat_rows
 
 log = getLogger("flwr")
@@ -144,7 +144,7 @@ def users_updates(
 ) -> Iterator[tuple[int, list[int], Params]]:
     """Train all users; yield a silo, some of its users, and their unclipped updates in rows.
 
-    No user's update depends on the other users (see `train_surely`), because one user could
+    No user's update depends on the other users (see `attempt_groups`), because one user could
     otherwise move their updates as well. If a user's training raises or diverges, the update is
     zero. An error in place of the silo's sum would remove all users of the silo.
     """
@@ -154,7 +154,7 @@ def users_updates(
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         trainings = [partial(jobs[silo].of, user) for silo, user in chosen]
-        for group, rows in train_surely(
+        for group, rows in attempt_groups(
             task, trainings, trained=trained, memory_limit=memory_limit
         ):
             if isinstance(rows, Exception):
@@ -199,4 +199,4 @@ def _finite(rows: Params) -> Params:
     sound = torch.stack([flat_rows(row).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows
-    return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}
+    return {name: torch.where(per_model(sound, row) > 0, row, 0.0) for name, row in rows.items()}

@@ -26,7 +26,7 @@ from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.federation.replies import read_answer
 from flower_ext.privacy.theorems.uldp import Weighting
-from flower_ext.training import LocalTraining, Params, trains_apart
+from flower_ext.training import LocalTraining, Params, trains_one_by_one
 
 USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
@@ -136,7 +136,8 @@ def answer_server(question: Question) -> Params:
     num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
     apart = len(examples) > 0 and any(
-        trains_apart(question.task, examples, training) for training in question.training.values()
+        trains_one_by_one(question.task, examples, training)
+        for training in question.training.values()
     )
     answer = {ONE_BY_ONE: torch.tensor(int(apart))}
     if question.values[HISTOGRAM]:

@@ -58,7 +58,7 @@ class ClientWork:
         By phase, the plan's clipping and noise in every local step.
     config : Mapping[str, object]
         The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
-    steady : bool
+    batch_invariant : bool
         True if no bit of the result may depend on the trainings that share its batch (see
         `train_groups`).
     """
@@ -78,7 +78,7 @@ class ClientWork:
     noise: NoiseSource = field(default_factory=SecureNoise)
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
-    steady: bool = False
+    batch_invariant: bool = False
 
     def initial_params(self) -> Params:
         """Return the whole model before training, which is equal on all clients."""
@@ -106,7 +106,9 @@ class ClientWork:
             terms=[*self.terms, *terms],
             noise=self.step_noise.get(phase),
         )
-        return Training(task=self.task, job=job, trained=trained, steady=self.steady)
+        return Training(
+            task=self.task, job=job, trained=trained, batch_invariant=self.batch_invariant
+        )
 
 
 @dataclass(kw_only=True)

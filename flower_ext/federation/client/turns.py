@@ -91,8 +91,8 @@ class ServedMethod:
             check_addressee(message, context)
             request = read(message)
             # Beside others, libraries may round differently: a batch must not show in the bits.
-            steady = not alone and request.protection.bounds_uploads
-            return self._turn(request, context, task, steady=steady)
+            batch_invariant = not alone and request.protection.bounds_uploads
+            return self._turn(request, context, task, batch_invariant=batch_invariant)
 
         return attempt_each(turn, messages, contexts)
 
@@ -100,7 +100,9 @@ class ServedMethod:
         """Return what the node's owner permits."""
         return NodePolicy(context, self.allow_seeded_noise)
 
-    def _turn(self, request: Request, context: Context, task: Task, *, steady: bool) -> Turn:
+    def _turn(
+        self, request: Request, context: Context, task: Task, *, batch_invariant: bool
+    ) -> Turn:
         method, policy, phase = self.method, self.policy(context), self.method.upload_phase
         with knowing_no_data():
             if request.kind == "train":
@@ -140,7 +142,7 @@ class ServedMethod:
             noise=policy.noise(request.entries, "training-noise"),
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=request.config,
-            steady=steady,
+            batch_invariant=batch_invariant,
         )
         return Turn(method, context, policy, request, memory, work)
 

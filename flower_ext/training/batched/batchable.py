@@ -1,6 +1,6 @@
 """Decide which models train in a batch as they do alone: known obstacles, and trials.
 
-`why_apart` finds out whether a batch gives a model the same result, up to rounding, and
+`why_not_batched` finds out whether a batch gives a model the same result, up to rounding, and
 `trains_alike` whether the form of a plug-in does.
 """
 
@@ -24,22 +24,22 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import changed_places, snapshot
+from flower_ext.training.trials.snapshots import Snapshots, changed_places
 from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
 
-def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
+def why_not_batched(task: Task, jobs: Sequence[Job]) -> str | None:
     """Return why these jobs are better trained one by one; None if they are not."""
-    if reason := why_unusual(jobs):
+    if reason := why_never_batched(jobs):
         return reason
-    if reason := _why_unlike(_kind(task, jobs[0])):
+    if reason := _why_not_batchable(_kind(task, jobs[0])):
         _say_once(reason)
     return reason
 
 
-def why_unusual(jobs: Sequence[Job]) -> str | None:
+def why_never_batched(jobs: Sequence[Job]) -> str | None:
     """Return why these jobs must train one by one, whatever their model; None if they need not."""
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
@@ -78,7 +78,7 @@ def random_job(kind: TrainingKind, count: int) -> Job:
 
 
 @lru_cache(maxsize=64)
-def _why_unlike(kind: TrainingKind) -> str | None:
+def _why_not_batchable(kind: TrainingKind) -> str | None:
     """Return why models of this kind cannot train in a batch, with targets of this shape."""
     for module in in_training(kind.model()).modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
@@ -86,10 +86,11 @@ def _why_unlike(kind: TrainingKind) -> str | None:
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if drops and (type(module) is not nn.Dropout or kind.device.type != "cpu"):
             return f"{module} draws other numbers in a batch of models"
-    shape, dtype = kind.features.shape[1:], kind.features.dtype
-    if layer := refusing_layer(kind.model, shape, dtype):
+    if layer := refusing_layer(kind.model, kind.features):
         return f"{layer} refuses a mini-batch of a single row"
-    return _why_other(kind, lambda jobs: Stack(kind.task, jobs, lambda name: True).minimise())
+    return _difference_from_train(
+        kind, lambda jobs: Stack(kind.task, jobs, lambda name: True).minimise()
+    )
 
 
 def trains_alike(task: Task, job: Job, form: Form) -> bool:
@@ -108,16 +109,19 @@ def _trains_alike(kind: TrainingKind, form: Form) -> bool:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("the form does not take the random jobs of a trial")
         model = in_training(kind.model())
-        before = snapshot(model=model)
+        snapshots = Snapshots(model=model)
+        before = snapshots.take()
         model(jobs[0].examples.features)
-        if places := changed_places(before, snapshot(model=model)):
+        if places := changed_places(before, snapshots.take()):
             raise InvalidValue(f"a pass changes {places[0]}")
         return form.minimise(jobs, lambda name: True)
 
-    return _why_other(kind, minimise) is None
+    return _difference_from_train(kind, minimise) is None
 
 
-def _why_other(kind: TrainingKind, minimise: Callable[[Sequence[Job]], Params]) -> str | None:
+def _difference_from_train(
+    kind: TrainingKind, minimise: Callable[[Sequence[Job]], Params]
+) -> str | None:
     """Return how two short trainings by ``minimise`` differ from `train`; None if they agree."""
 
     # Unlike sizes, so that one of the two is padded.

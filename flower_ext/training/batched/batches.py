@@ -1,22 +1,33 @@
-"""Batches of models by vmap, whose numbers depend on how many they are."""
+"""Batches of models by vmap, and how many models are worth a batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-from flower_ext.training.batched.batchable import why_apart
+import torch
+from torch import Tensor, nn
+
+from flower_ext.training.batched.batchable import why_not_batched
 from flower_ext.training.batched.descent import Stack
-from flower_ext.training.batched.grouping import longest_first, together
+from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
+_CACHE = 12 * 2**20
+"""Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
+_LEAST_TOGETHER = 8
+_TOGETHER_ELSEWHERE = 4096
+
 
 @dataclass(frozen=True)
-class Batches:
-    """Batches of any size (a `Form`)."""
+class Batches(Form):
+    """Batches of any size, whose numbers depend on how many models they have."""
 
     task: Task
     batch_invariant = False
@@ -26,7 +37,7 @@ class Batches:
 
         A batch narrows as its jobs end, so jobs that would outlast all others are left out.
         """
-        if len(jobs) < 2 or why_apart(self.task, jobs) is not None:
+        if len(jobs) < 2 or why_not_batched(self.task, jobs) is not None:
             return
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
@@ -46,6 +57,42 @@ class Batches:
         like = jobs[0].params
         return {n: w.to(like[n]) for n, w in Stack(self.task, jobs, trained).minimise().items()}
 
-    def gains_alone(self, job: Job) -> bool:
-        """Return False: a batch of one takes as long as five trainings by `train`."""
-        return False
+
+def longest_first(jobs: Sequence[Job], members: Sequence[int]) -> list[int]:
+    """Return indices of jobs in the order of their steps.
+
+    Among jobs of equal length those with similar numbers of examples are neighbours, to pad less.
+    """
+    return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
+
+
+def together(task: Task, job: Job, memory_limit: int) -> int:
+    """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
+    features, rows = job.examples.features, min(len(job.examples), job.training.batch_size)
+    numbers = sum(p.numel() for p in job.params.values())
+    activations = rows * _activations(task.model, features.shape[1:], features.dtype)
+    most = _TOGETHER_ELSEWHERE
+    if task.torch_device().type == "cpu":
+        most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
+    # Counted are weights, their gradient, velocity, terms and SAM's second point; also what layers
+    # keep for the backward pass, and the pass itself.
+    needed = 4 * (8 * numbers + features.numel() + 3 * activations)
+    return int(max(1, min(most, memory_limit // needed)))
+
+
+@lru_cache(maxsize=64)
+def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> int:
+    """Count the numbers in all layers' outputs for one example, and in the example itself."""
+    count = 2 * math.prod(shape)
+
+    def add(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
+        nonlocal count
+        if isinstance(output, Tensor):
+            count += output.numel()
+
+    model = build()
+    for module in model.modules():
+        module.register_forward_hook(add)
+    with torch.no_grad():
+        model(torch.zeros((2, *shape), dtype=dtype))  # some layers refuse a single example
+    return count // 2

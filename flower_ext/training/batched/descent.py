@@ -87,51 +87,48 @@ class Stack:
         velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for batch in self.batches():
             active = len(batch.x)
-            now = first(self.weights, active)
-            point = now
+            weights = first_models(self.weights, active)
+            point = weights
             if radius.any():
-                climb = self.slope(now, batch, terms, climbs=radius[:active] > 0)
-                norm = _norms(climb)
-                scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
-                point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
-            moving = first(velocity, active)
-            for v in moving.values():
-                v.mul_(along(momentum[:active], v))
-            self._send(point, batch, {n: Target(v) for n, v in moving.items()})
-            add_terms(moving, terms, point)
-            for name, w in now.items():
-                w.addcmul_(moving[name], along(rate[:active], w), value=-1.0)
+                point = self._climbed(weights, batch, terms, radius[:active])
+            steps = first_models(velocity, active)
+            # The backward pass adds gradients to velocities in place; without momentum they are 0.
+            for v in steps.values():
+                v.mul_(per_model(momentum[:active], v))
+            self._add_gradients(point, batch, {n: Target(v) for n, v in steps.items()})
+            _add_terms(steps, terms, point)
+            for name, w in weights.items():
+                w.addcmul_(steps[name], per_model(rate[:active], w), value=-1.0)
         return self.weights
 
     def _descend(self, rate: Tensor) -> Params:
         """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
         for batch in self.batches():
-            now = first(self.weights, len(batch.x))
-            targets = {name: Target(w, factor=-1.0) for name, w in now.items()}
-            self._send(now, batch, targets, rate[: len(batch.x)])
+            weights = first_models(self.weights, len(batch.x))
+            targets = {name: Target(w, factor=-1.0) for name, w in weights.items()}
+            self._add_gradients(weights, batch, targets, rate[: len(batch.x)])
         return self.weights
 
-    def slope(
+    def _climbed(
         self,
         point: Params,
         batch: MiniBatches,
         terms: Mapping[str, tuple[Tensor, Tensor]],
-        climbs: Tensor | None = None,
+        radius: Tensor,
     ) -> Params:
-        """Return each job's gradient of its loss and ``terms`` (see `terms`) at ``point``.
-
-        ``climbs`` is True for the jobs that take SAM's ascent step. The other jobs draw no random
-        numbers, because they would draw none if trained alone.
-        """
+        """Return the points at which SAM takes its gradients; ``point`` where the radius is 0."""
         gradients = {name: torch.zeros_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in gradients.items()}
-        # A copy of the features, because a model may write into them.
-        batch = batch._replace(x=batch.x.clone())
-        self._send(point, batch, targets, climbs=None if climbs is None else climbs.tolist())
-        add_terms(gradients, terms, point)
-        return gradients
+        # A copy of the features, because a model may write into them. Jobs that do not climb draw
+        # no random numbers, because they would draw none if trained alone.
+        copied = batch._replace(x=batch.x.clone())
+        self._add_gradients(point, copied, targets, climbs=(radius > 0).tolist())
+        _add_terms(gradients, terms, point)
+        norms = _norms(gradients)
+        scale = torch.where(norms > 0, radius / norms, 0.0)
+        return {n: torch.addcmul(w, gradients[n], per_model(scale, w)) for n, w in point.items()}
 
-    def _send(
+    def _add_gradients(
         self,
         point: Params,
         batch: MiniBatches,
@@ -139,8 +136,8 @@ class Stack:
         factors: Tensor | None = None,
         climbs: Sequence[bool] | None = None,
     ) -> None:
-        """Send each job's gradient of its loss, times its factor, to ``targets``."""
-        everything = {**first(self.rest, len(batch.x)), **point}
+        """Add each job's gradient of its loss, times its factor, to ``targets``."""
+        everything = {**first_models(self.rest, len(batch.x)), **point}
         generators = self.generators[: len(batch.x)]
         if climbs is not None:
             generators = [g if climb else None for g, climb in zip(generators, climbs, strict=True)]
@@ -212,17 +209,17 @@ class Stack:
         return {name: (slopes, offset) for name, offset in offsets.items()}
 
 
-def first(params: Mapping[str, Tensor], active: int) -> Params:
+def first_models(params: Mapping[str, Tensor], active: int) -> Params:
     """Return views of the first ``active`` jobs."""
     return {name: p[:active] for name, p in params.items()}
 
 
-def along(values: Tensor, like: Tensor) -> Tensor:
+def per_model(values: Tensor, like: Tensor) -> Tensor:
     """Reshape one value per job so that it multiplies ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
 
 
-def add_terms(
+def _add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
     """Add the gradient of the objective's extra ``terms`` to ``slopes``, in place.
@@ -232,7 +229,7 @@ def add_terms(
     """
     for name, (factor, offset) in terms.items():
         active = len(point[name])
-        slopes[name].addcmul_(along(factor[:active], point[name]), point[name])
+        slopes[name].addcmul_(per_model(factor[:active], point[name]), point[name])
         slopes[name].add_(offset[:active])
 
 

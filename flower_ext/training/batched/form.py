@@ -30,7 +30,8 @@ class Form(Protocol):
     rests on this promise, which no trial checks but the form's own."""
 
     def __hash__(self) -> int:
-        """Return a hash, by which the process remembers whether a trial found it sound."""
+        """Return a hash, by which the process remembers whether a trial found the form sound."""
+        return id(self)
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterable[list[int]]:
         """Yield the indices of the jobs that this form trains, as groups to train together."""
@@ -46,6 +47,7 @@ class Form(Protocol):
 
     def gains_alone(self, job: Job) -> bool:
         """Return True if a single job trains no more slowly than by PyTorch."""
+        return False
 
 
 FormFactory = Callable[[Task, Job], Form | None]

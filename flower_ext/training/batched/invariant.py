@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training.batched.batchable import random_job, trains_alike, why_apart
+from flower_ext.training.batched.batchable import random_job, trains_alike, why_not_batched
+from flower_ext.training.batched.batches import longest_first, together
 from flower_ext.training.batched.descent import IGNORED, MiniBatches, Stack
 from flower_ext.training.batched.form import Form
-from flower_ext.training.batched.grouping import longest_first, together
 from flower_ext.training.batched.mapped import BY_CHANNEL
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone, shaken
@@ -86,8 +86,8 @@ class InvariantStack(Stack):
         return padded
 
 
-class InvariantBatches:
-    """Batches of small models on a CPU (a `Form`)."""
+class InvariantBatches(Form):
+    """Batches of small models on a CPU."""
 
     batch_invariant = True
 
@@ -116,10 +116,6 @@ class InvariantBatches:
         models = _trained(self._kind.task, jobs, trained)
         return {n: w.to(jobs[0].params[n]) for n, w in models.items()}
 
-    def gains_alone(self, job: Job) -> bool:
-        """Return False, because a batch of one takes as long as five trainings by `train`."""
-        return False
-
 
 def invariant_batches(task: Task, job: Job) -> Form | None:
     """Return the form for jobs like this one; None where sizes and positions may change bits."""
@@ -129,7 +125,7 @@ def invariant_batches(task: Task, job: Job) -> Form | None:
     classifies = task.loss is cross_entropy and job.examples.targets.dim() == 1
     if not (classifies or task.compares_examples):
         return None
-    if not task.factory.facts.known_holders or why_apart(task, [job]):
+    if not task.factory.facts.known_holders or why_not_batched(task, [job]):
         return None
     form = _form(kind_of(task, job.examples.features, job.examples.targets, job.params))
     if form is None or not (task.factory.facts.known or trains_alike(task, job, form)):

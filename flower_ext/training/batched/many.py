@@ -1,26 +1,25 @@
 """Many local trainings, together where that is faster.
 
-The results are those of `train` for each job, up to the order of floating-point sums. Jobs train
-in the form of a plug-in if one takes them (`form`), else in a batch (`descent`; `invariant` where
-no bit may depend on other jobs). Models that a batch would change train one by one (`batchable`).
-`_ways` makes this choice.
+The results are those of `train` for each job, up to the order of floating-point sums. A job trains
+in the form of a plug-in (`form`); else in a batch (`batches`, or `invariant` where no bit may
+depend on other jobs); else by itself, as a model does that a batch would change (`batchable`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.batchable import trains_alike, why_unusual
-from flower_ext.training.batched.batches import Batches
+from flower_ext.training.batched.batchable import trains_alike, why_never_batched
+from flower_ext.training.batched.batches import Batches, longest_first
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
-from flower_ext.training.batched.grouping import alike, longest_first
 from flower_ext.training.batched.invariant import invariant_batches
 from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job, LocalTraining
@@ -28,8 +27,6 @@ from flower_ext.training.local import train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
-Minimise = Callable[[Sequence[Job], Callable[[str], bool]], Params]
-"""Trains jobs, of parameters that the function names, and returns their models in rows."""
 _TYPICAL_ROWS = 32
 
 
@@ -39,7 +36,7 @@ def train_each(
     *,
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
-    steady: bool = False,
+    batch_invariant: bool = False,
 ) -> Iterator[Params]:
     """Train each job as `train` does; yield each model as soon as it and those before are ready.
 
@@ -50,7 +47,7 @@ def train_each(
     ----------
     memory_limit : int
         Bytes for parameters, gradients, examples and activations of one batch (estimated).
-    steady : bool
+    batch_invariant : bool
         The option of `train_groups`.
 
     Raises
@@ -61,7 +58,7 @@ def train_each(
     models: dict[int, Params] = {}
     due = 0
     for group, rows in train_groups(
-        task, jobs, trained=trained, memory_limit=memory_limit, steady=steady
+        task, jobs, trained=trained, memory_limit=memory_limit, batch_invariant=batch_invariant
     ):
         models |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
         while due in models:
@@ -75,7 +72,7 @@ def train_groups(
     *,
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
-    steady: bool = False,
+    batch_invariant: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
     """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
 
@@ -85,53 +82,46 @@ def train_groups(
 
     Parameters
     ----------
-    steady : bool
+    batch_invariant : bool
         Keep every model from depending on other jobs, even by its rounding, which unstable training
         amplifies. A guarantee that bounds jobs one by one needs this. Models that no form trains
         in this way train one by one.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
-    for group, minimise in _ways(task, jobs, memory_limit, steady=steady):
-        yield group, minimise([jobs[index] for index in group], trained)
+    for group, form in _assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
+        yield group, form.minimise([jobs[index] for index in group], trained)
 
 
-def _ways(
-    task: Task, jobs: Sequence[Job], memory_limit: int, *, steady: bool
-) -> Iterator[tuple[list[int], Minimise]]:
-    """Yield groups of jobs, each with the fastest way to train it that leaves its results alone.
-
-    Jobs that no form takes train one by one.
-    """
-    for members in alike(jobs):
-        left = members
-        for form in _forms(task, [jobs[index] for index in members], steady=steady):
+def _assigned(
+    task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
+) -> Iterator[tuple[list[int], Form]]:
+    """Yield groups of jobs, each with the fastest form that trains it as `train` does."""
+    alike = defaultdict(list)
+    for index, job in enumerate(jobs):
+        alike[job.examples.row_type].append(index)
+    for left in alike.values():
+        for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
+            # A form numbers the jobs that are left over by those before it.
             parts = form.groups([jobs[index] for index in left], memory_limit)
-            taken = [[left[index] for index in part] for part in parts]
-            yield from ((group, form.minimise) for group in taken)
-            trained = {index for group in taken for index in group}
-            left = [index for index in left if index not in trained]
-        yield from (([index], partial(_alone, task)) for index in longest_first(jobs, left))
+            groups = [[left[index] for index in part] for part in parts]
+            yield from ((group, form) for group in groups)
+            taken = {index for group in groups for index in group}
+            left = [index for index in left if index not in taken]
 
 
-def _alone(task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-    (job,) = jobs
-    # Copies, because untrained parameters may be the job's own.
-    return {n: p.clone().unsqueeze(0) for n, p in train(task, job, trained=trained).items()}
-
-
-def train_surely(
+def attempt_groups(
     task: Task,
     jobs: Sequence[Callable[[], Job]],
     *,
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
 ) -> Iterator[tuple[list[int], Params | Exception]]:
-    """Train steadily (see `train_groups`); for each job that raises, yield its error.
+    """Train as `train_groups` does, batch-invariantly; for each job that raises, yield its error.
 
     One record can make a training raise, for example by a label out of range. That changes no other
-    model in any bit: jobs that an error leaves untrained restart, half of them at a time, and a
-    steady training does not depend on the jobs beside it.
+    model in any bit: jobs that an error leaves untrained restart, half of them at a time, and no
+    training depends on the jobs beside it.
 
     Parameters
     ----------
@@ -145,7 +135,7 @@ def train_surely(
         made = [jobs[index]() for index in members]
         try:
             batches = train_groups(
-                task, made, trained=trained, memory_limit=memory_limit, steady=True
+                task, made, trained=trained, memory_limit=memory_limit, batch_invariant=True
             )
             while untrained:
                 with isolated():
@@ -161,26 +151,45 @@ def train_surely(
                 parts += [untrained[half:], untrained[:half]]
 
 
-def _forms(task: Task, jobs: Sequence[Job], *, steady: bool) -> Iterator[Form]:
-    """Yield the forms for jobs that are alike: those of plug-ins first."""
-    if why_unusual(jobs) is not None:
-        return
-    for form_for in plugins.offered(GROUP):
-        form = form_for(task, jobs[0])
-        if form is None or (steady and not form.batch_invariant):
-            continue
-        if len(jobs) == 1 and not steady and not form.gains_alone(jobs[0]):
-            continue
-        # Known layers show all that they do, so the cost of a trial can be saved.
-        if task.factory.facts.known or trains_alike(task, jobs[0], form):
-            yield form
-    ours = invariant_batches(task, jobs[0]) if steady else Batches(task)
-    if ours is not None:
-        yield ours
+def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
+    """Yield the forms for jobs that are alike, the fastest first; the last one takes every job."""
+    if why_never_batched(jobs) is None:
+        for form_for in plugins.offered(GROUP):
+            form = form_for(task, jobs[0])
+            if form is None or (batch_invariant and not form.batch_invariant):
+                continue
+            # A lone job must train as it would in a group, unless its bits may depend on the group.
+            if len(jobs) == 1 and not batch_invariant and not form.gains_alone(jobs[0]):
+                continue
+            # Known layers show all that they do, so the cost of a trial can be saved.
+            if task.factory.facts.known or trains_alike(task, jobs[0], form):
+                yield form
+        batches = invariant_batches(task, jobs[0]) if batch_invariant else Batches(task)
+        if batches is not None:
+            yield batches
+    yield OneByOne(task)
 
 
-def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:
-    """Return True if `train_groups` with ``steady`` trains models like these one by one.
+@dataclass(frozen=True)
+class OneByOne(Form):
+    """Trainings by `train`, the longest first."""
+
+    task: Task
+    batch_invariant = True
+
+    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
+        """Yield each job by itself."""
+        return ([index] for index in longest_first(jobs, range(len(jobs))))
+
+    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """Return the model of a group of one, as `Form.minimise` does."""
+        model = train(self.task, jobs[0], trained=trained)
+        # Copies, because untrained parameters may be the job's own.
+        return {name: p.clone().unsqueeze(0) for name, p in model.items()}
+
+
+def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) -> bool:
+    """Return True if `train_groups` with ``batch_invariant`` trains models like these one by one.
 
     Only shapes and types of ``example`` matter. The answer may differ for other mini-batch sizes.
     """
@@ -195,5 +204,5 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
         training=training,
         generator=torch.Generator(),
     )
-    forms = _forms(task, [job], steady=True)
-    return not any(True for form in forms for _ in form.groups([job], MEMORY_LIMIT))
+    ((_, form),) = _assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
+    return isinstance(form, OneByOne)

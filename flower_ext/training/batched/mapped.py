@@ -1,9 +1,9 @@
 """One architecture with many sets of parameters: K models on K mini-batches in one pass.
 
-`torch.vmap` computes the models. Dense and image layers have forms of their own here, because
-vmap's are slow. The weights of dense layers never get a gradient tensor of their own: the backward
-pass adds the product directly to its target (a velocity, a gradient, or the weights themselves).
-That saves writing and reading the largest tensors of the computation.
+`torch.vmap` computes the models. This module replaces its dense and image layers, which are slow.
+The weights of dense layers never get a gradient tensor of their own: the backward pass adds the
+product directly to its target (a velocity, a gradient, or the weights themselves). That saves
+writing and reading the largest tensors of the computation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Pass:
 
     targets: Mapping[str, Target]
     draws: Draws | None
-    begin: Tensor
+    root: Tensor
     sent: set[str] = field(default_factory=set)
 
     def target(self, name: str) -> Target | None:
@@ -86,19 +86,19 @@ class MappedModel:
                 continue
             if type(layer) is nn.Dropout and layer.p > 0:
                 self.draws = True
-                _replace_forward(layer, self._dropped)
+                _replace_forward(layer, self._drop)
             elif type(layer) is nn.Linear and not tied:
-                _replace_forward(layer, partial(self._product, name))
+                _replace_forward(layer, partial(self._multiply, name))
             elif type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
-                _replace_forward(layer, _convolved)
+                _replace_forward(layer, _convolve)
             elif type(layer) is nn.GroupNorm:
-                _replace_forward(layer, _normed)
+                _replace_forward(layer, _normalise)
             elif type(layer) in _POOLING:
-                _replace_forward(layer, partial(_pooled, layer.forward))
+                _replace_forward(layer, partial(_pool, layer.forward))
             elif isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
                 if layer.max_norm is not None or layer.scale_grad_by_freq:
-                    raise InvalidValue(f"{layer} has no form for many models")
-                _replace_forward(layer, _looked_up)
+                    raise InvalidValue(f"{layer} cannot be stacked")
+                _replace_forward(layer, _look_up)
 
     def gradient(
         self,
@@ -124,39 +124,39 @@ class MappedModel:
             Random numbers, for models whose `draws` is true.
         """
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
-        now = self._pass = _Pass(targets, draws, torch.zeros((), device=x.device).requires_grad_())
+        self._pass = _Pass(targets, draws, torch.zeros((), device=x.device).requires_grad_())
         with sdpa_kernel(SDPBackend.MATH):  # vmap would run other kernels model by model
             outputs = vmap(lambda model, rows: functional_call(self._model, model, (rows,)))(
                 {**params, **leaves}, x
             )
-            inputs = [now.begin, *leaves.values()]
+            inputs = [self._pass.root, *leaves.values()]
             _, *slopes = torch.autograd.grad(loss(outputs), inputs, allow_unused=True)
         # The gradients of dense layers are at their targets already, and come as None.
         for name, slope in zip(leaves, slopes, strict=True):
-            if slope is not None and name in now.sent:
+            if slope is not None and name in self._pass.sent:
                 raise RuntimeError(f"{name!r} is used outside its layer")
             if slope is not None:
                 targets[name].add(slope)
 
-    def _product(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+    def _multiply(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
-        begin = self._pass.begin
+        root = self._pass.root
 
-        def form(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
             # Contiguous, because the product of matrices apart in memory is slow.
-            y: Tensor = _Product.apply(begin, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
+            y: Tensor = _Product.apply(root, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
             return y.view(*x.shape[:-1], y.shape[-1])
 
         both = weight, bias
-        return _for_all_models(form, x, layer.weight, layer.bias)
+        return _for_all_models(compute, x, layer.weight, layer.bias)
 
-    def _dropped(self, layer: nn.Dropout, x: Tensor) -> Tensor:
-        def form(x: Tensor) -> Tensor:
+    def _drop(self, layer: nn.Dropout, x: Tensor) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
             assert self._pass.draws is not None
             return x * self._pass.draws.noise(x.shape, layer.p, x.dtype)
 
-        return _for_all_models(form, x) if layer.training else x
+        return _for_all_models(compute, x) if layer.training else x
 
 
 def stacked(many: Sequence[Tensor]) -> Tensor:
@@ -171,31 +171,31 @@ def _replace_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> None:
     layer.forward = partial(forward, layer)
 
 
-def _for_all_models(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Return ``form`` of the tensors of all models, whose first dimension numbers the models."""
-    y: Tensor = _Form.apply(form, *tensors)  # type: ignore[no-untyped-call]
+def _for_all_models(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Return ``compute(*tensors)``, where the first dimension of each tensor numbers the models."""
+    y: Tensor = _ForAllModels.apply(compute, *tensors)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Form(torch.autograd.Function):
+class _ForAllModels(torch.autograd.Function):
     """A function of all models at once; defined under vmap only."""
 
     @staticmethod
-    def forward(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError("a layer of values that are the same for every model")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing: autograd follows the operations of the form."""
+        """Keep nothing: autograd follows the operations of the function."""
 
     @staticmethod
     def vmap(
         info: Any,
         in_dims: tuple[int | None, ...],
-        form: Callable[..., Tensor],
+        compute: Callable[..., Tensor],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, int]:
-        """Return the form's values for all models."""
+        """Compute the values of all models."""
         of_models = [
             tensor
             if tensor is None
@@ -204,19 +204,19 @@ class _Form(torch.autograd.Function):
             else tensor.movedim(dim, 0)
             for tensor, dim in zip(tensors, in_dims[1:], strict=True)
         ]
-        return form(*of_models), 0
+        return compute(*of_models), 0
 
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
 
-    ``begin`` only requires a gradient, so that autograd runs a backward pass at all.
+    ``root`` only requires a gradient, so that autograd runs a backward pass at all.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        begin: Tensor,
+        root: Tensor,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -240,26 +240,26 @@ class _Product(torch.autograd.Function):
         return None, down, None, None, None, None
 
 
-def _convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
+def _convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
     if x.dim() != 4:
         return nn.Conv2d.forward(layer, x)
 
-    def form(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         groups, kernel = len(weight) * layer.groups, weight.flatten(0, 1)
         added = None if bias is None else bias.flatten()
         stride, padding, dilation = layer.stride, layer.padding, layer.dilation
         y = functional.conv2d(_by_channel(x), kernel, added, stride, padding, dilation, groups)
         return _by_model(y, len(weight))
 
-    return _for_all_models(form, x, layer.weight, layer.bias)
+    return _for_all_models(compute, x, layer.weight, layer.bias)
 
 
-def _normed(layer: nn.GroupNorm, x: Tensor) -> Tensor:
+def _normalise(layer: nn.GroupNorm, x: Tensor) -> Tensor:
     # Under vmap, group normalisation knows no other order in memory.
     return nn.GroupNorm.forward(layer, x.contiguous())
 
 
-def _looked_up(layer: nn.Embedding, x: Tensor) -> Tensor:
+def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
     # vmap numbers the rows of all tables as one, so it would find the padding of the first alone.
     rows = functional.embedding(x, layer.weight)
     padding = torch.eq(x, layer.padding_idx)  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
 """Layers for which the channels of all models are those of one."""
 
 
-def _pooled(pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:
+def _pool(pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:
     if x.dim() != 4:
         return pool(x)
     return _for_all_models(lambda x: _by_model(pool(_by_channel(x)), len(x)), x)

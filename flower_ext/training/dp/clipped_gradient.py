@@ -125,34 +125,37 @@ class ClippedGradient:
         for name, parameter in self.params.items():
             parameter.copy_(params[name])
         # Only the first training of a process has trials: their draws must not move its own.
-        with self._draws(0):
+        with self._seeded(0):
             self._prepare(features, targets)
         if trees.length(features) == 0:
             return summed
-        any_passes = False
+        any_valid = False
         for x, y in trees.split((features, targets), self.width):
-            parts, passes = self._gradients(x, y)
+            parts, valid = self._gradients(x, y)
             if parts:
-                self._add(summed, parts, passes)
-                any_passes = any_passes or bool(passes.any())
-        if not any_passes:
+                self._add(summed, parts, valid)
+                any_valid = any_valid or bool(valid.any())
+        if not any_valid:
             self._log_once(ERROR, "the loss raises for every example: check the task and the data")
         return summed
 
     @property
     def width(self) -> int:
         """The number of examples of each pass, the same for every batch."""
-        return self._widest if self.way == Way.IN_ONE_PASS else self._narrow
+        if self.way == Way.IN_ONE_PASS:
+            return self._widest
+        return 1 if self.way == Way.ONE_BY_ONE else self._narrow
 
-    def _add(self, summed: Params, parts: Parts, passes: Tensor) -> None:
+    def _add(self, summed: Params, parts: Parts, valid: Tensor) -> None:
         """Add the clipped gradients of the examples that pass without an error and are finite."""
         # One norm over all parameters: a bound for each layer alone would allow a longer gradient.
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
-        factors = factors.where(passes, 0.0)
-        if not bool((sound := norms.isfinite()).all()):
-            parts = {name: part.only(sound) for name, part in parts.items()}
-            factors = factors.where(sound, 0.0)
+        factors = factors.where(valid, 0.0)
+        # A factor of zero is not enough for these: 0 · NaN is NaN.
+        if not bool((finite := norms.isfinite()).all()):
+            parts = {name: part.only(finite) for name, part in parts.items()}
+            factors = factors.where(finite, 0.0)
         for name, part in parts.items():
             summed[name] += part.total(factors).view_as(summed[name])
 
@@ -161,30 +164,29 @@ class ClippedGradient:
 
         Without any there are no gradients.
         """
-        if self.way == Way.ONE_BY_ONE:
-            return self._in_a_loop(x, y)
         count, device = trees.length(x), trees.first(x).device
-        seed, passes = _seed(), torch.ones(count, dtype=torch.bool, device=device)
-        parts = self._attempted(x, y, seed)
+        seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
+        parts = self._try_pass(x, y, seed)
         if parts is None:
-            passes = torch.tensor(self._pass_alone(x, y, seed), device=device)
+            # One example raises for all that pass with it: find it, or each of them would be lost.
+            valid = torch.tensor(self._pass_alone(x, y, seed), device=device)
             # A stand-in keeps the places, and with them the random draws, of all other examples.
             rows = torch.arange(count, device=device)
-            x, y = trees.rows((x, y), rows.where(passes, passes.int().argmax()))
-            parts = self._attempted(x, y, seed)
-        return parts or {}, functional.pad(passes, (0, self.width - count))
+            x, y = trees.rows((x, y), rows.where(valid, valid.int().argmax()))
+            parts = self._try_pass(x, y, seed)
+        return parts or {}, functional.pad(valid, (0, self.width - count))
 
     def _pass_alone(self, x: Tree, y: Tree, seed: int) -> list[bool]:
         """Return for each example True if it passes without an error."""
-        if self._attempted(x, y, seed) is not None:
+        if self._try_pass(x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
             self._log_once(WARNING, "an example's loss raises: counts as zero")
             return [False]
         halves = trees.split((x, y), -(-trees.length(x) // 2))
-        return [passes for x, y in halves for passes in self._pass_alone(x, y, seed)]
+        return [valid for x, y in halves for valid in self._pass_alone(x, y, seed)]
 
-    def _attempted(self, x: Tree, y: Tree, seed: int) -> Parts | None:
+    def _try_pass(self, x: Tree, y: Tree, seed: int) -> Parts | None:
         """Return gradients of examples that pass together; None if the pass raises."""
         more = self.width - trees.length(x)
 
@@ -193,14 +195,16 @@ class ClippedGradient:
 
         x, y = trees.mapped(widened, (x, y))
         follow = self._one_pass if self.way == Way.IN_ONE_PASS else self._by_vmap
-        with self._draws(seed):
+        if self.way == Way.ONE_BY_ONE:
+            follow = self._alone
+        with self._seeded(seed):
             parts = attempted(follow, x, y, self.task.loss)
         if isinstance(parts, Exception):
             log.debug("a pass raises", exc_info=parts)
             return None
         return parts
 
-    def _draws(self, seed: int) -> AbstractContextManager[None]:
+    def _seeded(self, seed: int) -> AbstractContextManager[None]:
         """Let random draws, as of dropout, depend on an example's place alone."""
         return seeded(seed, devices=self.task.torch_device().type != "cpu")
 
@@ -254,28 +258,11 @@ class ClippedGradient:
         gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(gradient) for name, gradient in gradients.items()}
 
-    def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Return every example's own gradient, for any model, and a mask of those that have one."""
-        gradients = []
-        for pair in trees.each((x, y)):
-            with self._draws(_seed()):
-                gradients.append(self._gradient_alone(*pair))
-        zero = {name: torch.zeros_like(self.params[name]) for name in self.names}
-        stacks = {n: torch.stack([(gradient or zero)[n] for gradient in gradients]) for n in zero}
-        passes = torch.tensor([g is not None for g in gradients], device=trees.first(x).device)
-        return {name: GradientRows(stack) for name, stack in stacks.items()}, passes
-
-    def _gradient_alone(self, x: Tree, y: Tree) -> Params | None:
-        x = trees.mapped(Tensor.clone, x)  # the model may write into it
-        gradient = attempted(
-            gradient_alone, self.model, self.params, self.names, self.task.loss, x, y
-        )
-        if isinstance(gradient, Exception):
-            kind = type(gradient).__name__
-            self._log_once(WARNING, f"an example's loss raises {kind}: counts as zero")
-            log.debug("an example's loss raises", exc_info=gradient)
-            return None
-        return gradient
+    def _alone(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+        """Return the gradient of a pass of one example, for any model."""
+        (pair,) = trees.each((x, y))
+        gradient = gradient_alone(self.model, self.params, self.names, loss, *pair)
+        return {name: GradientRows(part.unsqueeze(0)) for name, part in gradient.items()}
 
     def _log_once(self, level: int, message: str) -> None:
         """Log a message once, on the client's own machine; the server learns nothing of it."""

@@ -58,6 +58,7 @@ class OnePass:
             if name in inputs_of:
                 raise RuntimeError(f"{name!r} is used twice")
             inputs_of[name] = inputs[0].detach()
+            # No parameter requires a gradient, so autograd begins at the lowest layer's output.
             outputs_of[name] = output if output.requires_grad else output.requires_grad_()
             return output
 
@@ -74,7 +75,7 @@ class OnePass:
         )
         parts: dict[str, Any] = {}
         for name, slope in zip(outputs_of, slopes, strict=True):
-            if slope is not None:
+            if slope is not None:  # the loss depends on the layer
                 of_layer = gradients(self.layers[name], inputs_of[name][:count], slope[:count])
                 for leaf, part in of_layer.items():
                     parts[f"{name}.{leaf}".removeprefix(".")] = part
@@ -118,9 +119,11 @@ class OnePass:
         """Return the model's outputs for ``x``, without those of the last example."""
         # The next pass must find the buffers as they were: the number of passes is private.
         buffers = clone(dict(self.model.named_buffers()))
-        given = self._with_last(x)
+        features = self._with_last(x)
         outputs = (
-            call_with(self.model, buffers, given) if buffers else call_model(self.model, given)
+            call_with(self.model, buffers, features)
+            if buffers
+            else call_model(self.model, features)
         )
         if self.last is None:
             return outputs

@@ -93,12 +93,12 @@ class BatchInvarianceTrial:
                     for row, target in trees.each(trees.rows((x, y), tried))
                 ]
                 expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
-                gradients = _gradients(follow, x, y, by, tried)
+                gradients = _rows(_followed(follow, x, y, by), tried, count)
                 # Along random directions every gradient is something; a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
                     return False
-            few = trees.mapped(lambda leaf: leaf[:TRIED].clone(), x)
-            return self._keeps_integers_apart(few, follow, generator)
+            x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
+            return self._keeps_integers_apart(x, directions, follow, generator)
 
     def is_batch_invariant(
         self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
@@ -112,58 +112,53 @@ class BatchInvarianceTrial:
             x, directions = self._examples(features, count, generator)
             places = torch.arange(count, device=trees.first(x).device)
             for by, y in ((_along, directions), (loss, trees.zeros(targets, count))):
-                usual = _numbers(follow, x, y, by)
+                usual = _numbers(_followed(follow, x, y, by))
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
                     moved, along = trees.rows((x, y), order)
-                    if not _equal(_numbers(follow, moved, along, by), [p[order] for p in usual]):
+                    numbers = _numbers(_followed(follow, moved, along, by))
+                    if not _equal(numbers, [part[order] for part in usual]):
                         return False
                 for odd in ODD:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
-                    if not _equal(_numbers(follow, beside, y, by), usual, slice(0, None, 2)):
+                    numbers = _numbers(_followed(follow, beside, y, by))
+                    if not _equal(numbers, usual, slice(0, None, 2)):
                         return False
         return True
 
-    def _keeps_integers_apart(self, x: Tree, follow: Follow, generator: torch.Generator) -> bool:
+    def _keeps_integers_apart(
+        self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
+    ) -> bool:
         """Return True if examples pass alike together and alone with any other integers.
 
         Those for which the model raises do not count, because it may look them up in a table
         without such a row.
         """
-        every = torch.arange(TRIED, device=trees.first(x).device)
         for examples, extremes in integer_examples(x, self.model, generator):
-            directions = self._directions(examples, generator)
-            if directions is None:
+            # On an accelerator such a look-up would end the process. On a CPU it is cheaper to ask
+            # what the model takes only after a trial that failed.
+            if not trees.first(x).is_cpu and not self._takes(examples):
                 continue
-            alone = [
-                _gradients(follow, row, direction, _along, every[:1])
-                for row, direction in trees.split((examples, directions), 1)
-            ]
-            expected = {n: torch.cat([one[n] for one in alone]) for n in alone[0]}
-            gradients = _gradients(follow, examples, directions, _along, every)
-            if not _agree(gradients, expected, may_vanish=True):
+            try:
+                is_apart = _pass_apart(examples, extremes, directions, follow)
+            except Exception:  # a model may raise anything
+                if self._takes(examples):
+                    raise
+                continue
+            if not is_apart and self._takes(examples):
                 return False
-            usual = _numbers(follow, examples, directions, _along)
-            for extreme in extremes:
-                moved = _numbers(follow, extreme, directions, _along)
-                if not _equal(moved, usual, slice(1, None)):
-                    return False
         return True
 
-    def _directions(self, x: Tree, generator: torch.Generator) -> dict[str, Tensor] | None:
-        """Return random directions for the outputs; None if the model raises, or is not finite."""
-        model = self.model
+    def _takes(self, x: Tree) -> bool:
+        """Return True if the model has finite outputs for each example, and for all together."""
+        model = self.model if trees.first(x).is_cpu else copy.deepcopy(self.model).cpu()
+        x = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
         try:
-            if not trees.first(x).is_cpu:  # there an error would be the end of the process
-                on_cpu = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
-                call_model(copy.deepcopy(model).cpu(), on_cpu)
-            for example in trees.split(x, 1):
-                outputs = call_model(model, trees.mapped(Tensor.clone, example))
-                if not all(_is_finite(leaf) for _, leaf in trees.named("", outputs)):
-                    return None
-            outputs = call_model(model, trees.mapped(Tensor.clone, x))
+            outputs = [call_model(model, example) for example in trees.split(x, 1)]
+            call_model(model, trees.mapped(Tensor.clone, x))
         except Exception:  # a model may raise anything
-            return None
-        return _random_directions(outputs, TRIED, TRIED, generator)
+            return False
+        leaves = [leaf for output in outputs for _, leaf in trees.named("", output)]
+        return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
 
     def _examples(
         self, features: Tree, count: int, generator: torch.Generator
@@ -193,11 +188,32 @@ class BatchInvarianceTrial:
                 tensor.copy_(before[name])
 
 
-def _gradients(follow: Follow, x: Tree, y: Tree, by: Loss, rows: Tensor) -> Params:
-    """Return the gradients of some examples, from one pass over all of them."""
-    parts = follow(trees.mapped(Tensor.clone, x), y, by)
-    one_hot = torch.eye(trees.length(x), device=rows.device)[rows]
-    return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in parts.items()}
+def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
+    """Return True if `TRIED` examples pass as each of them alone, whatever the first one is."""
+    together = _followed(follow, examples, directions, _along)
+    rows = torch.arange(TRIED, device=trees.first(examples).device)
+    alone = [
+        _rows(_followed(follow, row, direction, _along), rows[:1], 1)
+        for row, direction in trees.split((examples, directions), 1)
+    ]
+    expected = {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
+    if not _agree(_rows(together, rows, TRIED), expected, may_vanish=True):
+        return False
+    usual, others = _numbers(together), slice(1, None)
+    return all(
+        _equal(_numbers(_followed(follow, extreme, directions, _along)), usual, others)
+        for extreme in extremes
+    )
+
+
+def _followed(follow: Follow, x: Tree, y: Tree, by: Loss) -> Mapping[str, ExampleGradients]:
+    return follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
+
+
+def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -> Params:
+    """Return the gradients of some of ``count`` examples."""
+    one_hot = torch.eye(count, device=rows.device)[rows]
+    return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
 
 
 def _random_directions(
@@ -217,13 +233,8 @@ def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 
 
-def _is_finite(output: Any) -> bool:
-    return not isinstance(output, Tensor) or bool(output.isfinite().all())
-
-
-def _numbers(follow: Follow, x: Tree, y: Tree, by: Loss) -> list[Tensor]:
+def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
     """Return everything of which each example has one row after a pass."""
-    gradients = follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 

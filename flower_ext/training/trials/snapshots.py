@@ -2,7 +2,7 @@
 
 A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
 in a variable that a function or a hook encloses, or in a global variable, also by way of functions
-and classes of the same project. `snapshot` reads them all, and `changed_places` names those that
+and classes of the same project. `Snapshots` reads them all, and `changed_places` names those that
 differ. A trial that runs the model finds what hides elsewhere.
 """
 
@@ -12,8 +12,11 @@ import logging
 import types
 import weakref
 import zlib
-from collections.abc import Hashable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,23 +30,77 @@ _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, set, frozenset)
-_SKIPPED = (types.ModuleType, logging.Logger, weakref.ref, types.BuiltinFunctionType)
+_SKIPPED = (
+    *(types.ModuleType, logging.Logger, weakref.ref, types.BuiltinFunctionType),
+    *(types.GenericAlias, types.UnionType),
+)
+_FUNCTIONS = types.FunctionType | types.BuiltinFunctionType
+_TRANSPARENT = (
+    *(Mapping, *_CONTAINERS, type, types.FunctionType, types.MethodType),
+    *(partial, classmethod, staticmethod),
+)
+"""Objects whose parts are all that they keep."""
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum")
 _DEEPEST = 40
 
 
-def snapshot(**roots: Any) -> Snapshot:
-    """Return the values of all objects that can be reached from ``roots``, by their places."""
-    values: Snapshot = {}
-    seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
-    for name, root in roots.items():
-        _read(name, root, values, seen, 0)
-    return values
+class Snapshots:
+    """Snapshots of the same objects, taken again and again.
+
+    To read a library's classes and functions takes longer than a pass of a small model. They are
+    read anew only if an object holds another part than before, or a tensor other numbers.
+
+    Parameters
+    ----------
+    roots
+        Objects by name. A snapshot has all that can be reached from them.
+    """
+
+    def __init__(self, **roots: Any) -> None:
+        self._roots = roots
+        self._last: Snapshot | None = None
+        self._parts_of: list[Callable[[], Iterable[Any]]] = []
+        self._state_of: list[Callable[[], Hashable]] = []
+
+    def take(self) -> Snapshot:
+        """Return the values of all objects by their places: the last snapshot if none changed."""
+        if self._last is None or self._changed():
+            values: Snapshot = {}
+            seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
+            for name, root in self._roots.items():
+                _read(name, root, values, seen, 0)
+            self._last = values
+            self._parts_of = [view for value in seen.values() for view in _views(value)]
+            self._state_of = [state for value in seen.values() for state in _states(value)]
+            self._parts, self._states = self._present()
+        return self._last
+
+    def _changed(self) -> bool:
+        parts, states = self._present()
+        return (
+            states != self._states
+            or len(parts) != len(self._parts)
+            or not all(map(is_, parts, self._parts))
+        )
+
+    def _present(self) -> tuple[list[Any], list[Hashable]]:
+        """Return the parts of all objects, compared by identity, and what is compared by value.
+
+        A list of former parts keeps them alive, so no new object can have the identity of one.
+        """
+        parts: list[Any] = []
+        for parts_of in self._parts_of:
+            parts += parts_of()
+            parts.append(parts_of)  # marks where one object's parts end
+        return parts, [state() for state in self._state_of]
 
 
 def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
     """Return the places at which two snapshots differ."""
+    if before is after:
+        return []
     return sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
     )
@@ -62,12 +119,60 @@ def same_params(one: Params | None, other: Params | None) -> bool:
     return all(map(same_numbers, one.values(), other.values()))
 
 
+def _views(value: Any) -> Iterator[Callable[[], Iterable[Any]]]:
+    """Yield functions that return what an object holds at present, if that can change."""
+    if isinstance(value, type | types.FunctionType) and _in_library(value.__module__ or ""):
+        return
+    if isinstance(value, Mapping):
+        yield value.keys
+        yield value.values
+    elif isinstance(value, list | set):
+        yield value.__iter__
+    elif isinstance(value, types.FunctionType):
+        yield partial(_attributes, value)
+        yield partial(_enclosed, value)
+        yield partial(map, value.__globals__.get, _names(value.__code__))
+    elif not isinstance(value, Tensor):
+        if hasattr(value, "__dict__"):
+            yield partial(_attributes, value)
+        if not isinstance(value, type) and (slots := [*_slots(value)]):
+            yield lambda: [getattr(value, slot, None) for slot in slots]
+
+
+def _attributes(value: Any) -> list[Any]:
+    # Both the class and the dictionary of an object can be replaced.
+    held = vars(value)
+    return [type(value), *held, *held.values()]
+
+
+def _states(value: Any) -> Iterator[Callable[[], Hashable]]:
+    """Yield functions that return what an object shows by value alone."""
+    if isinstance(value, Tensor):
+        yield partial(_checksum, value)
+    elif isinstance(value, torch.Generator):
+        yield lambda: _checksum(value.get_state())
+    elif not isinstance(value, _TRANSPARENT) and _pickled(value) is not None:
+        yield lambda: _flat(_pickled(value))
+
+
+def _flat(part: Any) -> Hashable:
+    """Return a value that is equal for equal parts of what an object pickles."""
+    if isinstance(part, _ATOMS):
+        return type(part), repr(part)
+    if isinstance(part, _CONTAINERS):
+        return tuple(map(_flat, part))
+    if isinstance(part, Mapping):
+        return _flat([*part.items()])
+    # Any other part may be a new object each time, so nothing is equal to it.
+    return part if isinstance(part, type | _FUNCTIONS) else object()
+
+
 def _read(name: str, value: Any, values: Snapshot, seen: dict[int, Any], depth: int) -> None:
     if isinstance(value, _ATOMS):
         values[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
         return
     if isinstance(value, Tensor):  # noted at each of its places, which may come to differ
-        values[name] = _checksum(value)
+        values[name], seen[id(value)] = _checksum(value), value
         return
     if isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST:
         return
@@ -93,13 +198,6 @@ def _parts(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]
     elif isinstance(value, _CONTAINERS):
         values[name] = type(value), len(value)
         yield from ((f"{name}[{n}]", inner) for n, inner in enumerate(value))
-    elif isinstance(value, nn.Module):
-        for key, inner in [*vars(value).items()]:
-            if key in ("_parameters", "_buffers", "_modules"):
-                yield from ((_inner(name, leaf), part) for leaf, part in [*inner.items()])
-            else:
-                yield _inner(name, key), inner
-        yield from _of_class(type(value))
     elif isinstance(value, type):
         yield from _of_class(value)
     elif isinstance(value, types.FunctionType):
@@ -122,11 +220,11 @@ def _inner(name: str, key: Any) -> str:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in kind.__mro__:
-        if not _in_library(base.__module__):
-            for key, inner in [*vars(base).items()]:
-                if not (key.startswith("__") and key.endswith("__")):
-                    yield f"{base.__name__}.{key}", inner
+    if not _in_library(kind.__module__):
+        for key, inner in [*vars(kind).items()]:
+            if not (key.startswith("__") and key.endswith("__")):
+                yield f"{kind.__name__}.{key}", inner
+    yield from ((base.__name__, base) for base in kind.__bases__)
 
 
 def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -145,31 +243,56 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
         if isinstance(value, type | types.FunctionType):
             if _is_near(value, function):
                 yield variable, value
-        elif not isinstance(value, _SKIPPED):
+        elif value is not None and not isinstance(value, _SKIPPED):
             yield f"global {variable}", value
+
+
+def _enclosed(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function runs: its code, its defaults, and the variables that it encloses."""
+    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            yield cell.cell_contents
 
 
 def _of_object(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
-        yield from ((_inner(name, key), inner) for key, inner in [*held.items()])
-        yield from _of_class(type(value))
+        for key, inner in [*held.items()]:
+            # The parameters, buffers and children of a module are its attributes.
+            hidden = isinstance(value, nn.Module) and key in _OF_MODULES
+            yield (name if hidden else _inner(name, key)), inner
+        yield type(value).__name__, type(value)
         yield f"{name}()", vars(type(value)).get("__call__")
+    for slot in _slots(value):
+        if hasattr(value, slot):
+            yield f"{name}.{slot}", getattr(value, slot)
+    if (pickled := _pickled(value)) is not None:
+        yield f"{name} as pickled", pickled
+
+
+def _slots(value: Any) -> Iterator[str]:
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot != "__dict__" and hasattr(value, slot):
-                yield f"{name}.{slot}", getattr(value, slot)
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from (slot for slot in names if slot != "__dict__")
+
+
+def _pickled(value: Any) -> Any:
+    """Return what an iterator, a queue or a generator of random numbers pickles: its state.
+
+    None for an object that pickles its attributes; its identity if it does not pickle.
+    """
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
-    if pickles_itself or not isinstance(held, dict):
-        try:  # what pickles an iterator, a queue or a generator of random numbers, shows its state
-            pickled = value.__reduce_ex__(4)
-        except Exception:
-            values[name] = id(value)
-            return
-        if isinstance(pickled, tuple):
-            parts = [list(part) if isinstance(part, Iterator) else part for part in pickled]
-            yield f"{name} as pickled", parts
+    if isinstance(getattr(value, "__dict__", None), dict) and not pickles_itself:
+        return None
+    try:
+        pickled = value.__reduce_ex__(4)
+    except Exception:  # an object may refuse with any error
+        return id(value)
+    if isinstance(pickled, tuple):
+        return [list(part) if isinstance(part, Iterator) else part for part in pickled]
+    return pickled
 
 
 def _is_near(value: Any, function: types.FunctionType) -> bool:
@@ -182,12 +305,11 @@ def _is_near(value: Any, function: types.FunctionType) -> bool:
     return _package(value.__module__) == _package(function.__module__)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function uses, and those of the functions within it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+@cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that a function uses, and those of the functions within it."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return (*code.co_names, *chain.from_iterable(map(_names, inner)))
 
 
 def _package(module: str | None) -> str:

@@ -41,14 +41,14 @@ _DROPPING = {
 class TrainingKind:
     """The facts on which a trial's result depends: the key under which a process remembers it.
 
-    ``features`` and ``targets`` are one example of zeros, of the same form as the real ones.
+    ``features`` and ``targets`` are one example of zeros, with shapes and types of the real ones.
     """
 
     model: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
     device: torch.device
     sizes: Sizes
-    form: Hashable
+    row_types: Hashable
     features: Tree = field(compare=False)
     targets: Tree = field(compare=False)
 
@@ -61,10 +61,10 @@ class TrainingKind:
 def kind_of(
     task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
 ) -> TrainingKind:
-    """Return the kind of trainings of these parameters on examples of this form."""
-    form = trees.form(features), trees.form(targets)
+    """Return the kind of trainings of these parameters on examples of these shapes and types."""
+    row_types = trees.row_type(features), trees.row_type(targets)
     device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
-    return TrainingKind(task.model, task.loss, device, sizes(params), form, *parts)
+    return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)
 
 
 def _no_data(client: int) -> ClientData:
@@ -136,14 +136,14 @@ def integer_examples(
 ) -> Iterator[tuple[Tree, list[Tree]]]:
     """Yield variants of examples in which one of the features consists of other integers.
 
-    Beside each variant stand two copies of it, whose first example is as small, or as large, as the
+    Beside each variant stand copies of it, whose first example is as small, or as large, as the
     integers of that variant can be.
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
             # One end of the range fills the first example, and the other one is in the last:
             # short examples would otherwise be alike in what a model counts, such as padding.
-            for ends in (None, (high, low), (low, high)):
+            for ends in (None, (high, low), (low, high)) if low < high else (None,):
                 drawn = torch.randint(low, high + 1, leaf.shape, generator=generator)
                 if ends is not None:
                     flat = drawn.view(len(drawn), -1)
@@ -152,7 +152,8 @@ def integer_examples(
                 for value in (low, high):
                     extreme = drawn.clone()
                     extreme[0] = value
-                    extremes.append(_replaced(x, leaf, extreme.to(leaf)))
+                    if not torch.equal(extreme, drawn):
+                        extremes.append(_replaced(x, leaf, extreme.to(leaf)))
                 yield _replaced(x, leaf, drawn.to(leaf)), extremes
 
 

@@ -1,6 +1,7 @@
-"""``python -m flower_ext_kernels``: compile the machine code, once per machine: half a minute.
+"""``python -m flower_ext_kernels``: compile the machine code, once per machine.
 
-Runs never wait for it. Without it, networks train by PyTorch alone, as without this plug-in.
+It takes half a minute of a free processor, and up to a minute and a half of a busy one. Runs never
+wait for it. Without it, networks train by PyTorch alone, as without this plug-in.
 """
 
 from __future__ import annotations

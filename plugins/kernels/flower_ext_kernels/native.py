@@ -4,8 +4,8 @@
 by other forms. A separate process compiles and prints the code; the file keeps it, and LLVM's
 linker, which llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)``
 (one run on two shared cores), the code is as fast and equal to the last bit. Every process that
-trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes
-20 s.
+trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes half
+a minute of a free processor (Zen 4), and up to a minute and a half of a busy one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SOURCES = [
     Path(dropout.__file__),
 ]
 _LONGEST = 600.0
-"""Longest time for compiling, in seconds; it usually takes some twenty."""
+"""Longest time for compiling, in seconds, on a machine that is busy with other work."""
 _ARGUMENTS = {"train": 14, "are_classes": 5}
 # Nothing is allocated, so there are no references to count.
 _UNCOUNTED = """
@@ -93,7 +93,7 @@ def _kept(folders: Sequence[Path]) -> bytes:
     for folder in folders:
         if (code := read_cached(folder / name)) is not None:
             return code
-    raise NotCompiled("run `python -m flower_ext_kernels` once per machine: it takes half a minute")
+    raise NotCompiled("run `python -m flower_ext_kernels` once per machine, for about a minute")
 
 
 def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:

@@ -302,7 +302,7 @@ def _network(
     model = build().train()
     if _hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    if refusing_layer(build, shape, torch.float32) is not None:  # PyTorch and `local` refuse it
+    if refusing_layer(build, torch.zeros(0, *shape)) is not None:  # PyTorch and `local` refuse it
         return None
     layers = chain(model, shape)
     widths = [shape.numel(), *(layer.outputs for layer in layers)]

@@ -169,7 +169,7 @@ def test_no_bit_depends_on_company_or_threads(model, threads, compiled):
         torch.set_num_threads(usual)
     for number, own in enumerate(together):
         job = jobs(model, WAYS["all"])[number]
-        ((_, rows),) = train_groups(problem(model), [job], steady=True)
+        ((_, rows),) = train_groups(problem(model), [job], batch_invariant=True)
         for name, value in own.items():
             assert torch.equal(value, rows[name][0])
     assert len(compiled) == 8

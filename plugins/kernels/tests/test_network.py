@@ -132,7 +132,8 @@ def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(model, c
         for member, job in zip(members, chosen, strict=True):
             if member == odd:
                 job.examples.features[:3] = float("nan")
-        return dict(zip(members, train_each(task(model), chosen, steady=True), strict=True))
+        models = train_each(task(model), chosen, batch_invariant=True)
+        return dict(zip(members, models, strict=True))
 
     whole = trained(range(6))
     assert len(compiled) == 6

@@ -54,8 +54,8 @@ def raw_updates():
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     turn = ClientSide._turn
 
-    def invariant_turn(self, *args, steady):
-        return turn(self, *args, steady=True)
+    def invariant_turn(self, *args, batch_invariant):
+        return turn(self, *args, batch_invariant=True)
 
     with patch.object(ClientSide, "_turn", invariant_turn):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))

@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 from flower_ext.data import Examples
 from flower_ext.training import Job, Proximal
 from flower_ext.training.batched import batchable
-from flower_ext.training.batched.batchable import why_apart
+from flower_ext.training.batched.batchable import why_not_batched
 from tests.support.jobs import (
     ALIKE,
     SGD,
@@ -114,7 +114,7 @@ def randomly_leaky():
 @pytest.mark.parametrize("model", [Dropping, randomly_leaky])
 def test_models_that_draw_numbers_are_trained_one_by_one(batched, model):
     assert len(train_many(problem(model), jobs_of(model, [SGD], ALIKE))) == len(ALIKE)
-    assert why_apart(problem(model), jobs_of(model, [SGD], ALIKE))
+    assert why_not_batched(problem(model), jobs_of(model, [SGD], ALIKE))
     assert batched == []
 
 
@@ -142,13 +142,13 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
         (nn.BatchNorm1d(4), "batch normalisation"),
         (nn.AlphaDropout(0.5), "AlphaDropout(p=0.5, inplace=False) draws other numbers"),
         (nn.LSTM(4, 33), "two in a batch end with"),
-        (nn.Embedding(4, 2, padding_idx=1, max_norm=1.0), "has no form for many models"),
-        (nn.Embedding(4, 2, padding_idx=1, scale_grad_by_freq=True), "has no form for many models"),
+        (nn.Embedding(4, 2, padding_idx=1, max_norm=1.0), "cannot be stacked"),
+        (nn.Embedding(4, 2, padding_idx=1, scale_grad_by_freq=True), "cannot be stacked"),
     ],
 )
 def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):
     task = problem(lambda: nn.Sequential(layer))
-    assert said in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
+    assert said in why_not_batched(task, jobs_of(Dense, [SGD], ALIKE))
 
 
 def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
@@ -157,7 +157,7 @@ def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
     def tried(*_):
         raise AssertionError("tried")
 
-    monkeypatch.setattr(batchable, "_why_unlike", tried)
+    monkeypatch.setattr(batchable, "_why_not_batchable", tried)
     (job,) = jobs_of(Dense, [SGD], [16])
     same(train_many(problem(), [job]), one_by_one(problem(), jobs_of(Dense, [SGD], [16])))
 

@@ -12,7 +12,7 @@ from flower_ext.training import Job, LocalTraining, cox_loss
 from flower_ext.training.batched import invariant
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.invariant import invariant_batches
-from flower_ext.training.batched.many import train_groups, trains_apart
+from flower_ext.training.batched.many import train_groups, trains_one_by_one
 from flower_ext.training.rounding import products_are_reproducible
 from tests.support.grids import grid
 from tests.support.jobs import (
@@ -47,7 +47,7 @@ def trained(task, jobs, members=None):
     """Return the models of some jobs, by their numbers, and the sizes of their groups."""
     members = range(len(jobs)) if members is None else members
     models, sizes = {}, []
-    for group, rows in train_groups(task, [jobs[i] for i in members], steady=True):
+    for group, rows in train_groups(task, [jobs[i] for i in members], batch_invariant=True):
         sizes.append(len(group))
         for row, index in enumerate(group):
             models[members[index]] = {name: p[row].clone() for name, p in rows.items()}
@@ -238,7 +238,7 @@ def test_models_whose_bits_may_depend_on_others_or_that_gain_nothing_train_one_b
     task, jobs = problem(model, loss), jobs_of(model, [SGD], UNEVEN)
     form = invariant_batches(task, jobs[0])
     assert form is None or [*form.groups(jobs, MEMORY_LIMIT)] == []
-    assert trains_apart(task, jobs[0].examples, SGD)
+    assert trains_one_by_one(task, jobs[0].examples, SGD)
 
 
 def test_the_number_of_threads_is_as_before(monkeypatch):

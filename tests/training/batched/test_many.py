@@ -22,7 +22,7 @@ from flower_ext.training import (
     train,
     train_each,
 )
-from flower_ext.training.batched.grouping import together
+from flower_ext.training.batched.batches import together
 from flower_ext.training.batched.many import train_groups
 from flower_ext.training.batched.mapped import MappedModel
 from tests.support.grids import grid
@@ -73,9 +73,9 @@ def test_terms_of_every_client_act_on_it_alone(batched, way):
 
 
 @pytest.mark.parametrize("model", [Dense, perceptron], ids=["a class", "known layers"])
-@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_jobs_with_noise_take_clipped_and_noised_steps_wherever_others_would_be_batched(
-    batched, model, steady
+    batched, model, batch_invariant
 ):
     def jobs(clipping_norm=0.1, stddev=0.01):
         return [
@@ -88,13 +88,13 @@ def test_jobs_with_noise_take_clipped_and_noised_steps_wherever_others_would_be_
             for client, job in enumerate(jobs_of(model, WAYS["sgd"], ALIKE))
         ]
 
-    ours = [*train_each(problem(model), jobs(), steady=steady)]
+    ours = [*train_each(problem(model), jobs(), batch_invariant=batch_invariant)]
     for one, alone in zip(ours, [train(problem(model), job) for job in jobs()], strict=True):
         for name, value in alone.items():
             assert torch.equal(one[name], value)
     assert not batched
-    quiet = [*train_each(problem(model), jobs(stddev=0.0), steady=steady)]
-    loose = [*train_each(problem(model), jobs(clipping_norm=1e6), steady=steady)]
+    quiet = [*train_each(problem(model), jobs(stddev=0.0), batch_invariant=batch_invariant)]
+    loose = [*train_each(problem(model), jobs(clipping_norm=1e6), batch_invariant=batch_invariant)]
     for other in (quiet, loose):
         for one, changed in zip(ours, other, strict=True):
             assert not all(torch.equal(one[name], changed[name]) for name in one)
@@ -286,7 +286,7 @@ def test_where_asked_for_no_model_depends_on_which_others_train(model, sizes):
     def trained(members):
         made = jobs_of(model, [unstable], sizes)
         made[-1].examples.targets[0] = -100
-        rows = train_groups(problem(model), [made[i] for i in members], steady=True)
+        rows = train_groups(problem(model), [made[i] for i in members], batch_invariant=True)
         return {
             members[index]: {name: p[row].clone() for name, p in part.items()}
             for group, part in rows
@@ -362,7 +362,7 @@ def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
             start = task.initial_params(1)
             made.append(Job(params=start, examples=examples, training=unstable, generator=draw))
         found = {}
-        for group, rows in train_groups(task, made, steady=True):
+        for group, rows in train_groups(task, made, batch_invariant=True):
             for row, index in enumerate(group):
                 found[clients[index]] = {name: p[row].clone() for name, p in rows.items()}
         return found

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flower_ext.training.trials.snapshots import changed_places, same_numbers, same_params, snapshot
+from flower_ext.training.trials.snapshots import (
+    Snapshots,
+    changed_places,
+    same_numbers,
+    same_params,
+)
 from tests.support.keeping import remember
 
 TOTAL = [0]
@@ -170,7 +175,50 @@ def unpickled():
     return box, lambda: box.__setitem__(0, (number for number in range(3)))
 
 
+def of_neighbours():
+    """Return lists that hold the same numbers in the same order before and after the change."""
+    lists = [[0, 1], [2]]
+    return lists, lambda: lists[1].insert(0, lists[0].pop())
+
+
+def of_a_default():
+    function = with_default()[0]
+    return function, lambda: setattr(function, "__defaults__", ([2],))
+
+
+def of_a_global():
+    return total, lambda: globals().update(TOTAL=[*TOTAL, 2])
+
+
+class Two:
+    """A class whose number differs from that of another class."""
+
+    number = 2
+
+
+def of_another_kind():
+    counter = Counter()
+    return counter, lambda: setattr(counter, "__class__", Two)
+
+
+def of_other_attributes():
+    counter = Counter()
+    return counter, lambda: setattr(counter, "__dict__", {"number": 1})
+
+
+def of_other_code():
+    function = with_default()[0]
+    return function, lambda: setattr(function, "__code__", (lambda kept: TOTAL).__code__)
+
+
 KEEPING = {
+    "another class of an object": of_another_kind,
+    "other attributes": of_other_attributes,
+    "other code": of_other_code,
+    "the list of a number": of_neighbours,
+    "a key": lambda: (numbers := {"a": 1}, lambda: numbers.update(b=numbers.pop("a"))),
+    "another default": of_a_default,
+    "another value of a global variable": of_a_global,
     "a list": holding(lambda box: box),
     "a list in a tuple": holding(lambda box: (box,)),
     "a list in a mapping": holding(lambda box: {1: box}),
@@ -211,13 +259,39 @@ KEEPING = {
 }
 
 
+def snapshot(**roots):
+    return Snapshots(**roots).take()
+
+
 @pytest.mark.parametrize("what", KEEPING)
 def test_what_changes_is_seen_and_nothing_else_differs(what):
     root, change = KEEPING[what]()
-    before = snapshot(root=root)
+    snapshots = Snapshots(root=root)
+    before = snapshots.take()
     assert changed_places(before, snapshot(root=root)) == []
+    assert changed_places(before, snapshots.take()) == []
     change()
-    assert changed_places(before, snapshot(root=root)) != []
+    after = snapshots.take()
+    assert changed_places(before, after) != []
+    assert changed_places(after, snapshot(root=root)) == []
+
+
+def test_an_equal_object_in_the_place_of_another_is_no_change():
+    root = Counter()
+    root.numbers, root.weight, root.text = [1.5], torch.ones(2), "a"
+    snapshots = Snapshots(root=root)
+    before = snapshots.take()
+    root.numbers, root.weight, root.text = [float("1.5")], torch.ones(2), "".join(["a"])
+    assert changed_places(before, snapshots.take()) == []
+
+
+def test_a_number_is_not_mistaken_for_a_former_one_at_its_place_in_memory():
+    root = Counter()
+    snapshots = Snapshots(root=root)
+    for number in range(100):
+        before = snapshots.take()
+        root.number = number + 0.25
+        assert changed_places(before, snapshots.take()) == ["root.number"]
 
 
 def test_places_are_named():
