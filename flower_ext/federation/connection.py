@@ -9,30 +9,21 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import in_simulation, record_of
+from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.method import Connected
-from flower_ext.federation.model_checks import refuse_tied, shared_arrays
+from flower_ext.federation.model_checks import refuse_tied
 from flower_ext.federation.replies import read_answer, read_update
-from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation.roster import REHEARSAL, FederationNotReady
 from flower_ext.federation.run import Run
-from flower_ext.training import matches
 
 log = getLogger("flwr")
 
-
-def shared_part(run: Run, arrays: ArrayRecord) -> ArrayRecord:
-    """Return the part of a model that clients share.
-
-    Raises
-    ------
-    InvalidValue
-        Every parameter is personal.
-    """
-    personal = run.method.personal
-    shared = {name: array for name, array in arrays.items() if not matches(name, personal)}
-    if not shared:
-        raise InvalidValue(f"personal={personal}: expected at least one shared parameter")
-    return record_of(ArrayRecord, shared)
+_REHEARSALS = 3
+"""Clients that may try to train before round 1, until one can."""
+_BEFORE_OURS = (
+    ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
+    "client_level_dp_mod first: the other one would find no metrics, and may change no upload"
+)
 
 
 def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
@@ -45,18 +36,8 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     InvalidValue
         The model does not fit the method, or the clients do not fit the plan.
     """
-    run.model = shared_arrays(shared_part(run, arrays))
-    run.method.check_model(run.model)
-    is_new = run.clients.roster is None
+    run.model = run.shared_part(arrays)
     run.clients.grid = grid
-    _meet(run, grid)
-    roster = run.clients.roster
-    if is_new and roster is not None and roster.foreign and run.mechanism.delta is not None:
-        refuse_tied(arrays)
-
-
-def _meet(run: Run, grid: Grid) -> None:
-    """Connect to the clients, at the first call, and let method and sums ask what they need."""
     if run.clients.roster is not None:
         return
     mechanism, method = run.mechanism, run.method
@@ -65,6 +46,8 @@ def _meet(run: Run, grid: Grid) -> None:
     try:
         if roster.foreign:
             _check_foreign(run, mod=mod)
+            if mechanism.delta is not None:
+                refuse_tied(arrays)
         elif run.frozen:
             _check_frozen(run)
         connected = Connected(
@@ -75,7 +58,7 @@ def _meet(run: Run, grid: Grid) -> None:
         )
         run.state = method.connect(connected, run.method_state)
         run.progress.row |= run.summation.connect(run.clients, run.model)
-        if run.mechanism.needs_sizes and run.spending.budget is not None:
+        if mechanism.needs_sizes and run.spending.budget is not None:
             _ask_sizes(run)
     except BaseException:
         run.clients.roster = None  # the next call asks again
@@ -134,17 +117,39 @@ def _ask_sizes(run: Run) -> None:
 
 
 def rehearse(run: Run, config: ConfigRecord) -> None:
-    """Find out if a ClientApp of another project can train, before its rounds cost privacy.
+    """Let a client of another project's ClientApp train before round 1, and drop its update.
+
+    Such a ClientApp may be unable to train, for example because it reads a record that no message
+    has, or returns arrays of other names. Each round would then spend privacy, and nobody would
+    train. One client with unusual records must not end a run, so the server asks up to three
+    clients in turn.
 
     Raises
     ------
     FederationNotReady
         No client could train.
     """
-    roster = run.clients.roster
-    if roster is not None and roster.foreign and run.mechanism.delta is not None:
-        trusted = not run.mechanism.client_protects
-        run.clients.rehearse(
-            {records.MODEL: records.to_record(run.model), records.CONFIG: config},
-            lambda reply: read_update(reply, base=run.model, trust_models=trusted),
-        )
+    clients, roster = run.clients, run.clients.roster
+    if roster is None or not roster.foreign or run.mechanism.delta is None:
+        return
+    content = {
+        records.MODEL: records.to_record(run.model),
+        records.CONFIG: config,
+        records.ROUND: ConfigRecord({REHEARSAL: True}),
+    }
+    trusted = not run.mechanism.client_protects
+    partitions, reason = list(clients.nodes)[:_REHEARSALS], "no answer"
+    for partition in partitions:
+        messages = clients.messages("train", {partition: content}, 1)
+        for reply in clients.replies(messages.values()):
+            try:
+                read_update(reply, base=run.model, trust_models=trusted)
+            except Exception as error:  # whatever a reply provokes
+                reason = str(error)
+            else:
+                return
+    raise FederationNotReady(
+        f"the ClientApp cannot take part: none of {len(partitions)} clients returned a "
+        f"usable update for the rehearsal ({reason}). No round began, and no "
+        f"privacy was spent{_BEFORE_OURS if roster.protects else ''}"
+    )

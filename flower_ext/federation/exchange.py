@@ -17,18 +17,10 @@ from flower_ext.federation._flower_private import in_simulation, messages_like
 from flower_ext.federation.failures import printable, said, unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply
-from flower_ext.federation.roster import FOR_MODS, REHEARSAL, FederationNotReady, Roster, addressed
+from flower_ext.federation.roster import FOR_MODS, FederationNotReady, Roster, addressed
 from flower_ext.federation.uploads import UploadReply, sender_of
 
 log = getLogger("flwr")
-
-_REHEARSALS = 3
-"""Clients that may try to train before round 1, until one can."""
-
-_BEFORE_OURS = (
-    ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
-    "client_level_dp_mod first: the other one would find no metrics, and may change no upload"
-)
 
 T = TypeVar("T")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
@@ -90,14 +82,14 @@ class Clients:
         In simulation, partitions with the same content object share one RecordDict. Elsewhere each
         message names the partition that it is for.
         """
-        requests = Requests(self, kind, server_round, self._built(kind, contents, server_round))
+        requests = Requests(self, kind, server_round, self.messages(kind, contents, server_round))
         self.progress.count_messages(kind, requests.messages)
         return requests
 
-    def _built(
+    def messages(
         self, kind: str, contents: Mapping[int, Content], server_round: int
     ) -> dict[int, Message]:
-        """Return a message for each partition."""
+        """Return the messages of `request` by partition, without counting them."""
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
@@ -117,45 +109,6 @@ class Clients:
             by_node[self.nodes[partition]] = addressed(whole, partition) if addresses else whole
         messages = messages_like(like, by_node)
         return {partition: messages[self.nodes[partition]] for partition in contents}
-
-    def rehearse(self, content: Content, read: Callable[[Message], object]) -> None:
-        """Let a client train before round 1, and drop its update once it was read.
-
-        A ClientApp of another project may be unable to train, for example because it reads a record
-        that no message has, or returns arrays of other names. Each round would then spend privacy,
-        and nobody would train. One client with unusual records must not end a run, so the server
-        asks up to three clients in turn.
-
-        Parameters
-        ----------
-        read : Callable[[Message], object]
-            Reads an update as a round does.
-
-        Raises
-        ------
-        FederationNotReady
-            Nobody could train.
-        """
-        assert self.roster is not None
-        rehearsing = {**content, records.ROUND: ConfigRecord({REHEARSAL: True})}
-        partitions, reason = list(self.nodes)[:_REHEARSALS], "no answer"
-        for partition in partitions:
-            messages = self._built("train", {partition: rehearsing}, 1)
-            for answer in self.replies(messages.values()):
-                if answer.has_error():
-                    reason = said(answer.error)
-                    continue
-                try:
-                    read(answer)
-                except Exception as error:  # whatever a reply provokes
-                    reason = str(error)
-                else:
-                    return
-        raise FederationNotReady(
-            f"the ClientApp cannot take part: none of {len(partitions)} clients returned a "
-            f"usable update for the rehearsal ({reason}). No round began, and no "
-            f"privacy was spent{_BEFORE_OURS if self.roster.protects else ''}"
-        )
 
     def ask(
         self,

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from logging import getLogger
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flower_ext.federation.arrays import Arrays, to_arrays
-from flower_ext.training import UnshareableModel
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.arrays import Arrays, read_array, to_arrays
+from flower_ext.training import UnshareableModel, matches
 
 log = getLogger("flwr")
 
+_NO_DIGITS = str.maketrans("", "", "0123456789")
 _FEWEST_RANDOM = 8
 """Fewest numbers, at least half of them different, that are equal only if one is a copy."""
 
 
-def shared_arrays(record: ArrayRecord) -> Arrays:
-    """Return the arrays of a model that may be shared.
+def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
+    """Return the arrays of a whole initial model that clients share.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+    personal : Sequence[str]
+        Names of the modules that clients do not share.
 
     Raises
     ------
+    InvalidValue
+        A name in ``personal`` is misspelt, or every parameter is personal.
     UnshareableModel
         An array is not floating-point (a counter, an index), has half precision or is a running
         statistic; the message names it.
     """
-    arrays = to_arrays(record)
+    _check_personal(personal, sorted(record))
+    shared = {name: array for name, array in record.items() if not matches(name, personal)}
+    if not shared:
+        raise InvalidValue(f"personal={personal}: expected at least one shared parameter")
+    arrays = {name: read_array(array) for name, array in shared.items()}
     refuse_half_precision(arrays)
     remedy = (
         "leave it out of the initial arrays. In the model of a Task, compute a constant in the "
@@ -49,6 +64,37 @@ def shared_arrays(record: ArrayRecord) -> Arrays:
                 f"{remedy.format(name)}"
             )
     return arrays
+
+
+def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a misspelt name in ``personal``.
+
+    If no name fits the model and none looks misspelt, only warn, because the model may lack
+    these parts on purpose.
+    """
+    modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
+    unknown = [p for p in personal if not any(matches(name, [p]) for name in names)]
+    if unknown and len(unknown) < len(personal):
+        raise InvalidValue(
+            f"personal={personal!r}: expected names of modules of the model, which are "
+            f"{sorted(modules - {*names})}; {unknown} match none, and a part that is not named "
+            "is shared"
+        )
+    for prefix in unknown:
+        # A name that differs only in its number is no typing error: the server's model may
+        # lack that layer.
+        letters = prefix.translate(_NO_DIGITS)
+        near = get_close_matches(prefix, modules)
+        alike = [name for name in near if name.translate(_NO_DIGITS) != letters]
+        if any(f".{prefix}." in f".{name}." for name in names):
+            alike = [f"*.{prefix}"]
+        if alike:
+            raise InvalidValue(
+                f"personal={prefix!r}: expected the name of a part of the model; did you mean "
+                f"{alike[0]!r}? A part that is not named is shared, and a parameter that is "
+                "tied to another goes by the other's name"
+            )
+        log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
 
 
 def refuse_tied(record: ArrayRecord) -> None:

@@ -8,12 +8,14 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.arrays import read_array
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.method import Method, State, groups_under
+from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
@@ -36,6 +38,7 @@ from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.runs import RunDirectory
+from flower_ext.training import matches
 
 MODEL = "model"
 """Group of the shared model in a checkpoint."""
@@ -97,6 +100,7 @@ class Run:
     """Number of the round that is evaluated in any case; None outside `RunLoop.start`."""
     stopped: str | None = field(default=None, init=False)
     """The reason why a budget ended the run; None if none did."""
+    _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
 
@@ -105,6 +109,36 @@ class Run:
         self.progress = Progress()
         self.clients = Clients(self.method.client.name, self.progress, timeout=timeout)
         self._write_to(directory)
+
+    def shared_part(self, arrays: ArrayRecord) -> records.Arrays:
+        """Return the arrays of a model that clients share, as the first model determines them.
+
+        Raises
+        ------
+        InvalidValue, UnshareableModel
+            The first model does not fit the method (see `shared_arrays`), or ``arrays`` are not of
+            the same model.
+        """
+        if not self._shared:
+            first = shared_arrays(arrays, self.method.personal)
+            self.method.check_model(first)
+            self._shared = {name: (array.shape, array.dtype) for name, array in first.items()}
+        personal = self.method.personal
+        model = {
+            name: read_array(array)
+            for name, array in arrays.items()
+            if name in self._shared or not matches(name, personal)
+        }
+        self.check_model(model)
+        return model
+
+    def check_model(self, model: records.Arrays) -> None:
+        """Refuse another model than the run's first one, for example that of a checkpoint."""
+        if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:
+            raise InvalidValue(
+                f"another model than the run's first one: arrays {sorted(model)}, expected "
+                f"{sorted(self._shared)} with the same shapes and types"
+            )
 
     @property
     def mechanism(self) -> RoundMechanism:

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from logging import getLogger
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.arrays import require_finite
-from flower_ext.federation.connection import connect, shared_part
+from flower_ext.federation.connection import connect
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
-from flower_ext.training import matches
 
 log = getLogger("flwr")
-
-_NO_DIGITS = str.maketrans("", "", "0123456789")
 
 ServerEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -61,9 +56,8 @@ class RunLoop:
     def start(self, initial_arrays: ArrayRecord) -> Result:
         """Play the rounds that are left; see `FederatedStrategy.start`."""
         run, result = self.run, self.result
-        _check_personal(run.method.personal, sorted(initial_arrays))
         run.last_round = self.num_rounds
-        result.arrays, done = self._resume(shared_part(run, initial_arrays))
+        result.arrays, done = self._resume(records.to_record(run.shared_part(initial_arrays)))
         if done >= self.num_rounds:
             log.info("nothing left to do: all %d rounds are done", done)
         require_finite(
@@ -227,7 +221,8 @@ class RunLoop:
         done, arrays, is_unfinished = 0, initial, False
         if kept is not None:
             done = int(kept.values["round"])
-            arrays = _same_model(kept.arrays[MODEL], initial)
+            arrays = records.to_record(kept.arrays[MODEL])
+            run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
             if is_unfinished:
@@ -283,48 +278,6 @@ class RunLoop:
                 "settings of a simulation, or by InProcessGrid(..., {'state-folder': PATH}). A "
                 "method that keeps no memory declares ClientMethod(memory=Memory.NONE)"
             )
-
-
-def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a misspelt name in ``personal``.
-
-    If no name fits the model and none looks misspelt, only warn, because the model may lack
-    these parts on purpose.
-    """
-    modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
-    unknown = [p for p in personal if not any(matches(name, [p]) for name in names)]
-    if unknown and len(unknown) < len(personal):
-        raise InvalidValue(
-            f"personal={personal!r}: expected names of modules of the model, which are "
-            f"{sorted(modules - {*names})}; {unknown} match none, and a part that is not named "
-            "is shared"
-        )
-    for prefix in unknown:
-        # A name that differs only in its number is no typing error: the server's model may
-        # lack that layer.
-        letters = prefix.translate(_NO_DIGITS)
-        near = get_close_matches(prefix, modules)
-        alike = [name for name in near if name.translate(_NO_DIGITS) != letters]
-        if any(f".{prefix}." in f".{name}." for name in names):
-            alike = [f"*.{prefix}"]
-        if alike:
-            raise InvalidValue(
-                f"personal={prefix!r}: expected the name of a part of the model; did you mean "
-                f"{alike[0]!r}? A part that is not named is shared, and a parameter that is "
-                "tied to another goes by the other's name"
-            )
-        log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
-
-
-def _same_model(kept: records.Arrays, initial: ArrayRecord) -> ArrayRecord:
-    shapes = {name: (array.shape, str(array.dtype)) for name, array in kept.items()}
-    expected = {name: (tuple(array.shape), array.dtype) for name, array in initial.items()}
-    if shapes != expected:
-        raise InvalidValue(
-            f"the checkpoint holds another model than the initial one: arrays {sorted(shapes)}, "
-            f"expected {sorted(expected)} with the same shapes and types"
-        )
-    return records.to_record(kept)
 
 
 def _read_version(reply: Message) -> int:

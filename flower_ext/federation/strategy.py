@@ -16,9 +16,8 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.connection import connect, shared_part
+from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
-from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.run import Run
@@ -184,9 +183,8 @@ class FederatedStrategy(Strategy):
             return []
         if run.clients.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
-        model = shared_arrays(shared_part(run, arrays))
         self._evaluation = evaluation(run, server_round)
-        return self._evaluation.ask(model, _numbered(config, server_round))
+        return self._evaluation.ask(run.shared_part(arrays), _numbered(config, server_round))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

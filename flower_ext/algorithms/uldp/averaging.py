@@ -60,7 +60,6 @@ from flower_ext.federation import (
     State,
     Steps,
     Summation,
-    shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
@@ -125,7 +124,6 @@ class UldpAvg(Method):
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
-        local_model=shared_model,
         answer=answer_server,
         memory=Memory.NONE,  # a resumed run sets up keys of a weighted sum anew
         takes_weighted_sums=True,

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import check_later
+from flower_ext.secure.messages import check_later, check_length
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.encoding import FixedPoint
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import (
-    PaillierKey,
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
@@ -56,11 +55,10 @@ class PaillierState(SiloState):
     readers: ClassVar = {"PartySettings": PaillierSettings.from_plain}
 
 
-class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
+class PaillierSilo(SiloParty[PaillierSettings]):
     """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
 
     settings_type = PaillierSettings
-    server_key_type = PaillierKey
     state_type = PaillierState
 
     def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
@@ -134,7 +132,7 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
     @cached_property
     def public(self) -> PublicKey:
         """The server's key."""
-        return self._server_key.public
+        return _key_of(self._state.server_key)
 
     def _count_answer(self) -> bytes:
         blinded = [int(self._blinds[user] * self._state.counts[user]) for user in self._order]
@@ -143,9 +141,10 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
     def _check_draw(self, number: int) -> None:
         check_later("round", number, self._state.last_round)
 
-    def _check_server_key(self, server_key: PaillierKey) -> None:
+    def _check_server_key(self, server_key: bytes) -> None:
+        check_length("server's key", server_key, self.settings.count_bytes)
         most = self.settings.max_records_per_user
-        server_key.public.check(self.settings.key_bits, coprime_to=most)
+        _key_of(server_key).check(self.settings.key_bits, coprime_to=most)
 
     def _use_seed(self, seed: bytes) -> None:
         super()._use_seed(seed)
@@ -214,6 +213,10 @@ class PaillierOpenSum:
                 f"{name} of shape {encoded.shape}: expected ({self._settings.coordinates},)"
             )
         return encoded
+
+
+def _key_of(modulus: bytes) -> PublicKey:
+    return PublicKey(mpz.from_bytes(modulus, "big"))
 
 
 def dithered(encoded: int, settings: PaillierSettings) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import Message, check_length, pack_numbers
+from flower_ext.secure.messages import check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
@@ -36,7 +36,6 @@ from flower_ext.secure.weighting.oblivious import Receiver
 log = getLogger("flwr")
 
 SettingsT = TypeVar("SettingsT", bound=PartySettings)
-ServerKeyT = TypeVar("ServerKeyT", bound=Message)
 _SEED = "seed"
 _COUNTS = "counts"
 
@@ -89,7 +88,7 @@ class SiloState(JsonRecord):
         return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
 
 
-class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
+class SiloParty(ABC, Generic[SettingsT]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
@@ -110,8 +109,6 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     """
 
     settings_type: ClassVar[type[PartySettings]]
-    server_key_type: ClassVar[type[Message]]
-    """Message with the server's public key."""
     state_type: ClassVar[type[SiloState]]
 
     def __init__(
@@ -220,13 +217,8 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
             silo._use_seed(state.seed)
         return silo
 
-    @property
-    def _server_key(self) -> ServerKeyT:
-        server_key: Any = self.server_key_type.from_bytes(self._state.server_key, self.settings)
-        return server_key  # type: ignore[no-any-return]
-
     @abstractmethod
-    def _check_server_key(self, server_key: ServerKeyT) -> None:
+    def _check_server_key(self, server_key: bytes) -> None:
         """Raise a ValueError for a key that the server cannot have drawn."""
 
     @abstractmethod
@@ -247,18 +239,16 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     def _take_keys(self, question: bytes) -> bytes:
         """Agree on keys with all silos; at silo 0, draw the seed and seal it for the others."""
         self._expect(SetUpStage.NEW)
-        settings, size = self.settings, self.server_key_type.size(self.settings)
-        check_length("keys", question, size + KEY_BYTES * settings.silos)
-        server_key: Any = self.server_key_type.from_bytes(question[:size], settings)
+        end = KEY_BYTES * self.settings.silos
+        keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
+        server_key = question[end:]
         self._check_server_key(server_key)
-        starts = range(size, len(question), KEY_BYTES)
-        keys = [question[start : start + KEY_BYTES] for start in starts]
-        self._pairs.agree(dict(enumerate(keys)), server_key=question[:size])
-        self._state = replace(self._state, silo_keys=keys, server_key=question[:size])
+        self._pairs.agree(dict(enumerate(keys)), server_key=server_key)
+        self._state = replace(self._state, silo_keys=keys, server_key=server_key)
         answer = b""
         if self.index == SEEDING_SILO:
             part = secrets.token_bytes(SEED_BYTES)
-            others = range(1, settings.silos)
+            others = range(1, self.settings.silos)
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
         self._store()

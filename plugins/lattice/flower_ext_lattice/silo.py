@@ -41,7 +41,7 @@ class LatticeState(SiloState):
     weights_digest: bytes = b""
 
 
-class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
+class LatticeSilo(SiloParty[LatticeSettings]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
@@ -49,7 +49,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     """
 
     settings_type = LatticeSettings
-    server_key_type = LatticeKey
     state_type = LatticeState
 
     _weights: OpenedWeights | None = None
@@ -131,8 +130,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     @cached_property
     def _public(self) -> Reals:
-        server_key = self._server_key
-        return public_key(server_key.public_seed, server_key.words)
+        return public_key(self._server_key.public_seed, self._server_key.words)
 
     def _count_answer(self) -> bytes:
         """Return the masked counts; silo 0 adds the shifts ρ_u, and the transfer's choices of them.
@@ -148,8 +146,13 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _check_draw(self, number: int) -> None:
         check_later("epoch", number, self._state.last_epoch)
 
-    def _check_server_key(self, server_key: LatticeKey) -> None:
-        public_key(server_key.public_seed, server_key.words)
+    @cached_property
+    def _server_key(self) -> LatticeKey:
+        return LatticeKey.from_bytes(self._state.server_key, self.settings)
+
+    def _check_server_key(self, server_key: bytes) -> None:
+        key = LatticeKey.from_bytes(server_key, self.settings)
+        public_key(key.public_seed, key.words)
 
     def _use_seed(self, seed: bytes) -> None:
         super()._use_seed(seed)

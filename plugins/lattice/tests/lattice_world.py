@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.messages import LatticeKey, LatticeSum
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
@@ -57,7 +57,7 @@ class LatticeWorld:
         self.server = LatticeServer(facts)
         self.silos = [LatticeSilo(facts, i, save=self.save) for i in range(facts.silos)]
         self.play(self.server.set_up())
-        self.sent.append(self.server.public_key)
+        self.sent.append(LatticeKey.from_bytes(self.server.public_key, facts))
 
     def play(self, dialogue):
         return play(dialogue, self.silos, self.counts, self.asked, self.answered)

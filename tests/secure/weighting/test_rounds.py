@@ -10,7 +10,6 @@ from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import (
-    PaillierKey,
     PaillierSum,
     PaillierWeights,
 )
@@ -255,8 +254,7 @@ def public_keys(silos) -> bytes:
 def keyed(silos, server_key=None) -> list[bytes]:
     """Let silos take the step ``keys``, and return the seeds that silo 0 seals for the others."""
     message = (server_key or key().public).n
-    modulus = pack_numbers([message], silos[0].settings.count_bytes)
-    question = PaillierKey(modulus=modulus).to_bytes() + public_keys(silos)
+    question = public_keys(silos) + pack_numbers([message], silos[0].settings.count_bytes)
     sealed = [silo.answer("keys", question) for silo in silos]
     assert sealed[1:] == [b""] * (len(silos) - 1)
     return [sealed[0][at : at + 60] for at in range(0, len(sealed[0]), 60)]
@@ -289,16 +287,15 @@ def test_a_silo_refuses_steps_out_of_order():
 def test_a_silo_refuses_malformed_keys_and_seeds():
     settings = weighting_settings()
     silos = silos_of(settings)
-    server_key, keys = PaillierKey.of(key().public, settings).to_bytes(), public_keys(silos)
+    server_key, keys = pack_numbers([key().public.n], settings.count_bytes), public_keys(silos)
     for wrong, said in (
-        (b"", "keys of 0 bytes"),
-        (server_key + keys[:-32], "keys of"),
-        (server_key + keys + bytes(32), "keys of"),
-        (bytes(len(server_key)) + keys, "begin with b'PPsk'"),
-        (server_key[:4] + bytes(64) + keys, "public key of 0 bits"),
-        (server_key + keys[32:] + keys[:32], "this silo's own key"),
-        (server_key + keys[:32] + keys[:32] + keys[64:], "a different key for every silo"),
-        (server_key + keys[:32] + bytes(32) + keys[64:], "full order"),
+        (b"", "server's key of 0 bytes"),
+        (keys[:-32] + server_key, "server's key of 32 bytes: expected 64"),
+        (keys + server_key + bytes(32), "server's key of 96 bytes"),
+        (keys + bytes(64), "public key of 0 bits"),
+        (keys[32:] + keys[:32] + server_key, "this silo's own key"),
+        (keys[:32] + keys[:32] + keys[64:] + server_key, "a different key for every silo"),
+        (keys[:32] + bytes(32) + keys[64:] + server_key, "full order"),
     ):
         with pytest.raises(ValueError, match=said):
             silos[0].answer("keys", wrong)
@@ -367,8 +364,8 @@ def test_silos_that_received_different_moduli_cannot_share_a_seed():
     silos = silos_of(facts)
     keys, sealed = public_keys(silos), []
     for silo, number in zip(silos, (0, 0, 1), strict=True):
-        modulus = PaillierKey.of(key(number=number).public, facts).to_bytes()
-        sealed.append(silo.answer("keys", modulus + keys))
+        modulus = pack_numbers([key(number=number).public.n], facts.count_bytes)
+        sealed.append(silo.answer("keys", keys + modulus))
     assert silos[0].fingerprint == silos[1].fingerprint != silos[2].fingerprint
     silos[1].answer("count", sealed[0][:60], ONES)
     with pytest.raises(ValueError, match="in this run"):
