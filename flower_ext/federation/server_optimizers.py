@@ -52,6 +52,10 @@ class ServerOptimizer(ABC):
     def __post_init__(self) -> None:
         require_positive("learning_rate", self.learning_rate)
 
+    def advice(self, noise: float) -> str:
+        """Return what speaks against the fields under noise of this stddev a coordinate; or ''."""
+        return ""
+
     @abstractmethod
     def init(self, model: Arrays) -> Moments:
         """Return the moments before the first step, for a model of these shapes."""
@@ -105,6 +109,10 @@ class Sgd(ServerOptimizer):
         return _moved(model, direction, self.learning_rate), {"momentum": buffer}
 
 
+MEAN = Sgd()
+"""The usual step: by the whole mean update."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Adaptive(ServerOptimizer):
     """x + η m_t / (√v_t + τ), with m_t = β₁ m_{t−1} + (1 − β₁) Δ_t, and v_t of the subclass.
@@ -128,6 +136,17 @@ class _Adaptive(ServerOptimizer):
         super().__post_init__()
         _require_decay("beta1", self.beta1)
         require_positive("tau", self.tau)
+
+    def advice(self, noise: float) -> str:
+        """Return why τ is too small for the noise; empty if it is not."""
+        if self.tau >= noise:
+            return ""
+        return (
+            f"server={self!r}: tau is below {noise:.3g}, the noise of a coordinate of the mean, so "
+            f"noise is divided by itself, and each coordinate moves by up to {self.learning_rate:g}"
+            f" a round whether it has a signal or not; with tau={noise:.1g} or more, a coordinate "
+            "moves in proportion to its update"
+        )
 
     def init(self, model: Arrays) -> Moments:
         """Return m = v = 0."""
@@ -172,7 +191,7 @@ class Adam(_Adaptive):
         _require_decay("beta2", self.beta2)
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
-        return self.beta2 * v + (1 - self.beta2) * square
+        return np.asarray(self.beta2 * v + (1 - self.beta2) * square)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +201,7 @@ class Yogi(Adam):
     learning_rate: float = 0.01
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
-        return v - (1 - self.beta2) * square * np.sign(v - square)
+        return np.asarray(v - (1 - self.beta2) * square * np.sign(v - square))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,8 +208,10 @@ class TrainingRound:
             fraction=sampling.sampling_rate if hidden else len(updates.metrics) / population,
         )
         result = run.method.step(run.model, released, run.method_state)
-        model, run.state = self._checked(result)
-        return {name: model[name].astype(sent.dtype) for name, sent in run.model.items()}
+        model, state = self._checked(result)
+        model = {name: model[name].astype(sent.dtype) for name, sent in run.model.items()}
+        run.state = run.method.with_average(model, state)
+        return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use."""
