@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_ext.checks import is_number, require_at_least_one, require_positive
+from flower_ext.checks import require_at_least_one, require_below_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays
 
@@ -90,7 +90,7 @@ class Sgd(ServerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay("momentum", self.momentum)
+        require_below_one("momentum", self.momentum)
         if self.nesterov and not self.momentum:
             raise InvalidValue("nesterov=True: expected a momentum > 0 as well")
 
@@ -134,7 +134,7 @@ class _Adaptive(ServerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay("beta1", self.beta1)
+        require_below_one("beta1", self.beta1)
         require_positive("tau", self.tau)
 
     def advice(self, noise: float) -> str:
@@ -171,7 +171,7 @@ class Adagrad(_Adaptive):
     beta1: float = 0.0
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
-        return v + square
+        return np.asarray(v + square)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class Adam(_Adaptive):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_decay("beta2", self.beta2)
+        require_below_one("beta2", self.beta2)
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(self.beta2 * v + (1 - self.beta2) * square)
@@ -226,7 +226,7 @@ class ExponentialAverage:
 
     def __post_init__(self) -> None:
         require_positive("decay", self.decay)
-        _require_decay("decay", self.decay)
+        require_below_one("decay", self.decay)
 
     def add(self, model: Arrays, kept: Moments) -> Moments:
         """Return what to keep after one more model; ``kept`` is empty before the first."""
@@ -287,8 +287,3 @@ def _zeros(model: Arrays) -> dict[str, np.ndarray]:
 
 def _moved(model: Arrays, direction: Arrays, rate: float) -> Arrays:
     return {name: x + rate * direction[name] for name, x in model.items()}
-
-
-def _require_decay(name: str, value: float) -> None:
-    if not (is_number(value) and 0 <= value < 1):
-        raise InvalidValue(f"{name}={value!r}: expected a number in [0, 1)")
