@@ -29,12 +29,12 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays
 
 Moments = Mapping[str, Arrays]
-"""What an optimiser or an average keeps between two rounds, in named groups of arrays."""
+"""Groups of arrays that an optimiser or an average keeps between two rounds, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer(ABC):
-    """How the server moves the shared model along the mean update of a round.
+    """A step of the server, by which the mean update of a round moves the shared model.
 
     Parameters
     ----------
@@ -279,6 +279,7 @@ class TailAverage:
 
 
 ModelAverage = ExponentialAverage | TailAverage
+"""An average of the models of a run."""
 
 
 def _zeros(model: Arrays) -> dict[str, np.ndarray]:
