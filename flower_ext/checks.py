@@ -49,6 +49,12 @@ def require_rate(name: str, value: float) -> None:
         raise InvalidValue(f"{name}={value!r}: expected a number in (0, 1]")
 
 
+def require_below_one(name: str, value: float) -> None:
+    """Refuse a value that is not a number in [0, 1)."""
+    if not (is_number(value) and 0 <= value < 1):
+        raise InvalidValue(f"{name}={value!r}: expected a number in [0, 1)")
+
+
 def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
     """Refuse a word that is not among the ``expected`` ones."""
     if value not in expected:

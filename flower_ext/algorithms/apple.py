@@ -46,7 +46,7 @@ from flower_ext.federation import (
     Training,
     one_by_one,
     records,
-    require_unit_rate,
+    require_usual_server,
 )
 from flower_ext.federation.method import groups_under
 from flower_ext.training import (
@@ -170,7 +170,7 @@ class Apple(Method):
     local : LocalTraining
         Training of the core model, by plain SGD.
     **options
-        Fields of `Method`, except ``server_learning_rate``.
+        Fields of `Method`, except ``server`` and ``average``.
     """
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
@@ -187,7 +187,7 @@ class Apple(Method):
         require_positive("relation_learning_rate", self.relation_learning_rate)
         require_not_negative("penalty", self.penalty)
         require_at_least_one("penalty_rounds", self.penalty_rounds)
-        require_unit_rate(self, "APPLE's server stores each core model as it arrives")
+        require_usual_server(self, "APPLE's server stores each core model as it arrives")
         self.local.require_plain_sgd("local", "APPLE trains core models by plain SGD")
 
     def init(self, model: Arrays, population: int) -> State:

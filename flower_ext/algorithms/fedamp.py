@@ -39,7 +39,7 @@ from flower_ext.federation import (
     Steps,
     personal_model,
     records,
-    require_unit_rate,
+    require_usual_server,
 )
 from flower_ext.federation.arrays import flattened, shaped
 from flower_ext.federation.method import groups_under
@@ -104,7 +104,7 @@ class FedAMP(Method):
         λ/α: strength of the pull of a client's model towards its cloud model.
     local : LocalTraining
     **options
-        Fields of `Method`, except ``server_learning_rate``.
+        Fields of `Method`, except ``server`` and ``average``.
     """
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=personal_model)
@@ -119,7 +119,7 @@ class FedAMP(Method):
         super().__post_init__()
         require_positive("attention_width", self.attention_width)
         require_positive("attraction", self.attraction)
-        require_unit_rate(self, "FedAMP's server stores each model as it arrives")
+        require_usual_server(self, "FedAMP's server stores each model as it arrives")
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client its cloud model u_i; a client without one gets the shared model."""

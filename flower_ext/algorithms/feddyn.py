@@ -33,6 +33,7 @@ from flower_ext.federation import (
     Memory,
     Method,
     Released,
+    Sgd,
     State,
     Steps,
 )
@@ -80,6 +81,11 @@ class FedDyn(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("regularization", self.regularization)
+        if self.server != Sgd(learning_rate=self.server.learning_rate):
+            raise InvalidValue(
+                f"server={self.server!r}: expected Sgd without momentum, because h corrects the "
+                "plain mean of the models"
+            )
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse weights by examples."""
@@ -96,7 +102,8 @@ class FedDyn(Method):
 
     def init(self, model: Arrays, population: int) -> State:
         """Return h = 0."""
-        return State(server={H: {name: np.zeros_like(array) for name, array in model.items()}})
+        h = {name: np.zeros_like(array) for name, array in model.items()}
+        return super().init(model, population).updated(server={H: h})
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Update h ← h − (α/m) Σ (θ_k − θ); return θ ← mean θ_k − h/α."""
@@ -104,5 +111,5 @@ class FedDyn(Method):
         # Clients that did not answer count as unmoved, because h is a mean over all m.
         share = alpha * released.fraction
         h = {name: array - share * mean[name] for name, array in state.server[H].items()}
-        moved, _ = super().step(model, released, state)
-        return {name: moved[name] - h[name] / alpha for name in model}, State(server={H: h})
+        moved, state = super().step(model, released, state)
+        return {name: moved[name] - h[name] / alpha for name in model}, state.updated(server={H: h})

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedXgbBagging, Fed
 
 from flower_ext.algorithms.dp_fedavg import DPFedAvg
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import RefusedReply, Released, State, records, require_unit_rate
+from flower_ext.federation import RefusedReply, Released, State, records, require_usual_server
 from flower_ext.privacy import PoissonSampling, PrivacyPlan
 
 _STEPS = "steps"
@@ -41,13 +41,13 @@ class Hosted(DPFedAvg):
 
     Parameters
     ----------
-    server : FedAvg
+    strategy : FedAvg
         Strategy that turns the accepted models, weighted by their numbers of examples, into the
         next model. The plan chooses the cohort, and all clients evaluate: the strategy's
         ``fraction_train``, ``fraction_evaluate`` and functions that aggregate metrics have no
         effect.
     **options
-        Fields of `DPFedAvg`, except ``server_learning_rate``, because the server has its own.
+        Fields of `DPFedAvg`, except ``server``, because the strategy takes the server's step.
         FedProx's ``proximal_mu`` becomes ``local.proximal_weight``.
 
     Raises
@@ -60,20 +60,20 @@ class Hosted(DPFedAvg):
 
     needs_each_update = True
 
-    server: FedAvg = field(kw_only=False)
+    strategy: FedAvg = field(kw_only=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for kind, missing in _BEYOND_MODELS.items():
-            if isinstance(self.server, kind):
+            if isinstance(self.strategy, kind):
                 raise InvalidValue(
-                    f"server={type(self.server).__name__}: expected a strategy that needs no more "
+                    f"strategy={type(self.strategy).__name__}: expected one that needs no more "
                     "than models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
                     f"{kind.__name__} needs {missing}, so run it in an app of its own"
                 )
-        require_unit_rate(self, f"{self.label} takes the server's step")
-        if isinstance(self.server, FedProx):
-            weight = self.server.proximal_mu
+        require_usual_server(self, f"{self.label} takes the server's step")
+        if isinstance(self.strategy, FedProx):
+            weight = self.strategy.proximal_mu
             if self.local.proximal_weight not in (0.0, weight):
                 raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
@@ -88,7 +88,7 @@ class Hosted(DPFedAvg):
                 "sampling of the plan: expected cohorts of a fixed size, for which Flower's "
                 "strategies wait"
             )
-        needed = max(self.server.min_train_nodes, self.server.min_available_nodes)
+        needed = max(self.strategy.min_train_nodes, self.strategy.min_available_nodes)
         if plan.sampling.expected_cohort_size < needed:
             raise InvalidValue(
                 f"cohorts of {plan.sampling.expected_cohort_size:g} are smaller than the "
@@ -99,11 +99,11 @@ class Hosted(DPFedAvg):
     @property
     def label(self) -> str:
         """Name of the Flower strategy."""
-        return type(self.server).__name__
+        return type(self.strategy).__name__
 
     def init(self, model: records.Arrays, population: int) -> State:
         """Return a count of 0 steps, and the initial moments of the Flower strategy."""
-        return self._state(self.server, steps=0)
+        return self._state(self.strategy, steps=0)
 
     def configure(
         self, config: ConfigRecord, model: records.Arrays, state: State, plan: PrivacyPlan
@@ -121,7 +121,7 @@ class Hosted(DPFedAvg):
     ) -> FedAvg:
         """Return a copy of the Flower strategy that has begun a round from ``state``."""
         # A discarded round, or a resumed run, must find the user's strategy as it was given.
-        server = deepcopy(self.server)
+        server = deepcopy(self.strategy)
         self._restore(server, state)
         if isinstance(server, FedAvgM):  # reads the model in its first round only
             server.current_arrays = None
@@ -131,15 +131,17 @@ class Hosted(DPFedAvg):
 
     def check_update(self, update: records.Update) -> None:
         """Refuse an update without the metric by which the Flower strategy weights it."""
-        if not update.metrics.get(self.server.weighted_by_key, 0) > 0:
-            raise RefusedReply(f"metric {self.server.weighted_by_key!r} is missing or not above 0")
+        if not update.metrics.get(self.strategy.weighted_by_key, 0) > 0:
+            raise RefusedReply(
+                f"metric {self.strategy.weighted_by_key!r} is missing or not above 0"
+            )
 
     def step(
         self, model: records.Arrays, released: Released, state: State
     ) -> tuple[records.Arrays, State]:
         """Return the model that the Flower strategy computes from the accepted models."""
         replies = [self._reply(model, *each) for each in released.updates.items()]
-        needed = max(self.server.min_train_nodes, self.server.min_available_nodes, len(replies))
+        needed = max(self.strategy.min_train_nodes, self.strategy.min_available_nodes, len(replies))
         server = self._configured(ConfigRecord(), model, state, needed)
         arrays, _ = server.aggregate_train(_steps(state) + 1, replies)
         if arrays is None:
@@ -149,10 +151,10 @@ class Hosted(DPFedAvg):
     def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
         """Return an accepted update as the reply of a ClientApp that Flower's strategy reads."""
         model = {name: base[name] + update.arrays[name] for name in base}
-        weight = {self.server.weighted_by_key: update.metrics[self.server.weighted_by_key]}
+        weight = {self.strategy.weighted_by_key: update.metrics[self.strategy.weighted_by_key]}
         content = RecordDict(
             {
-                self.server.arrayrecord_key: records.to_record(model),
+                self.strategy.arrayrecord_key: records.to_record(model),
                 "metrics": records.metrics_record(weight),
             }
         )

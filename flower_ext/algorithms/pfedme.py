@@ -10,7 +10,7 @@ w, θ_i                the shared model (``arrays``), the client's memory
 R, |D|, η             ``local``: epochs (or steps), batch_size, learning_rate
 K, η_p                ``personal_training``: steps on each mini-batch, learning_rate
 λ                     ``attraction``
-β                     ``server_learning_rate``
+β                     ``server.learning_rate``
 ====================  =====================================================
 """
 
@@ -109,7 +109,7 @@ class PFedMe(Method):
     personal_training : LocalTraining
         Training of the personal model on each mini-batch: ``steps`` K and ``learning_rate`` η_p.
     **options
-        Fields of `Method`; ``server_learning_rate`` is β.
+        Fields of `Method`; the learning rate of ``server`` is β.
     """
 
     client = ClientMethod(name="pfedme", local_update=local_update, local_model=personal_model)

@@ -9,7 +9,7 @@ paper                 here
 x, c                  the shared model (``arrays``), ``State.everyone["control"]``
 y_i, c_i              the trained model, the client's memory
 K, η_l                ``local``: its `effective_steps`, its learning rate
-η_g                   ``server_learning_rate``
+η_g                   ``server.learning_rate``
 ====================  =====================================================
 
 A client uploads y_i − x and K_i. From them the server computes Δc_i = −c − (y_i − x) / (K_i η_l),
@@ -100,7 +100,8 @@ class Scaffold(Method):
 
     def init(self, model: Arrays, population: int) -> State:
         """Return c = 0."""
-        return State(everyone={CONTROL: {name: np.zeros_like(x) for name, x in model.items()}})
+        control = {name: np.zeros_like(x) for name, x in model.items()}
+        return super().init(model, population).updated(everyone={CONTROL: control})
 
     def check_update(self, update: Update) -> None:
         """Refuse an update without its number of local steps."""
@@ -116,4 +117,5 @@ class Scaffold(Method):
             # −Σ Δc_i
             gaps = sum(c + u.arrays[name] / (u.metrics[STEPS] * learning_rate) for u in updates)
             control[name] = np.asarray(c - gaps / released.population).astype(c.dtype)
-        return super().step(model, released, state)[0], State(everyone={CONTROL: control})
+        moved, state = super().step(model, released, state)
+        return moved, state.updated(everyone={CONTROL: control})

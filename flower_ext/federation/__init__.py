@@ -17,12 +17,22 @@ from flower_ext.federation.engines.in_process import InProcessGrid, run_in_proce
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
-from flower_ext.federation.method import Connected, Method, Released, State, require_unit_rate
+from flower_ext.federation.method import Connected, Method, Released, State, require_usual_server
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.recording import first_config, record, recorded_run, settings_of
 from flower_ext.federation.records import Update
 from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import FederationNotReady
+from flower_ext.federation.server_optimizers import (
+    Adagrad,
+    Adam,
+    ExponentialAverage,
+    ModelAverage,
+    ServerOptimizer,
+    Sgd,
+    TailAverage,
+    Yogi,
+)
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
@@ -31,6 +41,8 @@ from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.training.side_by_side import Steps, Training, one_by_one
 
 __all__ = [
+    "Adagrad",
+    "Adam",
     "Arrays",
     "ClientMemory",
     "ClientMethod",
@@ -38,6 +50,7 @@ __all__ = [
     "Clients",
     "Cohort",
     "Connected",
+    "ExponentialAverage",
     "FederatedStrategy",
     "FederationNotReady",
     "HiddenSum",
@@ -45,6 +58,7 @@ __all__ = [
     "LocalResult",
     "Memory",
     "Method",
+    "ModelAverage",
     "OpenSum",
     "Opening",
     "PldAccountant",
@@ -52,13 +66,17 @@ __all__ = [
     "Question",
     "RefusedReply",
     "Released",
+    "ServerOptimizer",
+    "Sgd",
     "State",
     "Steps",
     "Stragglers",
     "Summation",
+    "TailAverage",
     "Training",
     "Update",
     "VirtualGrid",
+    "Yogi",
     "client_app",
     "client_level_dp_mod",
     "clients_of",
@@ -69,7 +87,7 @@ __all__ = [
     "record",
     "recorded",
     "recorded_run",
-    "require_unit_rate",
+    "require_usual_server",
     "run_in_process",
     "settings_of",
 ]

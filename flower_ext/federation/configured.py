@@ -31,6 +31,15 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
 from flower_ext.federation.method import Method
 from flower_ext.federation.recording import first_config, record, recorded_run
+from flower_ext.federation.server_optimizers import (
+    Adagrad,
+    Adam,
+    ExponentialAverage,
+    ModelAverage,
+    Sgd,
+    TailAverage,
+    Yogi,
+)
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     Budget,
@@ -56,6 +65,7 @@ from flower_ext.runs.shared_settings import (
     PrivacySettings,
     ReleaseSettings,
     RunSettings,
+    ServerSettings,
     TrainingSettings,
 )
 from flower_ext.training import LocalTraining, Task, check_shareable
@@ -108,6 +118,36 @@ def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
     options["epochs"] = settings.local_epochs
     with _naming_settings(settings):
         return LocalTraining(**{**options, **changes})
+
+
+_ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
+
+
+def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
+    """Return the options ``server`` and ``average`` of a method.
+
+    ``learning_rate`` overrides the settings' one.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings name two averages.
+    """
+    rate = settings.server_learning_rate if learning_rate is None else learning_rate
+    momentum, tau = settings.server_momentum, settings.server_tau
+    if settings.average_decay and settings.average_last:
+        raise UnfitSetting(
+            f"run-config average-decay={settings.average_decay!r} with "
+            f"average-last={settings.average_last!r}: expected one of them to be 0"
+        )
+    average: ModelAverage | None = None
+    if settings.average_decay:
+        average = ExponentialAverage(decay=settings.average_decay)
+    elif settings.average_last:
+        average = TailAverage(last=settings.average_last)
+    if (kind := _ADAPTIVE.get(settings.server_optimizer)) is not None:
+        return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
+    return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
 
 
 def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPrivatePlan:

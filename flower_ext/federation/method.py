@@ -41,6 +41,7 @@ from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Update
+from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
@@ -50,6 +51,8 @@ from flower_ext.training import LocalTraining, Task
 
 T = TypeVar("T")
 _EVERYONE, _SERVER = "everyone.", "server."
+_OPTIMIZER, _AVERAGE = "optimizer.", "average."
+"""Prefixes of groups of the state: what the server's optimiser and the average of models keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +98,25 @@ class State:
         sent = {_EVERYONE + name: group for name, group in self.everyone.items()}
         return sent | {_SERVER + name: group for name, group in self.server.items()}
 
+    def updated(
+        self,
+        *,
+        everyone: Mapping[str, Arrays] | None = None,
+        server: Mapping[str, Arrays] | None = None,
+    ) -> State:
+        """Return the state with these groups in place of, or beside, those that it has."""
+        return State(
+            everyone={**self.everyone, **(everyone or {})}, server={**self.server, **(server or {})}
+        )
+
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
         """Return the state whose `groups` are these; groups of other kinds are left out."""
         return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
+
+
+def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
+    return {prefix + name: group for name, group in groups.items()}
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
@@ -165,8 +183,11 @@ class Method:
     personal : Sequence[str]
         Names of modules that never leave the client; the server drops them from the initial
         arrays. ``*`` matches any part of a name, as in ``"*.classifier"``.
-    server_learning_rate : float
-        Factor on the averaged update.
+    server : ServerOptimizer
+        How the server moves the shared model along the mean update; by default by the whole of it.
+    average : ModelAverage, optional
+        Average of the models so far, which clients evaluate and the run returns in place of the
+        newest one. Training continues from the newest one.
 
     Raises
     ------
@@ -187,7 +208,8 @@ class Method:
     adds each update to a sum when it arrives, and drops it."""
 
     personal: Sequence[str] = ()
-    server_learning_rate: float = 1.0
+    server: ServerOptimizer = MEAN
+    average: ModelAverage | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.personal, str):
@@ -195,9 +217,18 @@ class Method:
                 f"personal={self.personal!r}: expected a sequence of names, for example "
                 f"({self.personal!r},)"
             )
-        if not 0 < self.server_learning_rate < float("inf"):
-            raise InvalidValue(f"server_learning_rate={self.server_learning_rate!r}: expected > 0")
         object.__setattr__(self, "personal", tuple(self.personal))
+        if not isinstance(self.server, ServerOptimizer):
+            raise InvalidValue(f"server={self.server!r}: expected an optimiser such as Sgd or Adam")
+        if not isinstance(self.average, ModelAverage | None):
+            raise InvalidValue(
+                f"average={self.average!r}: expected ExponentialAverage, TailAverage or None"
+            )
+        if self.average is not None and not self.one_model:
+            raise InvalidValue(
+                f"average={self.average!r}: expected None, because {self.name}'s server sends each "
+                "client a model of its own"
+            )
 
     # The clients' work ------------------------------------------------------------------------
 
@@ -220,7 +251,6 @@ class Method:
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return numbers that the client side needs; by default all fields that are numbers."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
-        del values["server_learning_rate"]  # the clients do not take the server's step
         return {name: float(value) for name, value in values.items() if is_number(value)}
 
     def configure(
@@ -279,7 +309,7 @@ class Method:
         """Refuse a shared model that the method cannot train; by default none."""
 
     def init(self, model: Arrays, population: int) -> State:
-        """Return the server's state before the first round; empty by default.
+        """Return the server's state before the first round; by default the optimiser's moments.
 
         Parameters
         ----------
@@ -288,7 +318,7 @@ class Method:
         population : int
             As in `Released`.
         """
-        return State()
+        return State(server=_prefixed(_OPTIMIZER, self.server.init(model)))
 
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the connected clients what the run must know, and return the state with it.
@@ -315,9 +345,26 @@ class Method:
         """
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
-        """Return the next model and state; by default the model moved along the mean update."""
-        rate = self.server_learning_rate
-        return {name: model[name] + rate * released.mean[name] for name in model}, state
+        """Return the next model and state; by default, the optimiser moves the model."""
+        moments = groups_under(_OPTIMIZER, state.server)
+        moved, kept = self.server.step(model, released.mean, moments)
+        return moved, state.updated(server=_prefixed(_OPTIMIZER, kept))
+
+    def mean_noise(self, mechanism: RoundMechanism) -> float:
+        """Return the stddev of the noise in a coordinate of the mean that moves the model."""
+        return mechanism.mean_noise_stddev
+
+    def with_average(self, model: Arrays, state: State) -> State:
+        """Return the state after a round that ended with ``model``, which its average includes."""
+        if self.average is None:
+            return state
+        kept = self.average.add(model, groups_under(_AVERAGE, state.server))
+        return state.updated(server=_prefixed(_AVERAGE, kept))
+
+    def evaluated(self, model: Arrays, state: State) -> Arrays:
+        """Return the model to evaluate and to hand out: the average, or the newest ``model``."""
+        kept = groups_under(_AVERAGE, state.server)
+        return model if self.average is None or not kept else self.average.average(kept)
 
     # The guarantees ---------------------------------------------------------------------------
 
@@ -352,15 +399,13 @@ class Method:
         )
 
 
-def require_unit_rate(method: Method, because: str) -> None:
-    """Refuse a ``server_learning_rate`` other than 1, which would have no effect.
+def require_usual_server(method: Method, because: str) -> None:
+    """Refuse an optimiser of the server's, which would have no effect.
 
     Raises
     ------
     InvalidValue
-        The rate is not 1; ``because`` is the reason in the message.
+        The method has one; ``because`` is the reason in the message.
     """
-    if method.server_learning_rate != 1.0:
-        raise InvalidValue(
-            f"server_learning_rate={method.server_learning_rate!r}: expected 1.0, because {because}"
-        )
+    if method.server != MEAN:
+        raise InvalidValue(f"server={method.server!r}: expected {MEAN!r}, because {because}")

@@ -132,6 +132,10 @@ class Run:
         self.check_model(model)
         return model
 
+    def evaluated(self, arrays: ArrayRecord) -> records.Arrays:
+        """Return the model to evaluate and to hand out after a round that ended with ``arrays``."""
+        return self.method.evaluated(self.shared_part(arrays), self.state or State())
+
     def check_model(self, model: records.Arrays) -> None:
         """Refuse another model than the run's first one, for example that of a checkpoint."""
         if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:

@@ -82,6 +82,7 @@ class RunLoop:
                     break
                 self._check_answers(done, least=max(3, run.population.num_nodes / 2))
             self._check_answers(done, least=1)
+        result.arrays = records.to_record(run.evaluated(result.arrays))
         return result
 
     def _play(self, server_round: int) -> None:
@@ -149,7 +150,8 @@ class RunLoop:
         """Evaluate on the server by the caller's ``evaluate_fn``."""
         if self.evaluate_fn is None:
             return
-        scores = self.evaluate_fn(server_round, self.result.arrays)
+        model = records.to_record(self.run.evaluated(self.result.arrays))
+        scores = self.evaluate_fn(server_round, model)
         if scores is not None:
             self.result.evaluate_metrics_serverapp[server_round] = scores
 

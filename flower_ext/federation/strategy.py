@@ -184,7 +184,7 @@ class FederatedStrategy(Strategy):
         if run.clients.roster is None:  # an evaluation before any training
             connect(run, grid, arrays)
         self._evaluation = evaluation(run, server_round)
-        return self._evaluation.ask(run.shared_part(arrays), _numbered(config, server_round))
+        return self._evaluation.ask(run.evaluated(arrays), _numbered(config, server_round))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -205,6 +205,8 @@ class FederatedStrategy(Strategy):
         log.info("%s · %s", run.method.label, run.plan.describe())
         if sums := run.summation.describe():
             log.info("%s", sums)
+        if advice := run.method.server.advice(run.method.mean_noise(run.mechanism)):
+            log.warning("%s", advice)
 
     def start(
         self,

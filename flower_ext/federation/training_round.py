@@ -213,7 +213,8 @@ class TrainingRound:
             fraction=sampling.sampling_rate if hidden else len(updates) / population,
         )
         result = run.method.step(run.model, released, run.method_state)
-        model, run.state = self._checked(result)
+        model, state = self._checked(result)
+        run.state = run.method.with_average(model, state)
         return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:

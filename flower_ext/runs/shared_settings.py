@@ -10,6 +10,7 @@ class                settings
 `PrivacySettings`    `RunSettings`, and the guarantee and the budgets of a run
 `ReleaseSettings`    `PrivacySettings`, and clipping, noise and secure sums
 `TrainingSettings`   local training
+`ServerSettings`     the server's step along the mean update
 ==================== ==============================================================
 """
 
@@ -182,4 +183,26 @@ class TrainingSettings(Settings):
     weight_decay: NotNegative = setting("of another optimizer than SGD", default=0.0)
     weighting: Literal["clients", "examples"] = setting(
         "who counts how much; examples: only without privacy", default="clients"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(Settings):
+    """The server's step along the mean update, and the average of its models."""
+
+    server_learning_rate: Positive = setting("factor of the mean update", default=1.0)
+    server_optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = setting(
+        "how the server moves along the mean update", default="sgd"
+    )
+    server_momentum: FractionBelowOne = setting("of sgd; of the others beta_1", default=0.0)
+    server_tau: Positive = setting(
+        "of adagrad, adam and yogi: at least the noise of a coordinate of the mean", default=1e-3
+    )
+    average_decay: FractionBelowOne = setting(
+        "clients evaluate the average of all models so far, whose weights fall by this factor a "
+        "round; 0: the newest model",
+        default=0.0,
+    )
+    average_last: CountOrZero = setting(
+        "clients evaluate the mean of so many last models; 0: the newest model", default=0
     )

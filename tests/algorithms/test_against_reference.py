@@ -8,7 +8,7 @@ from flower_ext.algorithms import (
     DPFedAvg,
     DPFedSAM,
 )
-from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, InProcessGrid, Sgd, records
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.training import LocalTraining, evaluate
 from tests.support.reference.comparing import close
@@ -36,7 +36,7 @@ COMMON = {
     "plan": PLAN,
     "seed": SEED,
     "seeded_noise": True,
-    "server_learning_rate": 0.8,
+    "server": Sgd(learning_rate=0.8),
     "evaluate_every": ROUNDS,
 }
 

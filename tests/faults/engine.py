@@ -166,7 +166,7 @@ def expected_model(
     for name, array in base.items():
         noise = stddev * rng.standard_normal(array.shape) if stddev else 0.0
         total = sum((upload[name] for upload in wide), np.zeros(array.shape)) + noise
-        moved[name] = array + strategy.method.server_learning_rate * total / divisor
+        moved[name] = array + strategy.method.server.learning_rate * total / divisor
     return moved
 
 

@@ -29,7 +29,7 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
 )
 from flower_ext.data import Examples, SiloData
-from flower_ext.federation import FederatedStrategy, records
+from flower_ext.federation import FederatedStrategy, Sgd, records
 from flower_ext.federation.sums.weighted import SUM
 from flower_ext.privacy import (
     FullParticipation,
@@ -182,7 +182,12 @@ CASES: tuple[Case, ...] = (
     Case(
         name="ULDP-AVG, silos noise",
         build=lambda **o: strategy_of(
-            UldpAvg, plan=user_plan(), num_silos=SILOS, local=FAST, server_learning_rate=3.0, **o
+            UldpAvg,
+            plan=user_plan(),
+            num_silos=SILOS,
+            local=FAST,
+            server=Sgd(learning_rate=3.0),
+            **o,
         ),
         nodes=SILOS,
         mutations=TRAIN,

@@ -145,7 +145,10 @@ def test_another_run_under_the_same_name_is_refused_by_what_differs(tmp_path, ch
             lambda number: FedDyn(regularization=number),
             r"regularization=0\.9 \(it began",
         ),
-        (lambda number: Hosted(FedAvgM(server_momentum=number)), r"server=.*server_momentum=0\.9"),
+        (
+            lambda number: Hosted(FedAvgM(server_momentum=number)),
+            r"strategy=.*server_momentum=0\.9",
+        ),
     ],
     ids=["method", "hosted server"],
 )

@@ -14,6 +14,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
+    Sgd,
     client_app,
     records,
 )
@@ -312,12 +313,12 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
             r"local\.momentum=.*: leave it out",
         ),
         (
-            lambda p: FederatedStrategy(FedAMP(server_learning_rate=0.5), p),
-            r"server_learning_rate=0\.5",
+            lambda p: FederatedStrategy(FedAMP(server=Sgd(learning_rate=0.5)), p),
+            r"server=Sgd\(learning_rate=0\.5",
         ),
         (
-            lambda p: FederatedStrategy(Apple(server_learning_rate=0.5), p),
-            r"server_learning_rate=0\.5",
+            lambda p: FederatedStrategy(Apple(server=Sgd(learning_rate=0.5)), p),
+            r"server=Sgd\(learning_rate=0\.5",
         ),
         (lambda p: FederatedStrategy(FedALA(adaptive=()), p), r"adaptive=\(\)"),
         (

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file
 
 from flower_ext.algorithms import DPFedAvg, FedDyn
 from flower_ext.federation import (
+    Adam,
+    ExponentialAverage,
     FederatedStrategy,
     FederationNotReady,
     recorded_run,
@@ -67,6 +69,17 @@ def test_a_seeded_run_goes_on_as_if_nothing_had_happened(tmp_path, dies_in, at):
     kinds = [entry["kind"] for entry in parts.ledger()]
     assert kinds.count("reserve") == 5
     assert kinds.count("repeat") == 1
+
+
+def test_the_moments_of_an_optimiser_and_an_average_go_on_bit_for_bit(tmp_path):
+    server, average = Adam(learning_rate=0.05, tau=0.1), ExponentialAverage(decay=0.5)
+    options = {"method": DPFedAvg, "local": SGD, "memory": False}
+    options |= {"server": server, "average": average}
+    whole, _ = play(tmp_path / "whole", **options)
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=3, **options)
+    parts, _ = play(tmp_path / "parts", **options)
+    assert same(parts, whole)
 
 
 @pytest.mark.report

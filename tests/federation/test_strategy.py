@@ -735,7 +735,8 @@ def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"server_learning_rate": 0.0}, "server_learning_rate"),
+        ({"server": 0.5}, "server=0.5: expected an optimiser"),
+        ({"average": 3}, "average=3: expected ExponentialAverage"),
         ({"evaluate_every": -1}, "evaluate_every"),
         ({"seeded_noise": True}, "seeded_noise=True: expected a seed"),
         ({"personal": ("extractor", "head")}, "expected at least one shared parameter"),

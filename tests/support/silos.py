@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from flower_ext.data import Examples, SiloData
+from flower_ext.federation import Sgd
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from tests.support.worlds import CLASSES, FEATURES, Net
@@ -51,7 +52,7 @@ def plan(sampling=None, **changes):
     return ReleasePlan(**{**facts, **changes})
 
 
-COMMON = {"num_silos": SILOS, "seed": SEED, "seeded_noise": True, "server_learning_rate": 5.0}
+COMMON = {"num_silos": SILOS, "seed": SEED, "seeded_noise": True, "server": Sgd(learning_rate=5.0)}
 
 
 def histogram(data, num_users):

@@ -55,11 +55,11 @@ def method_of(settings: Settings) -> Method:
             "(centaur, dp-fedavg and fedavg do without it)"
         )
     sgd, sam = configured.training(settings), configured.training(settings, sam_radius=radius)
-    rate = settings.server_learning_rate
+    server = configured.server(settings)
     if method in SHARED_MODEL:
         local = sam if "sam" in method else sgd
         tuning = sgd if method.endswith("-ft") else None
-        return SHARED_MODEL[method](local=local, fine_tuning=tuning, server_learning_rate=rate)
+        return SHARED_MODEL[method](local=local, fine_tuning=tuning, **server)
     head = configured.training(
         settings, epochs=settings.head_epochs, learning_rate=settings.head_learning_rate
     )
@@ -67,5 +67,5 @@ def method_of(settings: Settings) -> Method:
         head=head,
         extractor=configured.training(settings, epochs=0) if method == OWN_HEAD else sam,
         adapt_before_evaluation=settings.adapt_before_evaluation,
-        server_learning_rate=rate,
+        **server,
     )

@@ -10,12 +10,15 @@ from flower_ext.runs.shared_settings import (
     CohortSettings,
     PartitionSettings,
     ReleaseSettings,
+    ServerSettings,
     TrainingSettings,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings):
+class Settings(
+    ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings, ServerSettings
+):
     """Client-level privacy on one data set, by seven methods, and a control."""
 
     method: Literal[
@@ -39,5 +42,4 @@ class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSetti
     head_epochs: CountOrZero = setting("methods with a personal head")
     head_learning_rate: Positive = setting("methods with a personal head")
     sam_radius: NotNegative = setting("q, of sharpness-aware minimisation")
-    server_learning_rate: Positive = setting("factor of the average update")
     adapt_before_evaluation: bool = setting("train the head on the current extractor first")

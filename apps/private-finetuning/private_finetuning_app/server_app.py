@@ -76,13 +76,13 @@ def method_of(settings: Settings) -> Method:
             "(centaur, dp-fedavg and fedavg do without it)"
         )
     sgd, sam = configured.training(settings), configured.training(settings, sam_radius=radius)
-    rate = {"server_learning_rate": settings.server_learning_rate}
+    server = configured.server(settings)
     if method == USERS:
         silos = settings.clients
-        return UldpAvg(weighting="by-records", num_silos=silos, local=sgd, **rate)
+        return UldpAvg(weighting="by-records", num_silos=silos, local=sgd, **server)
     if method in SHARED_MODEL:
         local, tuning = sam if "sam" in method else sgd, sgd if method.endswith("-ft") else None
-        return SHARED_MODEL[method](local=local, fine_tuning=tuning, **rate)
+        return SHARED_MODEL[method](local=local, fine_tuning=tuning, **server)
     head = configured.training(
         settings,
         epochs=settings.head_epochs,
@@ -91,4 +91,4 @@ def method_of(settings: Settings) -> Method:
     if method == OWN_HEAD:
         sam = configured.training(settings, epochs=0)
     adapt = settings.adapt_before_evaluation
-    return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **rate)
+    return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **server)

@@ -19,12 +19,15 @@ from flower_ext.runs.shared_settings import (
     CohortSettings,
     PartitionSettings,
     ReleaseSettings,
+    ServerSettings,
     TrainingSettings,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings):
+class Settings(
+    ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings, ServerSettings
+):
     """Private fine-tuning of a pretrained model of pictures or of text."""
 
     method: Literal[
@@ -84,7 +87,6 @@ class Settings(ReleaseSettings, CohortSettings, PartitionSettings, TrainingSetti
     head_epochs: CountOrZero = setting("methods with a personal head")
     head_learning_rate: Positive = setting("methods with a personal head")
     sam_radius: NotNegative = setting("q, of sharpness-aware minimisation")
-    server_learning_rate: Positive = setting("factor of the average update")
     upcycled: bool = setting("every second round continues along the last step, asking nobody")
     upcycling_coefficient: NotNegative = setting("how far")
     adapt_before_evaluation: bool = setting("train the head on the current extractor first")

@@ -57,7 +57,8 @@ def main(grid: Grid, context: Context) -> None:
 
 def method_of(settings: Settings) -> Method:
     """Return the method; every method gets the same settings where it has them."""
-    method, fields = settings.method, {"server_learning_rate": server_learning_rate(settings)}
+    method = settings.method
+    fields = configured.server(settings, learning_rate=server_learning_rate(settings))
     if method == "uldp-group":
         return UldpGroup(
             num_silos=settings.num_silos,

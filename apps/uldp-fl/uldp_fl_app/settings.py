@@ -15,7 +15,7 @@ from flower_ext.runs.settings import (
     Rule,
     setting,
 )
-from flower_ext.runs.shared_settings import ReleaseSettings, TrainingSettings
+from flower_ext.runs.shared_settings import ReleaseSettings, ServerSettings, TrainingSettings
 
 
 def integers(text: str) -> tuple[int, ...] | None:
@@ -31,7 +31,7 @@ Integers = Annotated[str, Rule("integers with commas between them", _are_integer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ReleaseSettings, TrainingSettings):
+class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
     """User-level privacy across silos, by eight methods, and one without privacy."""
 
     method: Literal[

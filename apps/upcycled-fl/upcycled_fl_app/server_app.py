@@ -8,7 +8,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import Coefficient, Decaying, proximal_ratio
-from flower_ext.federation import Method, Stragglers, configured
+from flower_ext.federation import Method, Sgd, Stragglers, configured
 from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
 from flower_ext.runs.settings import UnfitSetting
 from upcycled_fl_app.plans import local_training, plan_of
@@ -99,7 +99,7 @@ def method_of(plan: NonPrivatePlan | PerturbationPlan, settings: Settings) -> Me
             tau = settings.adaptivity
             return Hosted(FedYogi(eta=rate or 0.01, tau=tau, **nodes), local=local)
         case "scaffold":
-            return Scaffold(server_learning_rate=rate or 1.0, local=local)
+            return Scaffold(server=Sgd(learning_rate=rate or 1.0), local=local)
         case "feddyn":
             return FedDyn(regularization=settings.regularization, local=local)
         case _:
@@ -112,6 +112,6 @@ def method_of(plan: NonPrivatePlan | PerturbationPlan, settings: Settings) -> Me
             return PFedMe(
                 attraction=settings.attraction,
                 personal_training=personal,
-                server_learning_rate=rate or 1.0,
+                server=Sgd(learning_rate=rate or 1.0),
                 local=local,
             )

@@ -11,7 +11,7 @@ S, U, q               ``num_silos``; ``plan.sampling``: ``population``, ``sampli
 C, σ                  ``plan.clipping_norm``, ``plan.noise_multiplier``
 w_{s,u}               ``weighting``; see `weights`
 Q, η_l                ``local.epochs`` (or ``steps``), ``local.learning_rate``
-η_g                   ``server_learning_rate``; the paper's theory takes `theory_learning_rate`
+η_g                   ``server.learning_rate``; the paper's theory takes `theory_learning_rate`
 ====================  =====================================================
 
 The Flower nodes are the silos, and all of them take part in every round. The plan's units are
@@ -173,7 +173,7 @@ class UldpAvg(Method):
         if sums.secure_sum is not None:
             _warn_of_rounding(sums, connected.model, self.num_silos)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
-        return State(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
+        return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Weigh the users of the round, which line 5 of Algorithm 4 draws.
@@ -200,6 +200,10 @@ class UldpAvg(Method):
         """Return x + η_g Σ_s Δ_s / (q|U||S|); the plan has already divided by q|U|."""
         over_silos = {name: array / self.num_silos for name, array in released.mean.items()}
         return super().step(model, replace(released, mean=over_silos), state)
+
+    def mean_noise(self, mechanism: RoundMechanism) -> float:
+        """Return the noise of the mean over users and silos."""
+        return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
         """Return what the weights reveal, in the clear or by the protocol of a weighted sum."""
@@ -232,7 +236,7 @@ class UldpSgd(UldpAvg):
     """ULDP-AVG with one gradient over all of a user's records in place of an update.
 
     Silos clip the gradient itself, without a local learning rate. The server moves against it, so
-    ``server_learning_rate`` is the rate of the descent.
+    the learning rate of ``server`` is the rate of the descent.
 
     Parameters
     ----------

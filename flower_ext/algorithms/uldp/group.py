@@ -10,7 +10,7 @@ B                     limits by silo and user, drawn once by the server; which r
                       keeps is the same in every round
 C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
 γ, Q                  ``local.sampling_rate``, ``local.steps``
-η_l, η_g              ``local.learning_rate``, ``server_learning_rate``
+η_l, η_g              ``local.learning_rate``, ``server.learning_rate``
 ====================  =====================================================
 
 The silos' models carry noise already, so the server averages them unchanged.
@@ -163,7 +163,8 @@ class UldpGroup(Method):
         )
         k = size_of(counts, self.group_size)
         limits = limit_contributions(counts, k, connected.generator("limits"))
-        return State(server={LIMITS: {LIMITS: limits.astype(np.int32), "k": np.asarray(k)}})
+        chosen = {LIMITS: limits.astype(np.int32), "k": np.asarray(k)}
+        return state.updated(server={LIMITS: chosen})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each silo the number of records of each user that it may use."""

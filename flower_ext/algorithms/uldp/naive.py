@@ -8,7 +8,7 @@ paper                 here
 S                     ``num_silos``
 C, σ                  ``clipping_norm``, ``noise_multiplier`` of the given plan
 σ²C²|S|               variance of one silo's noise; the |S| silos' noise adds up to (σC|S|)²
-Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server_learning_rate``
+Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server.learning_rate``
 ====================  =====================================================
 
 The paper prints Δ = x_t − x_s although its server adds Δ. Here Δ is x_s − x_t, as in the paper's

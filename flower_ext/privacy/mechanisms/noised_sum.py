@@ -173,6 +173,11 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return self.noise_multiplier * self.clipping_norm
 
     @property
+    def mean_noise_stddev(self) -> float:
+        """σC/m: standard deviation of the noise in a coordinate of the released mean."""
+        return self.noise_stddev / self.sampling.expected_cohort_size
+
+    @property
     def noise_grid(self) -> float:
         """Step of the grid on which all noised uploads and sums lie, the same in every round.
 

@@ -112,6 +112,11 @@ class RoundMechanism(ABC):
         return None
 
     @property
+    def mean_noise_stddev(self) -> float:
+        """Stddev of the noise in a coordinate of the released mean; 0 unless a sum is noised."""
+        return 0.0
+
+    @property
     def client_protects(self) -> bool:
         """True if a ClientApp must bound or noise what it sends."""
         return False

@@ -23,7 +23,7 @@ from flower_ext.algorithms.uldp import (
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size
-from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, Sgd, records
 from flower_ext.federation.sums.weighted_silo import SiloPart
 from flower_ext.privacy import (
     AdversaryView,
@@ -181,7 +181,7 @@ def test_group_promises_what_its_steps_cost():
 
 def test_the_default_without_privacy_is_fedavg_between_the_silos():
     strategy = FederatedStrategy(
-        DPFedAvg(local=LOCAL, server_learning_rate=1.5),
+        DPFedAvg(local=LOCAL, server=Sgd(learning_rate=1.5)),
         NonPrivatePlan(sampling=FullParticipation(SILOS)),
         seed=SEED,
     )
@@ -217,7 +217,7 @@ def sum_of(method, data, sampling, weighting, bound):
         plan=plan(sampling, clipping_norm=bound, noise_multiplier=1e-6),
         weighting=weighting,
         **{"local": replace(LOCAL, learning_rate=3.0)} if method is UldpAvg else {},
-        **{**COMMON, "num_silos": len(data), "server_learning_rate": 1.0},
+        **{**COMMON, "num_silos": len(data), "server": Sgd()},
         evaluate_every=0,
     )
     grid = InProcessGrid(

@@ -36,7 +36,7 @@ from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
 ALL = SecureSum(colluding=0.0, dropouts=0.0)
-SERVER_RATE = COMMON["server_learning_rate"]
+SERVER_RATE = COMMON["server"].learning_rate
 METHODS = [
     pytest.param(partial(strategy_of, UldpAvg, local=LOCAL), id="avg"),
     pytest.param(partial(strategy_of, UldpAvg, local=LOCAL, weighting="by-records"), id="avg-w"),

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import DPFedAvg, FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import Decaying
-from flower_ext.federation import ClientMemory, InProcessGrid, Stragglers, client_app, records
+from flower_ext.federation import ClientMemory, InProcessGrid, Sgd, Stragglers, client_app, records
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.support.reference.comparing import close, flat
@@ -42,14 +42,14 @@ OURS = {
     ),
     "fedprox": lambda: strategy_of(Hosted, FedProx(proximal_mu=0.7, **NODES), local=SGD, **COMMON),
     "fedyogi": lambda: strategy_of(Hosted, FedYogi(**YOGI, **NODES), local=SGD, **COMMON),
-    "scaffold": lambda: strategy_of(Scaffold, local=SGD, server_learning_rate=0.9, **COMMON),
+    "scaffold": lambda: strategy_of(Scaffold, local=SGD, server=Sgd(learning_rate=0.9), **COMMON),
     "feddyn": lambda: strategy_of(FedDyn, local=SGD, regularization=0.6, **COMMON),
     "pfedme": lambda: strategy_of(
         PFedMe,
         local=WITHOUT_MOMENTUM,
         personal_training=INNER,
         attraction=5.0,
-        server_learning_rate=0.9,
+        server=Sgd(learning_rate=0.9),
         **COMMON,
     ),
 }

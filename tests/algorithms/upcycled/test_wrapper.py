@@ -38,7 +38,14 @@ from flower_ext.algorithms import (
 )
 from flower_ext.algorithms.upcycled import Decaying
 from flower_ext.algorithms.upcycled.wrapper import extrapolated
-from flower_ext.federation import FederatedStrategy, InProcessGrid, Stragglers, client_app, records
+from flower_ext.federation import (
+    FederatedStrategy,
+    InProcessGrid,
+    Sgd,
+    Stragglers,
+    client_app,
+    records,
+)
 from flower_ext.federation.method import State
 from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
@@ -915,14 +922,14 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
 @pytest.mark.parametrize(
     ("server", "options", "said"),
     [
-        (FedAvg, {"server_learning_rate": 0.5}, r"server_learning_rate=0\.5: .* FedAvg takes"),
+        (FedAvg, {"server": Sgd(learning_rate=0.5)}, r"server=Sgd.* FedAvg takes"),
         (
             lambda: FedProx(proximal_mu=0.0),
             {"local": LocalTraining(proximal_weight=0.5)},
             r"proximal_weight=0\.5: expected FedProx's proximal_mu=0\.0",
         ),
-        (lambda: QFedAvg(client_learning_rate=0.1), {}, "server=QFedAvg: .* training loss"),
-        (FedXgbBagging, {}, "server=FedXgbBagging: expected .* needs trees"),
+        (lambda: QFedAvg(client_learning_rate=0.1), {}, "strategy=QFedAvg: .* training loss"),
+        (FedXgbBagging, {}, "strategy=FedXgbBagging: expected .* needs trees"),
     ],
 )
 def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, said):

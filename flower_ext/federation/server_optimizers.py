@@ -1,0 +1,290 @@
+"""Optimisers by which the server moves the shared model, and averages of the models of a run.
+
+Sources: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, "Adaptive Federated
+Optimization" (ICLR 2021), Algorithm 2; Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data
+Distribution for Federated Visual Classification" (2019), for momentum; Polyak and Juditsky,
+"Acceleration of Stochastic Approximation by Averaging" (1992), for averages.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+Δ_t, m_t, v_t         the mean update, ``moments["mean"]``, ``moments["square"]``
+η                     ``learning_rate``
+β₁, β₂, τ             ``beta1``, ``beta2``, ``tau``
+====================  =====================================================
+
+All of them compute with what the round has released already, so they spend no privacy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_ext.checks import require_at_least_one, require_below_one, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.arrays import Arrays
+
+Moments = Mapping[str, Arrays]
+"""Groups of arrays that an optimiser or an average keeps between two rounds, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer(ABC):
+    """A step of the server, by which the mean update of a round moves the shared model.
+
+    Parameters
+    ----------
+    learning_rate : float
+        η > 0.
+
+    Raises
+    ------
+    InvalidValue
+        A field is out of range.
+    """
+
+    learning_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+
+    def advice(self, noise: float) -> str:
+        """Return what speaks against the fields under noise of this stddev a coordinate; or ''."""
+        return ""
+
+    @abstractmethod
+    def init(self, model: Arrays) -> Moments:
+        """Return the moments before the first step, for a model of these shapes."""
+
+    @abstractmethod
+    def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
+        """Return the next model and the next moments.
+
+        Parameters
+        ----------
+        model, mean : Mapping[str, ndarray]
+            The model, and the mean update: arrays of equal shapes.
+        moments : Mapping[str, Mapping[str, ndarray]]
+            As `init` or the previous step returned them.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(ServerOptimizer):
+    """Gradient descent: x + η Δ, or with momentum b_t = μ b_{t−1} + Δ_t, x + η b_t.
+
+    Parameters
+    ----------
+    momentum : float
+        μ in [0, 1), as in FedAvgM.
+    nesterov : bool
+        If True, move along Δ_t + μ b_t.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_below_one("momentum", self.momentum)
+        if self.nesterov and not self.momentum:
+            raise InvalidValue("nesterov=True: expected a momentum > 0 as well")
+
+    def init(self, model: Arrays) -> Moments:
+        """Return b = 0, or nothing without momentum."""
+        return {"momentum": _zeros(model)} if self.momentum else {}
+
+    def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
+        """Return x + η Δ, or x + η b."""
+        if not self.momentum:
+            return _moved(model, mean, self.learning_rate), {}
+        buffer = {n: self.momentum * b + mean[n] for n, b in moments["momentum"].items()}
+        direction = buffer
+        if self.nesterov:
+            direction = {name: mean[name] + self.momentum * b for name, b in buffer.items()}
+        return _moved(model, direction, self.learning_rate), {"momentum": buffer}
+
+
+MEAN = Sgd()
+"""The usual step: by the whole mean update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adaptive(ServerOptimizer):
+    """x + η m_t / (√v_t + τ), with m_t = β₁ m_{t−1} + (1 − β₁) Δ_t, and v_t of the subclass.
+
+    Parameters
+    ----------
+    beta1 : float
+        β₁ in [0, 1).
+    tau : float
+        τ > 0, the degree of adaptivity: a coordinate with √v far below τ moves in proportion to
+        m, one far above it by η or so, whatever its scale. Under privacy √v is at least the noise
+        of a coordinate of the mean; with τ below that, noise is divided by itself, and every
+        coordinate moves as far as the others.
+    """
+
+    learning_rate: float = 0.1
+    beta1: float = 0.9
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_below_one("beta1", self.beta1)
+        require_positive("tau", self.tau)
+
+    def advice(self, noise: float) -> str:
+        """Return why τ is too small for the noise; empty if it is not."""
+        if self.tau >= noise:
+            return ""
+        return (
+            f"server={self!r}: tau is below {noise:.3g}, the noise of a coordinate of the mean, so "
+            f"noise is divided by itself, and each coordinate moves by up to {self.learning_rate:g}"
+            f" a round whether it has a signal or not; with tau={noise:.1g} or more, a coordinate "
+            "moves in proportion to its update"
+        )
+
+    def init(self, model: Arrays) -> Moments:
+        """Return m = v = 0."""
+        return {"mean": _zeros(model), "square": _zeros(model)}
+
+    def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
+        """Return x + η m / (√v + τ)."""
+        m = {n: self.beta1 * m + (1 - self.beta1) * mean[n] for n, m in moments["mean"].items()}
+        v = {name: self._square(v, mean[name] ** 2) for name, v in moments["square"].items()}
+        direction = {name: m[name] / (np.sqrt(v[name]) + self.tau) for name in m}
+        return _moved(model, direction, self.learning_rate), {"mean": m, "square": v}
+
+    @abstractmethod
+    def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        """Return v_t from v_{t−1} and Δ_t²."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(_Adaptive):
+    """FedAdagrad: v_t = v_{t−1} + Δ_t². Reddi et al. set β₁ = 0."""
+
+    beta1: float = 0.0
+
+    def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return np.asarray(v + square)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(_Adaptive):
+    """FedAdam: v_t = β₂ v_{t−1} + (1 − β₂) Δ_t², without correction of the bias, as in Reddi et al.
+
+    Parameters
+    ----------
+    beta2 : float
+        β₂ in [0, 1).
+    """
+
+    beta2: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_below_one("beta2", self.beta2)
+
+    def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return np.asarray(self.beta2 * v + (1 - self.beta2) * square)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yogi(Adam):
+    """FedYogi: v_t = v_{t−1} − (1 − β₂) Δ_t² sign(v_{t−1} − Δ_t²)."""
+
+    learning_rate: float = 0.01
+
+    def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return np.asarray(v - (1 - self.beta2) * square * np.sign(v - square))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentialAverage:
+    """Average of the models so far, with weights that fall by ``decay`` a round.
+
+    The weights sum to 1 from the first round on, so the first model has no more weight than its
+    age gives it.
+
+    Parameters
+    ----------
+    decay : float
+        In (0, 1): the average looks back over about 1 / (1 − decay) rounds.
+
+    Raises
+    ------
+    InvalidValue
+        ``decay`` is out of range.
+    """
+
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_positive("decay", self.decay)
+        require_below_one("decay", self.decay)
+
+    def add(self, model: Arrays, kept: Moments) -> Moments:
+        """Return what to keep after one more model; ``kept`` is empty before the first."""
+        weight = {"total": np.array(0.0)} if not kept else kept["weight"]
+        before = kept.get("sum") or _zeros(model)
+        total = self.decay * weight["total"] + 1
+        return {
+            "sum": {name: self.decay * before[name] + x for name, x in model.items()},
+            "weight": {"total": total},
+        }
+
+    def average(self, kept: Moments) -> Arrays:
+        """Return the average of the models that were added."""
+        total = kept["weight"]["total"]
+        return {name: (s / total).astype(s.dtype) for name, s in kept["sum"].items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailAverage:
+    """Mean of the models after the last rounds. It keeps all of these models.
+
+    Parameters
+    ----------
+    last : int
+        Number of rounds >= 1.
+
+    Raises
+    ------
+    InvalidValue
+        ``last`` is out of range.
+    """
+
+    last: int = 5
+
+    def __post_init__(self) -> None:
+        require_at_least_one("last", self.last)
+
+    def add(self, model: Arrays, kept: Moments) -> Moments:
+        """Return what to keep after one more model; ``kept`` is empty before the first."""
+        models = [*kept.values(), model][-self.last :]
+        return {str(number): dict(one) for number, one in enumerate(models)}
+
+    def average(self, kept: Moments) -> Arrays:
+        """Return the mean of the kept models."""
+        models = list(kept.values())
+        return {
+            name: np.mean([model[name] for model in models], axis=0).astype(x.dtype)
+            for name, x in models[0].items()
+        }
+
+
+ModelAverage = ExponentialAverage | TailAverage
+"""An average of the models of a run."""
+
+
+def _zeros(model: Arrays) -> dict[str, np.ndarray]:
+    return {name: np.zeros_like(x) for name, x in model.items()}
+
+
+def _moved(model: Arrays, direction: Arrays, rate: float) -> Arrays:
+    return {name: x + rate * direction[name] for name, x in model.items()}
