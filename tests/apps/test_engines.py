@@ -161,6 +161,7 @@ def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_reme
     same_run(run, in_process(DP2_FEDSAM, tmp_path / "whole", rounds=3))
 
 
+@pytest.mark.full
 def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]

@@ -77,12 +77,11 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["run", "--in-process"], marks=pytest.mark.full),
         pytest.param(["run", "--in-process", "--workers", "2"], marks=pytest.mark.full),
         pytest.param(["run"], marks=pytest.mark.full),
         pytest.param(["deploy", "--nodes", "2"], marks=pytest.mark.slow),
     ],
-    ids=["alone", "workers", "ray", "deploy"],
+    ids=["workers", "ray", "deploy"],
 )
 def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
     words, command, tmp_path
