@@ -35,7 +35,7 @@ from tests.support.apps import (
 )
 from tests.support.deployment import Deployment
 from tests.support.grids import grid
-from tests.support.pretrained import finetuning_settings, project_settings
+from tests.support.pretrained import project_settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
