@@ -13,6 +13,7 @@ import numpy as np
 from flower_ext.privacy import FullParticipation, ReleasePlan, SecureNoise, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.aggregation import (
+    Invitation,
     Member,
     RoundContext,
     SumServer,
@@ -101,7 +102,10 @@ def round_cost(members: int, length: int) -> Cost:
     each, masking, serving = Clock(), Clock(), Clock()
     noising = _noising(mechanism, length)
     server = SumServer(context, graph)
-    parties = [Member(context, index, near) for index, near in enumerate(graph)]
+    parties = [
+        Member(invitation=Invitation(context=context, index=index, neighbours=tuple(near)))
+        for index, near in enumerate(graph)
+    ]
     values = np.arange(length, dtype=context.dtype)
 
     adverts = [each(party.advertise) for party in parties]

@@ -32,7 +32,7 @@ def converse(dialogue: Dialogue[T], ask: Callable[[Step], Mapping[int, bytes]]) 
 
 
 def answers(
-    silos: Sequence[SiloParty[Any, Any]], counts: Sequence[Sequence[int]], step: Step
+    silos: Sequence[SiloParty], counts: Sequence[Sequence[int]], step: Step
 ) -> dict[int, bytes]:
     """Return the answers of silos with these counts."""
     return {
@@ -41,7 +41,7 @@ def answers(
     }
 
 
-def set_up(server: Any, silos: Sequence[SiloParty[Any, Any]], counts: Any) -> None:
+def set_up(server: Any, silos: Sequence[SiloParty], counts: Any) -> None:
     """Set up a server and silos with these counts, of shape (silos, users)."""
     converse(server.set_up(), partial(answers, silos, counts.tolist()))
 

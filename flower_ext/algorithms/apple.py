@@ -48,6 +48,7 @@ from flower_ext.federation import (
     records,
     require_unit_rate,
 )
+from flower_ext.federation.method import groups_under
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -81,9 +82,7 @@ class Mixture(Job):
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i, by the gradient at the personal model."""
-    start = f"{CORE}."
-    cores = {name: core for name, core in work.state.items() if name.startswith(start)}
-    others = {int(name.removeprefix(start)): core for name, core in cores.items()}
+    others = {int(other): core for other, core in groups_under(f"{CORE}.", work.state).items()}
     population = len(others) + 1
     (index,) = set(range(population)) - set(others)
     kept = work.memory or {}

@@ -40,8 +40,6 @@ from flower_ext.federation import (
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.training import LocalTraining, Params, Proximal
 
-local_model = personal_model
-
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the local model from ω, then the personal model from its last state (lines 4–10)."""
@@ -97,7 +95,7 @@ class DPDitto(Method):
     client = ClientMethod(
         name="dp_ditto",
         local_update=local_update,
-        local_model=local_model,
+        local_model=personal_model,
         memory=Memory.BESIDE_UPDATES,  # the personal model
         upload_phase="local",
     )

@@ -42,6 +42,7 @@ from flower_ext.federation import (
     require_unit_rate,
 )
 from flower_ext.federation.arrays import flattened, shaped
+from flower_ext.federation.method import groups_under
 from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")
@@ -131,11 +132,7 @@ class FedAMP(Method):
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
         """Store the models w_i, mix the next cloud models, and return the mean of all models."""
-        uploaded = {
-            name.removeprefix(UPLOADED): group
-            for name, group in state.server.items()
-            if name.startswith(UPLOADED)
-        }
+        uploaded = groups_under(UPLOADED, state.server)
         # A client whose reply was lost keeps the model that it uploaded last.
         for partition, update in released.updates.items():
             received = state.server.get(CLOUD + str(partition), model)

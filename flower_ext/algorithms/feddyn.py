@@ -35,7 +35,6 @@ from flower_ext.federation import (
     Released,
     State,
     Steps,
-    shared_model,
 )
 from flower_ext.privacy import NonPrivatePlan, PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
@@ -73,12 +72,7 @@ class FedDyn(Method):
         Fields of `Method`.
     """
 
-    client = ClientMethod(
-        name="feddyn",
-        local_update=local_update,
-        local_model=shared_model,
-        memory=Memory.MIRRORED,
-    )
+    client = ClientMethod(name="feddyn", local_update=local_update, memory=Memory.MIRRORED)
 
     regularization: float = 0.1
     local: LocalTraining = LocalTraining()

@@ -39,7 +39,6 @@ from flower_ext.federation import (
     State,
     Steps,
     Update,
-    shared_model,
 )
 from flower_ext.training import Linear, LocalTraining, Params, difference
 
@@ -81,12 +80,7 @@ class Scaffold(Method):
         Fields of `Method`.
     """
 
-    client = ClientMethod(
-        name="scaffold",
-        local_update=local_update,
-        local_model=shared_model,
-        memory=Memory.MIRRORED,
-    )
+    client = ClientMethod(name="scaffold", local_update=local_update, memory=Memory.MIRRORED)
     needs_each_update = True
 
     local: LocalTraining = LocalTraining()

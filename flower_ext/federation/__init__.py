@@ -10,7 +10,6 @@ from flower_ext.federation.client.client_method import (
     Question,
     personal_model,
     personal_part,
-    shared_model,
 )
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.drop_in import recorded
@@ -73,5 +72,4 @@ __all__ = [
     "require_unit_rate",
     "run_in_process",
     "settings_of",
-    "shared_model",
 ]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
@@ -48,6 +48,7 @@ from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import LocalTraining, Task
 
+T = TypeVar("T")
 _EVERYONE, _SERVER = "everyone.", "server."
 
 
@@ -100,7 +101,7 @@ class State:
         return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
 
 
-def groups_under(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
+def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
     """Return copies of the groups whose names begin with ``prefix``, without it."""
     names = [name for name in groups if name.startswith(prefix)]
     return {name.removeprefix(prefix): dict(groups[name]) for name in names}

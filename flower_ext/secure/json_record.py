@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON: settings that parties agree on, and states that outlive a process."""
+"""Dataclasses as JSON: settings that parties agree on, and states that outlive a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue
 
 
 class JsonRecord:
-    """A frozen dataclass as JSON, with bytes in hexadecimal and enumerations by name.
+    """A dataclass as JSON, with bytes in hexadecimal and enumerations by name.
 
     A subclass names its ``kind``, which is written beside its fields, and gives a reader for each
     type of its fields that `_READERS` does not list. A record may hold a party's secrets in the

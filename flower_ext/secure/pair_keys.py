@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import gmpy2
 from cryptography.exceptions import InvalidTag
@@ -51,76 +51,61 @@ class PairKeys:
         Public bytes that all parties of this run share and no other run has.
     index : int
         Number of this silo, from zero.
-    private : bytes, optional
-        Raw X25519 private key. By default the operating system draws a new one.
+    private : bytes
+        This silo's raw X25519 private key.
+    public_keys : Sequence[bytes]
+        Raw public keys of all silos, including this one, in their order.
+    server_key : bytes
+        The server's public key. Silos that received different server keys derive different pair
+        keys.
 
     Attributes
     ----------
-    private : bytes
-        As above. Store it in this silo only, and never send it.
     fingerprint : str
         SHA-256 of all public keys, including the server's, in 64 hexadecimal digits. All silos have
         the same fingerprint unless somebody swapped a key.
+
+    Raises
+    ------
+    ValueError
+        A key is malformed, of low order or given twice, or the key at this silo's index is not its
+        own.
     """
 
-    def __init__(self, *, context: bytes, index: int, private: bytes | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        context: bytes,
+        index: int,
+        private: bytes,
+        public_keys: Sequence[bytes],
+        server_key: bytes,
+    ) -> None:
+        if public_keys[index] != public_of(private):
+            raise InvalidValue(f"public_keys[{index}]: expected this silo's own key")
+        if len(set(public_keys)) != len(public_keys):
+            raise InvalidValue("public_keys: expected a different key for every silo")
         self._context, self._index = context, index
-        self.private = secrets.token_bytes(32) if private is None else private
         self._keys: dict[int, bytes] = {}
         self._used: set[tuple[str, int]] = set()
-        self.fingerprint = ""
-
-    def __repr__(self) -> str:
-        return f"PairKeys(index={self._index}, agreed_with={sorted(self._keys)})"
-
-    @property
-    def public(self) -> bytes:
-        """Raw public key, 32 bytes."""
-        return public_of(self.private)
-
-    def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:
-        """Derive a key with every other silo.
-
-        Parameters
-        ----------
-        public_keys : Mapping[int, bytes]
-            Raw public keys of all silos, including this one, by index.
-        server_key : bytes
-            The server's public key. Silos that received different server keys derive different
-            pair keys.
-
-        Raises
-        ------
-        ValueError
-            A key is missing, malformed, of low order or given twice, or the key at this silo's
-            index is not its own.
-        """
-        if public_keys.get(self._index) != self.public:
-            raise InvalidValue(f"public_keys[{self._index}]: expected this silo's own key")
-        if sorted(public_keys) != list(range(len(public_keys))) or len(public_keys) < 2:
-            raise InvalidValue(
-                f"public_keys of silos {sorted(public_keys)}: expected one key from each of at "
-                "least two silos, numbered from 0"
-            )
-        if len(set(public_keys.values())) != len(public_keys):
-            raise InvalidValue("public_keys: expected a different key for every silo")
-        keys = {}
-        for other, public in public_keys.items():
-            if other == self._index:
+        for other, public in enumerate(public_keys):
+            if other == index:
                 continue
             try:
-                shared = agreed(self.private, public)
+                shared = agreed(private, public)
             except InvalidValue as error:
                 raise InvalidValue(
                     f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
                 ) from error
-            low, high = sorted((self._index, other))
+            # Both silos of a pair name themselves in the same order, so they derive the same key.
+            low, high = sorted((index, other))
             both = public_keys[low], public_keys[high]
-            keys[other] = derive(shared, "pair", self._context, low, high, *both, server_key)
-        self._keys = keys
-        ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
-        everything = self._context + ordered + server_key
+            self._keys[other] = derive(shared, "pair", context, low, high, *both, server_key)
+        everything = context + b"".join(public_keys) + server_key
         self.fingerprint = hashlib.sha256(everything).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"PairKeys(index={self._index}, agreed_with={sorted(self._keys)})"
 
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
@@ -130,8 +115,8 @@ class PairKeys:
         Raises
         ------
         ProtocolError
-            The keys are not agreed yet, or masks for this purpose and round were drawn before. Two
-            values under the same mask would reveal their difference.
+            Masks for this purpose and round were drawn before. Two values under the same mask would
+            reveal their difference.
         """
         total = [mpz(0)] * count
         for key, subtracts in self.mask_keys(purpose, round_number):
@@ -169,8 +154,6 @@ class PairKeys:
         ProtocolError
             As `additive_masks`.
         """
-        if not self._keys:
-            raise ProtocolError("masks need the public keys of all silos: call `agree` first")
         if (purpose, round_number) in self._used:
             raise ProtocolError(
                 f"masks for {purpose!r} of round {round_number} were drawn before: expected a new "

@@ -6,21 +6,30 @@ from gmpy2 import mpz
 from scipy import stats
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.labels import derive
+from flower_ext.secure.labels import derive, public_of
 from flower_ext.secure.pair_keys import PairKeys, uniform_residues
 
 SERVER_KEY = b"server key"
 MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is invertible
 
 
-def agreed(silos: int = 4, context: bytes = b"run", privates=None) -> list[PairKeys]:
-    privates = privates or [None] * silos
-    pairs = [
-        PairKeys(context=context, index=i, private=private) for i, private in enumerate(privates)
-    ]
-    for pair in pairs:
-        pair.agree({i: other.public for i, other in enumerate(pairs)}, server_key=SERVER_KEY)
-    return pairs
+PRIVATES = [bytes([i]) * 32 for i in range(1, 8)]
+PUBLIC = [public_of(private) for private in PRIVATES]
+
+
+def keys_of(index, public=PUBLIC[:3], context=b"run", server_key=SERVER_KEY) -> PairKeys:
+    """Return a silo's keys with silos of these public keys."""
+    return PairKeys(
+        context=context,
+        index=index,
+        private=PRIVATES[index],
+        public_keys=public,
+        server_key=server_key,
+    )
+
+
+def agreed(silos: int = 4, context: bytes = b"run") -> list[PairKeys]:
+    return [keys_of(i, PUBLIC[:silos], context) for i in range(silos)]
 
 
 @pytest.mark.parametrize("silos", [2, 3, 7])
@@ -39,10 +48,9 @@ def test_masks_of_all_silos_cancel_and_those_of_fewer_do_not(silos):
 
 
 def test_every_run_round_purpose_pair_and_place_has_its_own_masks():
-    privates = [bytes([i]) * 32 for i in range(1, 5)]
     seen = []
     for context in (b"run", b"other run"):
-        for pair in agreed(4, context, privates):
+        for pair in agreed(4, context):
             for purpose in ("a", "b"):
                 for round_number in (0, 1, 2):
                     seen += pair.additive_masks(purpose, round_number, 3, MODULUS)
@@ -108,39 +116,31 @@ LOW_ORDER = [
 
 @pytest.mark.parametrize("public", [*LOW_ORDER, b"", bytes(31), bytes(33)], ids=range(10))
 def test_public_keys_of_low_order_or_wrong_length_are_refused(public):
-    pair, other = PairKeys(context=b"run", index=0), PairKeys(context=b"run", index=1)
     with pytest.raises(ValueError, match=r"public_keys\[2\]"):
-        pair.agree({0: pair.public, 1: other.public, 2: public}, server_key=SERVER_KEY)
-    with pytest.raises(ProtocolError, match="need the public keys"):
-        pair.additive_masks("a", 1, 1, MODULUS)
+        keys_of(0, [*PUBLIC[:2], public])
 
 
-def test_missing_foreign_and_repeated_public_keys_are_refused():
-    pair, other = PairKeys(context=b"run", index=0), PairKeys(context=b"run", index=1)
+def test_foreign_and_repeated_public_keys_are_refused():
     for keys, match in (
-        ({0: other.public, 1: pair.public}, "own key"),
-        ({1: other.public}, "own key"),
-        ({0: pair.public}, "at least two silos"),
-        ({0: pair.public, 2: other.public}, "numbered from 0"),
-        ({0: pair.public, 1: pair.public}, "a different key"),
+        ([PUBLIC[1], PUBLIC[0]], "own key"),
+        ([PUBLIC[2], PUBLIC[1]], "own key"),
+        ([PUBLIC[0], PUBLIC[0]], "a different key"),
+        ([*PUBLIC[:2], PUBLIC[1]], "a different key"),
     ):
         with pytest.raises(ValueError, match=match):
-            pair.agree(keys, server_key=SERVER_KEY)
+            keys_of(0, keys)
 
 
 def test_fingerprints_agree_unless_somebody_swapped_a_key():
     pairs = agreed(3)
     assert len({pair.fingerprint for pair in pairs}) == 1
-    swapped = PairKeys(context=b"run", index=1)
-    public = {0: pairs[0].public, 1: swapped.public, 2: pairs[2].public}
-    pairs[0].agree(public, server_key=SERVER_KEY)
-    assert pairs[0].fingerprint != pairs[1].fingerprint
+    swapped = keys_of(0, [PUBLIC[0], PUBLIC[5], PUBLIC[2]])
+    assert swapped.fingerprint != pairs[1].fingerprint
 
 
 def test_silos_that_were_told_different_server_keys_agree_on_nothing():
     pairs = agreed(3)
-    public = {i: pair.public for i, pair in enumerate(pairs)}
-    pairs[1].agree(public, server_key=b"another server key")
+    pairs[1] = keys_of(1, server_key=b"another server key")
     assert pairs[0].fingerprint == pairs[2].fingerprint != pairs[1].fingerprint
     sealed = pairs[0].seal(1, "seed", b"secret")
     with pytest.raises(ValueError, match="in this run"):
@@ -148,12 +148,12 @@ def test_silos_that_were_told_different_server_keys_agree_on_nothing():
 
 
 def test_a_sealed_message_opens_for_its_receiver_run_and_purpose_only():
-    one, two, three, _ = agreed(4, privates=[bytes([i]) * 32 for i in range(1, 5)])
+    one, two, three, _ = agreed(4)
     sealed = one.seal(1, "seed", b"secret")
     assert two.open(0, "seed", sealed) == b"secret"
     assert b"secret" not in sealed
     assert one.seal(1, "seed", b"secret") != sealed
-    elsewhere = agreed(4, b"other run", [bytes([i]) * 32 for i in range(1, 5)])[1]
+    elsewhere = agreed(4, b"other run")[1]
     flipped = sealed[:-1] + bytes([sealed[-1] ^ 1])
     for opener, sender, purpose, text in (
         (three, 0, "seed", sealed),
@@ -178,6 +178,6 @@ def test_a_silo_without_a_key_is_refused_by_its_number():
 def test_secrets_are_not_shown():
     pair = agreed()[0]
     shown = repr(pair) + str(pair)
-    for secret in (pair.private, *pair._keys.values()):
+    for secret in (PRIVATES[0], *pair._keys.values()):
         assert secret.hex() not in shown
         assert repr(secret) not in shown

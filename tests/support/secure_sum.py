@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flower_ext.secure.aggregation import (
+    Invitation,
     Member,
     RoundContext,
     SumServer,
@@ -56,9 +57,15 @@ def vectors_of(context, seed=0):
     )
 
 
-def stored(member, **options):
+def member_of(context, index, neighbours):
+    """Return a member that has taken no step."""
+    invitation = Invitation(context=context, index=index, neighbours=tuple(neighbours))
+    return Member(invitation=invitation)
+
+
+def stored(member):
     """Return the member as another process would restore it."""
-    return Member.from_bytes(member.to_bytes(), **options)
+    return Member.from_bytes(member.to_bytes())
 
 
 class Round:
@@ -70,8 +77,7 @@ class Round:
         self.server = SumServer(context, self.graph)
         self.options = {} if token_bytes is None else {"token_bytes": token_bytes}
         self.members = {
-            index: Member(context, index, near, **self.options)
-            for index, near in enumerate(self.graph)
+            index: member_of(context, index, near) for index, near in enumerate(self.graph)
         }
         self.vectors = vectors_of(context, seed)
         self.wire = []
@@ -81,19 +87,21 @@ class Round:
         return type(message).from_bytes(self.wire[-1], self.context)
 
     def restore(self):
-        self.members = {i: stored(m, **self.options) for i, m in self.members.items()}
+        self.members = {i: stored(m) for i, m in self.members.items()}
 
     def advertise(self, lost=()):
         for index, member in self.members.items():
             if index not in lost:
-                self.server.add_advert(self.sent(member.advertise()))
+                self.server.add_advert(self.sent(member.advertise(**self.options)))
         self.restore()
         return {index: self.sent(keys) for index, keys in self.server.keys().items()}
 
     def share(self, keys, lost=()):
         for index, message in keys.items():
             if index not in lost:
-                self.server.add_shares(self.sent(self.members[index].share(message)))
+                self.server.add_shares(
+                    self.sent(self.members[index].share(message, **self.options))
+                )
         self.restore()
         return {index: self.sent(one) for index, one in self.server.deliveries().items()}
 

@@ -108,9 +108,9 @@ class World:
 
     def __post_init__(self):
         self.server = PaillierServer(self.settings, key=key(self.settings.key_bits))
-        self.silos = [
-            PaillierSilo(self.settings, i, save=self.save) for i in range(self.settings.silos)
-        ]
+        self.silos = [PaillierSilo(self.settings, i) for i in range(self.settings.silos)]
+        for silo in self.silos:
+            silo.save = self.save
         self.play(self.server.set_up())
 
     def play(self, dialogue):

@@ -28,6 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
+from typing import get_args
 
 import numpy as np
 
@@ -38,7 +39,6 @@ from flower_ext.algorithms.uldp.weights import (
     USERS,
     answer_server,
     ask_silos,
-    check_weighting,
     check_weights,
     read_weights,
     user_weights,
@@ -60,7 +60,6 @@ from flower_ext.federation import (
     State,
     Steps,
     Summation,
-    shared_model,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
@@ -125,7 +124,6 @@ class UldpAvg(Method):
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
-        local_model=shared_model,
         answer=answer_server,
         memory=Memory.NONE,  # a resumed run sets up keys of a weighted sum anew
         takes_weighted_sums=True,
@@ -137,7 +135,8 @@ class UldpAvg(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_weighting(self.weighting)
+        if self.weighting not in (rules := get_args(Weighting)):
+            raise InvalidValue(f"weighting={self.weighting!r}: expected {' or '.join(rules)}")
 
     @property
     def traits(self) -> MethodTraits:

@@ -43,7 +43,6 @@ from flower_ext.federation import (
     State,
     Summation,
     records,
-    shared_model,
 )
 from flower_ext.privacy import (
     FullParticipation,
@@ -111,7 +110,6 @@ class UldpGroup(Method):
     client = ClientMethod(
         name="uldp_group",
         local_update=local_update,
-        local_model=shared_model,
         answer=answer_server,
         memory=Memory.NONE,
     )

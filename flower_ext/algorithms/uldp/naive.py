@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import ClientMethod, Memory, Method, State, Summation, shared_model
+from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
@@ -52,7 +52,6 @@ class UldpNaive(Method):
     client = ClientMethod(
         name="uldp_naive",
         local_update=dp_fedavg.local_update,  # on all records of the silo (lines 9–13)
-        local_model=shared_model,
         memory=Memory.NONE,
     )
 

@@ -16,7 +16,6 @@ weights that it sends to the silos in every round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 import numpy as np
 import torch
@@ -57,12 +56,6 @@ def user_weights(weighting: Weighting, histogram: np.ndarray) -> np.ndarray:
     if weighting == "equal":
         return np.full((len(histogram), 1), 1 / len(histogram))
     return np.asarray(histogram / np.maximum(histogram.sum(axis=0), 1))
-
-
-def check_weighting(weighting: str) -> None:
-    """Refuse a rule for weights that does not exist."""
-    if weighting not in (rules := get_args(Weighting)):
-        raise InvalidValue(f"weighting={weighting!r}: expected {' or '.join(rules)}")
 
 
 def check_weights(

@@ -21,7 +21,7 @@ a number λ / 2        λ / 2                               Algorithm 1, line 6
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import getLogger
@@ -40,7 +40,7 @@ from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_r
 log = getLogger("flwr")
 
 _MODEL, _STATE = "model", "state."
-"""Groups in a checkpoint: the model and the state before the last training round."""
+"""Groups that an even round extrapolates: the model, and what the server sends beside it."""
 
 Coefficient = Callable[[int], float]
 """A function from m = 1, 2, … to c_m, which is finite and not negative."""
@@ -117,8 +117,8 @@ class Upcycled(Strategy):
                 )
             require_not_negative("coefficient", coefficient)
         self.base, self.coefficient = base, coefficient
-        self._before: Arrays = {}
-        self._after: Arrays = {}
+        self._before: Mapping[str, Arrays] = {}
+        self._after: Mapping[str, Arrays] = {}
         # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
@@ -133,15 +133,16 @@ class Upcycled(Strategy):
     ) -> Iterable[Message]:
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         if server_round % 2 == 0:
-            # A process that resumes in an even round finds the earlier model in the checkpoint.
-            self._before = self._before or self._kept_model()
-            self._after = to_arrays(arrays)
+            if not self._before and isinstance(self.base, FederatedStrategy):
+                self._before = self.base.run.companions  # of the process before this one
+            self._after = self._groups(arrays)
             return []
-        self._before = to_arrays(arrays)
         _follow(self.base, arrays)
         number = self._base_round(server_round)
         messages = self._base_configure(number, arrays, config, grid)
-        self._keep()
+        self._before = self._groups(arrays)
+        if isinstance(self.base, FederatedStrategy):
+            self.base.run.companions = self._before  # in the checkpoints, too
         return messages
 
     def aggregate_train(
@@ -166,43 +167,34 @@ class Upcycled(Strategy):
                 f"coefficient({server_round // 2})={coefficient!r}: expected a finite number >= 0"
             )
         metrics = MetricRecord({"upcycling-coefficient": float(coefficient)})
-        before, after = self._before, self._after
+        before, after = self._before[_MODEL], self._after[_MODEL]
         if all(np.array_equal(before[name], after[name]) for name in after):
             return None, metrics  # the odd round failed: there is no step to reuse
-        self._extrapolate_state(coefficient)
-        moved = extrapolated(before, after, coefficient)
+        moved = {
+            name: extrapolated(self._before[name], group, coefficient)
+            for name, group in self._after.items()
+        }
+        model = moved.pop(_MODEL)
         require_finite(
-            moved,
+            model,
             f"in the model after the extrapolation of Upcycled in round {server_round}",
             f"take smaller coefficients than {coefficient:g}",
         )
-        return to_record(moved), metrics
-
-    def _keep(self) -> None:
-        """Keep the model and the state before a training round, in the run's checkpoints, too."""
         if isinstance(self.base, FederatedStrategy):
-            run = self.base.run
-            sent = {_STATE + name: group for name, group in run.method_state.everyone.items()}
-            run.companions = {_MODEL: self._before, **sent}
+            sent = {name.removeprefix(_STATE): group for name, group in moved.items()}
+            self.base.run.state = replace(self.base.run.method_state, everyone=sent)
+        return to_record(model), metrics
 
-    def _kept_model(self) -> Arrays:
-        """Return the model before the last training round of the process before this one."""
-        companions = self.base.run.companions if isinstance(self.base, FederatedStrategy) else {}
-        return dict(companions.get(_MODEL, {}))
+    def _groups(self, arrays: ArrayRecord) -> dict[str, Arrays]:
+        """Return the model, and what the server sends beside it, such as SCAFFOLD's c.
 
-    def _extrapolate_state(self, coefficient: float) -> None:
-        """Extrapolate what the server sends beside the model, such as SCAFFOLD's c.
-
-        The authors of Upcycled-FL do so in their experiments.
+        The authors of Upcycled-FL extrapolate both in their experiments.
         """
-        if not isinstance(self.base, FederatedStrategy):
-            return
-        run = self.base.run
-        moved = {
-            name: extrapolated(run.companions[_STATE + name], group, coefficient)
-            for name, group in run.method_state.everyone.items()
-        }
-        run.state = replace(run.method_state, everyone=moved)
+        groups = {_MODEL: to_arrays(arrays)}
+        if isinstance(self.base, FederatedStrategy):
+            sent = self.base.run.method_state.everyone
+            groups |= {_STATE + name: dict(group) for name, group in sent.items()}
+        return groups
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

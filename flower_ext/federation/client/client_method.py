@@ -167,11 +167,16 @@ class Memory(Enum):
     client then forgets the memory of a reply that the server did not use."""
 
 
+def shared_model(work: ClientWork) -> Params:
+    """Return the shared model as the server sent it."""
+    return work.received
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClientMethod:
     """The client side of a method: two functions of one client's work.
 
-    Both may yield `ClientWork.train` any number of times. They must depend on their argument only,
+    They may yield `ClientWork.train` any number of times. They must depend on their argument only,
     because they run side by side with those of other clients.
 
     Parameters
@@ -182,7 +187,7 @@ class ClientMethod:
         Trains on the client, and returns the upload and the memory.
     local_model : Callable[[ClientWork], Params | Steps[Params]]
         Returns the model that this client would use, which it evaluates on its test examples and
-        then discards.
+        then discards; by default the shared model.
     memory : Memory
         The memory that the client keeps between rounds.
     answer : Callable[[Question], Mapping[str, array]], optional
@@ -198,7 +203,7 @@ class ClientMethod:
 
     name: str
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
-    local_model: Callable[[ClientWork], Params | Steps[Params]]
+    local_model: Callable[[ClientWork], Params | Steps[Params]] = shared_model
     memory: Memory = Memory.IN_UPDATES
     answer: Callable[[Question], Mapping[str, Any]] | None = None
     upload_phase: str | None = None
@@ -213,11 +218,6 @@ class ClientMethod:
     def memoryless(self) -> bool:
         """True if updates depend on no client memory, as record-level guarantees require."""
         return self.memory in (Memory.NONE, Memory.BESIDE_UPDATES)
-
-
-def shared_model(work: ClientWork) -> Params:
-    """Return the shared model, as the ``local_model`` of a method without personal models."""
-    return work.received
 
 
 def personal_model(work: ClientWork) -> Params:

@@ -299,7 +299,7 @@ def _invited(vault: ClientVault, data: bytes) -> Member:
         raise ProtocolError(
             f"round {begun.round_number}: this client has begun it before; expected a new round"
         )
-    return Member(begun, invitation.index, invitation.neighbours)
+    return Member(invitation=invitation)
 
 
 def _is_of(stored: bytes, begun: RoundContext) -> bool:

@@ -121,7 +121,7 @@ class WeightedSum(Summation):
         super().__init__(mechanism)
         self.protocol = protocol
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw
-        self.disclosures = protocol.shown
+        self.disclosures = protocol.disclosures
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
@@ -292,6 +292,7 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
+        # One contribution, and no noise of the server: the silos' shares are in the sum.
         summed = mechanism.begin_sum(like)
         summed.add(total)
         released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())

@@ -7,12 +7,12 @@ before anything leaves.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -94,9 +94,7 @@ def answer(
         return bytes_record(step, silo.answer(step, content, counts))
 
 
-def _begin(
-    content: bytes, partition: int, vault: ClientVault, may_simulate: bool
-) -> SiloParty[Any, Any]:
+def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
     """Return a silo with fresh keys, of the protocol whose settings the server sent."""
     before = stored_silo(vault)
     with knowing_no_data():
@@ -109,7 +107,9 @@ def _begin(
                 f"the server asks for {settings.insecurity}: this client takes part only in "
                 "simulation (client_app(..., allow_seeded_noise=True))"
             )
-        return kind(settings, partition, save=vault.store)
+        silo = kind(settings, partition)
+        silo.save = vault.store
+        return silo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
@@ -135,12 +135,13 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
     return [int(count) for count in counts.clamp(max=most)]
 
 
-def stored_silo(vault: ClientVault) -> SiloParty[Any, Any] | None:
+def stored_silo(vault: ClientVault) -> SiloParty | None:
     """Return the silo as it was stored last, under any protocol; None if none was stored."""
     if (stored := vault.load()) is None:
         return None
-    kind = protocol_of(stored).silo_type
-    return kind.from_state(stored, save=vault.store)
+    silo = protocol_of(stored).silo_type.from_bytes(stored)
+    silo.save = vault.store
+    return silo
 
 
 @contextmanager
@@ -208,14 +209,11 @@ class SiloPart:
     clipping_norm : float
     """
 
-    def __init__(
-        self, silo: SiloParty[Any, Any], number: int, weights: bytes, clipping_norm: float
-    ) -> None:
-        self._silo, self._number, self._weights = silo, number, weights
+    def __init__(self, silo: SiloParty, number: int, weights: bytes, clipping_norm: float) -> None:
+        self._begin = partial(silo.open_sum, number, weights)
         self._norm, self._counted = clipping_norm, frozenset(silo.counted)
-        self._sum = silo.open_sum(number, weights)
+        self._sum = self._begin()
         self._error: Exception | None = None
-        self._started, self._seconds = time.monotonic(), 0.0
 
     @property
     def value(self) -> HiddenSum:
@@ -231,7 +229,6 @@ class SiloPart:
 
         Several silos may train in one batch, and an error of one must not end the others.
         """
-        started = time.monotonic()
         clipped = clip_each_row(rows, self._norm)
         vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
         try:
@@ -239,7 +236,6 @@ class SiloPart:
                 self._sum.add(dict(zip(users, vectors.cpu().numpy(), strict=True)))
         except Exception as error:
             self._error = error
-        self._seconds += time.monotonic() - started
 
     def seal(self, noise: Params) -> Arrays:
         """Return the masked sum with this silo's noise, of zeros if updates cannot be encrypted.
@@ -251,32 +247,21 @@ class SiloPart:
         Exception
             Zeros cannot be encrypted either, which is not due to the updates.
         """
-        started = time.monotonic()
+        vector = flattened(arrays_of(noise))
         with _protocol_errors():
-            masked = self._finished(flattened(arrays_of(noise)))
-        encryption = self._seconds + time.monotonic() - started
-        log.info(
-            "silo %d, round %d: %.1f s of training, %.1f s of encryption",
-            self._silo.index,
-            self._number,
-            time.monotonic() - self._started - encryption,
-            encryption,
-        )
+            try:
+                if self._error is not None:
+                    raise self._error
+                masked = self._sum.finish(vector)
+            except ProtocolError:
+                raise
+            except Exception as error:
+                log.warning(
+                    "the updates of this silo cannot be encrypted (%s), so they all count as "
+                    "zero: check this silo's data and memory",
+                    type(error).__name__,
+                    exc_info=error,
+                )
+                # A fresh sum replaces the first one, which never leaves the silo.
+                masked = self._begin().finish(vector)
         return {SUM: records.to_bytes_array(masked)}
-
-    def _finished(self, noise: np.ndarray) -> bytes:
-        try:
-            if self._error is not None:
-                raise self._error
-            return self._sum.finish(noise)
-        except ProtocolError:
-            raise
-        except Exception as error:
-            log.warning(
-                "the updates of this silo cannot be encrypted (%s), so they all count as zero: "
-                "check this silo's data and memory",
-                type(error).__name__,
-                exc_info=error,
-            )
-            # A fresh sum replaces the first one, which never leaves.
-            return self._silo.open_sum(self._number, self._weights).finish(noise)

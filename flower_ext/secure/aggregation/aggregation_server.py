@@ -235,6 +235,7 @@ class SumServer:
         self._require(3)
         self._next(set())
         context, digest = self._context, self._context.digest
+        # Of each member the server learns one secret: both together would unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
         lost = sorted(self._sharing - self._answered)
         privates = {member: self._rebuild(member, OF_KEY) for member in lost}
@@ -259,6 +260,7 @@ class SumServer:
                 f"{what} of member {member}: {len(shares)} right shares, expected "
                 f"{self._context.threshold}; the round is discarded"
             )
+        # Hashes bound single shares; a dealer can still have shared another secret than it used.
         with suppress(InvalidValue):  # shares of no secret
             secret = combine(shares, self._context.threshold)
             if self._fits(member, kind, secret):
@@ -296,7 +298,7 @@ class SumServer:
 
     def _close(self, left: set[int]) -> set[int]:
         """Drop members with too few neighbours until all have enough; open the next stage."""
-        while True:
+        while True:  # a member that leaves may leave its neighbours with too few
             few = {m for m in left if len(self._near(m, left)) < self._context.threshold}
             if not few:
                 break

@@ -114,6 +114,11 @@ class Invitation(JsonRecord):
         Number of the member, from 0.
     neighbours : tuple of int
         Numbers of its neighbours.
+
+    Raises
+    ------
+    InvalidValue
+        A number is out of range, or the number of neighbours is not that of the context.
     """
 
     kind = "invitation"
@@ -122,6 +127,18 @@ class Invitation(JsonRecord):
     context: RoundContext
     index: int
     neighbours: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        context, index, near = self.context, self.index, set(self.neighbours)
+        if not 0 <= index < context.members:
+            raise InvalidValue(f"index={index}: expected 0 to {context.members - 1}")
+        if index in near or not all(0 <= other < context.members for other in near):
+            raise InvalidValue(f"neighbours: expected members below {context.members}, not {index}")
+        if not len(self.neighbours) == len(near) == context.neighbours:
+            raise InvalidValue(
+                f"{len(near)} different neighbours: expected {context.neighbours}, "
+                "the number in the context"
+            )
 
 
 def degree(members: int, neighbours: int) -> int:

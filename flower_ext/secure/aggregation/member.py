@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
     UnmaskRequest,
     key_pair,
 )
-from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.aggregation.context import Invitation, RoundContext
 from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,
@@ -36,7 +36,7 @@ from flower_ext.secure.aggregation.mask_streams import (
     self_mask_key,
     share_hash,
 )
-from flower_ext.secure.aggregation.shamir import SHARE_BYTES, field_value, split
+from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
 from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import check_public, public_of
 
@@ -53,23 +53,31 @@ class MemberStage(Enum):
     UNMASKED = auto()
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemberState(JsonRecord):
-    """Everything that a member needs for its next steps, and nothing else.
+@dataclass(kw_only=True, repr=False)
+class Member(JsonRecord):
+    """One member of one round. Call `advertise`, `share`, `mask` and `unmask` in order, each once.
 
-    ``keys`` holds its neighbours' public keys. ``held`` holds, for each neighbour that shared, its
-    shares of seed and key; they are empty if this member could not open them.
+    Store `to_bytes` after each call and before its reply leaves, because a member restored from an
+    older state could answer twice. These bytes hold secrets in the clear: store them on this node
+    only. A call that raises changes nothing.
+
+    Parameters
+    ----------
+    invitation : Invitation
+        The server's first message.
+    **state
+        Secrets of the steps so far, and nothing else. ``keys`` holds the neighbours' public keys.
+        ``held`` holds, for each neighbour that shared, its shares of seed and key; they are empty
+        if this member could not open them.
     """
 
     kind = "member"
     readers: ClassVar = {
-        "RoundContext": RoundContext.from_plain,
+        "Invitation": Invitation.from_plain,
         "MemberStage": MemberStage.__getitem__,
     }
 
-    context: RoundContext
-    index: int
-    neighbours: tuple[int, ...]
+    invitation: Invitation
     stage: MemberStage = MemberStage.NEW
     mask_private: bytes = b""
     channel_private: bytes = b""
@@ -79,91 +87,31 @@ class MemberState(JsonRecord):
     keys: Mapping[int, bytes] = field(default_factory=dict)
     held: Mapping[int, bytes] = field(default_factory=dict)
 
-    def forgetting(self, **changes: Any) -> MemberState:
-        """Return a state with the given fields, which has forgotten all other secrets."""
-        return MemberState(
-            context=self.context, index=self.index, neighbours=self.neighbours, **changes
-        )
-
-
-class Member:
-    """One member of one round. Call `advertise`, `share`, `mask` and `unmask` in order, each once.
-
-    Store `to_bytes` after each call and before its reply leaves, because a member restored from an
-    older state could answer twice. A call that raises changes nothing.
-
-    Parameters
-    ----------
-    context : RoundContext
-        The context that the server announced.
-    index : int
-        Number of this member, from 0.
-    neighbours : Sequence[int]
-        Numbers of its neighbours, from the server.
-    token_bytes : Callable[[int], bytes]
-        Source of random bytes; by default the operating system.
-    """
-
-    def __init__(
-        self,
-        context: RoundContext,
-        index: int,
-        neighbours: Sequence[int],
-        *,
-        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
-    ) -> None:
-        near = tuple(sorted(set(neighbours)))
-        if not 0 <= index < context.members:
-            raise InvalidValue(f"index={index}: expected 0 to {context.members - 1}")
-        if index in near or not all(0 <= other < context.members for other in near):
-            raise InvalidValue(f"neighbours: expected members below {context.members}, not {index}")
-        if not len(neighbours) == len(near) == context.neighbours:
-            raise InvalidValue(
-                f"{len(near)} different neighbours: expected {context.neighbours}, "
-                "the number in the context"
-            )
-        self._token_bytes = token_bytes
-        self._state = MemberState(context=context, index=index, neighbours=near)
-
     @property
     def context(self) -> RoundContext:
         """The context that the server announced."""
-        return self._state.context
+        return self.invitation.context
+
+    @property
+    def index(self) -> int:
+        """Number of this member, from 0."""
+        return self.invitation.index
 
     def __repr__(self) -> str:
-        return f"Member(index={self._state.index}, stage={self._state.stage.name})"
+        return f"Member(index={self.index}, stage={self.stage.name})"
 
-    def to_bytes(self) -> bytes:
-        """Return the member's state, with secrets in the clear. Store it on this node only."""
-        return self._state.to_bytes()
-
-    @classmethod
-    def from_bytes(
-        cls,
-        data: bytes,
-        *,
-        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
-    ) -> Member:
-        """Restore a member; raise `InvalidValue` for anything but a member's state."""
-        state = MemberState.from_bytes(data)
-        member = cls(state.context, state.index, state.neighbours, token_bytes=token_bytes)
-        member._state = state
-        return member
-
-    def advertise(self) -> Advert:
+    def advertise(self, *, token_bytes: TokenBytes = secrets.token_bytes) -> Advert:
         """Draw this round's secrets and return the public keys, for the server."""
         self._expect(MemberStage.NEW)
-        draw = self._token_bytes
-        self._state = replace(
-            self._state,
-            stage=MemberStage.ADVERTISED,
-            mask_private=draw(KEY_BYTES),
-            channel_private=draw(KEY_BYTES),
-            seed=draw(KEY_BYTES),
+        self.stage = MemberStage.ADVERTISED
+        self.mask_private, self.channel_private, self.seed = (
+            token_bytes(KEY_BYTES) for _ in range(3)
         )
-        return Advert(digest=self.context.digest, member=self._state.index, keys=self._public)
+        return Advert(digest=self.context.digest, member=self.index, keys=self._public)
 
-    def share(self, message: Keys) -> SealedShares:
+    def share(
+        self, message: Keys, *, token_bytes: TokenBytes = secrets.token_bytes
+    ) -> SealedShares:
         """Return shares of this member's secrets, each sealed for one neighbour.
 
         Raises
@@ -175,11 +123,11 @@ class Member:
             A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """
         self._expect(MemberStage.ADVERTISED)
-        context, state = self.context, self._state
+        context, index = self.context, self.index
         message.check(context)
         keys = dict(message.keys)
-        if keys.pop(state.index, None) != self._public:
-            raise ProtocolError(f"keys[{state.index}]: expected this member's own keys, unchanged")
+        if keys.pop(index, None) != self._public:
+            raise ProtocolError(f"keys[{index}]: expected this member's own keys, unchanged")
         self._check_neighbours(set(keys))
         halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
         if len(set(halves)) != len(halves):
@@ -189,23 +137,22 @@ class Member:
         for public in halves:
             check_public(public)
         points = [other + 1 for other in sorted(keys)]
-        of_seed = split(state.seed, points, context.threshold, self._token_bytes)
-        of_key = split(state.mask_private, points, context.threshold, self._token_bytes)
+        of_seed = split(self.seed, points, context.threshold, token_bytes)
+        of_key = split(self.mask_private, points, context.threshold, token_bytes)
         sealed = {}
         for other in sorted(keys):
-            nonce = self._token_bytes(_NONCE_BYTES)
+            nonce = token_bytes(_NONCE_BYTES)
             text = of_seed[other + 1] + of_key[other + 1]
-            cipher = self._cipher(keys[other], sender=state.index, receiver=other)
+            cipher = self._cipher(keys[other], sender=index, receiver=other)
             sealed[other] = nonce + cipher.encrypt(nonce, text, context.digest)
             for kind, share in ((OF_SEED, of_seed[other + 1]), (OF_KEY, of_key[other + 1])):
+                # The server later recognises a wrong share by its hash, and blames its holder.
                 sealed[other] += share_hash(
-                    context.digest, share, owner=state.index, holder=other, kind=kind
+                    context.digest, share, owner=index, holder=other, kind=kind
                 )
-        self._state = replace(state, stage=MemberStage.SHARED, keys=keys)
-        hashed = commitment(context.digest, state.seed, state.index)
-        return SealedShares(
-            digest=context.digest, member=state.index, commitment=hashed, sealed=sealed
-        )
+        hashed = commitment(context.digest, self.seed, index)
+        self.stage, self.keys = MemberStage.SHARED, keys
+        return SealedShares(digest=context.digest, member=index, commitment=hashed, sealed=sealed)
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
         """Return ``values`` under the member's own mask and a mask for each neighbour that shared.
@@ -231,7 +178,7 @@ class Member:
             Shares do not come from a neighbour, or ``values`` has a wrong shape or type.
         """
         self._expect(MemberStage.SHARED)
-        context, state = self.context, self._state
+        context = self.context
         message.check(context)
         if values.shape != (context.length,) or values.dtype != context.dtype:
             raise InvalidValue(
@@ -239,22 +186,23 @@ class Member:
                 f"shape {(context.length,)}"
             )
         self._check_neighbours(set(message.sealed))
-        if not set(message.sealed) <= set(state.keys):
+        if not set(message.sealed) <= set(self.keys):
             raise ProtocolError("sealed: expected shares only from neighbours with known keys")
         held = {other: self._open(other, sealed) for other, sealed in message.sealed.items()}
         masked: Residues = np.array(values, dtype=context.dtype)
-        apply_mask(self_mask_key(context.digest, state.seed, state.index), masked)
+        apply_mask(self_mask_key(context.digest, self.seed, self.index), masked)
         for other in held:
             key = pair_mask_key(
                 context.digest,
-                state.mask_private,
-                member=state.index,
+                self.mask_private,
+                member=self.index,
                 other=other,
-                other_public=state.keys[other][:KEY_BYTES],
+                other_public=self.keys[other][:KEY_BYTES],
             )
-            apply_mask(key, masked, subtract=other < state.index)
-        self._state = state.forgetting(stage=MemberStage.MASKED, held=held)
-        return MaskedInput(digest=context.digest, member=state.index, values=masked.tobytes())
+            # Of each pair one member adds the mask and the other subtracts it, so it cancels.
+            apply_mask(key, masked, subtract=other < self.index)
+        self._forget(stage=MemberStage.MASKED, held=held)
+        return MaskedInput(digest=context.digest, member=self.index, values=masked.tobytes())
 
     def unmask(self, request: UnmaskRequest) -> Revealed:
         """Return seed shares of neighbours that answered and key shares of those that were lost.
@@ -268,51 +216,55 @@ class Member:
             than the context's least; or the request is not for exactly the neighbours that shared
             secrets with this member.
         """
-        context, state = self.context, self._state
+        context = self.context
         request.check(context)
-        if state.stage is MemberStage.UNMASKED:
-            if request.to_bytes() != state.request:
+        if self.stage is MemberStage.UNMASKED:
+            if request.to_bytes() != self.request:
                 raise ProtocolError(
                     "request: expected the one that this member answered before, because two "
                     "answers could reveal both secrets of one neighbour"
                 )
-            return Revealed.from_bytes(state.answer, context)
+            return Revealed.from_bytes(self.answer, context)
         self._expect(MemberStage.MASKED)
         if request.answers < context.least_answers:
             raise ProtocolError(
                 f"{request.answers} members answered: expected at least "
                 f"least_answers={context.least_answers}"
             )
-        if set(request.kinds) != set(state.held):
+        if set(request.kinds) != set(self.held):
             raise ProtocolError(
                 f"neighbours {sorted(request.kinds)}: expected all that shared secrets, "
-                f"{sorted(state.held)}"
+                f"{sorted(self.held)}"
             )
         shares = {}
-        for other, both in state.held.items():
+        for other, both in self.held.items():
             if both:
                 kind = request.kinds[other]
                 share = both[:SHARE_BYTES] if kind == OF_SEED else both[SHARE_BYTES:]
                 shares[other] = kind + share
-        reply = Revealed(digest=context.digest, member=state.index, shares=shares)
-        self._state = state.forgetting(
+        reply = Revealed(digest=context.digest, member=self.index, shares=shares)
+        self._forget(
             stage=MemberStage.UNMASKED, request=request.to_bytes(), answer=reply.to_bytes()
         )
         return reply
 
     @property
     def _public(self) -> bytes:
-        return public_of(self._state.mask_private) + public_of(self._state.channel_private)
+        return public_of(self.mask_private) + public_of(self.channel_private)
+
+    def _forget(self, **kept: Any) -> None:
+        """Keep only what a next step needs."""
+        vars(self).update(vars(Member(invitation=self.invitation, **kept)))
 
     def _expect(self, stage: MemberStage) -> None:
-        if self._state.stage is not stage:
+        if self.stage is not stage:
             raise ProtocolError(
-                f"member {self._state.index} is {self._state.stage.name}: expected {stage.name}; "
+                f"member {self.index} is {self.stage.name}: expected {stage.name}; "
                 "take each step once, and send the stored reply if it is needed again"
             )
 
     def _check_neighbours(self, members: set[int]) -> None:
-        neighbours = set(self._state.neighbours)
+        neighbours = set(self.invitation.neighbours)
         if not members <= neighbours:
             raise InvalidValue(f"members {sorted(members - neighbours)}: expected only neighbours")
         if len(members) < self.context.threshold:
@@ -321,14 +273,14 @@ class Member:
             )
 
     def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:
-        private, other = self._state.channel_private, public[KEY_BYTES:]
+        private, other = self.channel_private, public[KEY_BYTES:]
         return ChaCha20Poly1305(
             channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
         )
 
     def _open(self, other: int, sealed: bytes) -> bytes:
         """Return the shares of seed and key from a neighbour, or nothing if they are no shares."""
-        cipher = self._cipher(self._state.keys[other], sender=other, receiver=self._state.index)
+        cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:
             both = cipher.decrypt(nonce, text, self.context.digest)

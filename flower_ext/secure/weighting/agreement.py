@@ -6,7 +6,7 @@ They are the same under every scheme. The steps come before and between the sums
 step       message of the server               answer of a silo
 =========  ==================================  =====================================================
 ``begin``  the settings                        its public key
-``keys``   the server's key and all silos'     of silo 0: the seed, sealed for each other silo
+``keys``   all silos' keys and the server's    of silo 0: the seed, sealed for each other silo
 ``count``  the seed sealed for the silo        masked counts
 ``draw``   a number and an offer, to silo 0    the silos' choices; before a round or epoch
 =========  ==================================  =====================================================

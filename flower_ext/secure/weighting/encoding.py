@@ -17,10 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
 
 _SPARE_BITS = 64
-_LARGEST_ENCODED = 2**61
-"""Twice this number fits a signed 64-bit integer; `multiexp` relies on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class FixedPoint:
     def __post_init__(self) -> None:
         require_positive("step", self.step)
         require_positive("bound", self.bound)
-        if self.bound / self.step > _LARGEST_ENCODED:
+        if self.bound / self.step > LARGEST_EXPONENT:
             raise InvalidValue(
                 f"bound={self.bound!r} over step={self.step!r} is above 2**61: "
                 "expected a smaller bound or a coarser step"
@@ -167,6 +166,7 @@ class Packing:
         for plaintext in plaintexts:
             rest = mpz(plaintext)
             for _ in range(self.slots):
+                # Digits are signed: a negative coordinate borrowed from the slot above it.
                 digit = ((rest + half) & mask) - half
                 digits.append(digit)
                 rest = (rest - digit) >> self.slot_bits

@@ -21,82 +21,76 @@ from flower_ext.errors import InvalidValue
 from flower_ext.secure.threads import map_slices
 
 LARGEST_EXPONENT = 2**61
-"""Largest magnitude of an exponent, because digits are taken from 64-bit integers."""
+"""Largest magnitude of an exponent: twice this number fits a signed 64-bit integer."""
 # A table of 128 powers modulo n² takes 0.1 MB. Wider digits save a sixth of the multiplications of
 # a large model at twice the memory, and cost a small model more than they save.
 _DIGIT_BITS = 7
 
 
-class FixedBaseProducts:
-    """Products Π_u bases[u]^x_u modulo ``modulus``, for many vectors x.
+def column_products(
+    bases: Sequence[mpz],
+    exponents: NDArray[np.int64],
+    modulus: mpz,
+    *,
+    largest: int,
+    name: str = "",
+) -> list[mpz]:
+    """Return Π_u bases[u]^exponents[u, j] modulo ``modulus`` for every column j.
 
     Parameters
     ----------
     bases : Sequence[mpz]
         Units modulo ``modulus``.
+    exponents : ndarray
+        Of shape (bases, columns).
     largest : int
         Largest magnitude of an exponent.
 
     Raises
     ------
     ValueError
-        ``largest`` is not between 1 and 2**61.
+        The shape is wrong, or an exponent is out of range.
     """
+    if exponents.ndim != 2 or len(exponents) != len(bases):
+        raise InvalidValue(
+            f"exponents of shape {exponents.shape}: expected ({len(bases)}, products)"
+        )
+    if not np.abs(exponents).max(initial=0) <= largest <= LARGEST_EXPONENT:
+        raise InvalidValue(
+            f"exponents: expected integers from {-largest} to {largest}, of at most 2**61"
+        )
+    mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
 
-    def __init__(self, bases: Sequence[mpz], modulus: mpz, *, largest: int) -> None:
-        if not 1 <= largest <= LARGEST_EXPONENT:
-            raise InvalidValue(f"largest={largest}: expected an integer from 1 to 2**61")
-        self._modulus, self._largest = modulus, largest
-        self._digits = math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
-        self._tables = map_slices(self._build, bases)
-        # Digits are those of x + largest, which is never negative. This factor takes the surplus
-        # out of every product at once, so that no column needs an inversion.
-        product = mpz(1)
-        for base in bases:
-            product = product * base % modulus
-        self._surplus = gmpy2.powmod(product, -largest, modulus)
-
-    def of(self, exponents: NDArray[np.int64], *, name: str = "") -> list[mpz]:
-        """Return one product for each column of ``exponents``, of shape (bases, products).
-
-        Raises
-        ------
-        ValueError
-            The shape is wrong, or an exponent is out of range.
-        """
-        if exponents.ndim != 2 or len(exponents) != len(self._tables):
-            raise InvalidValue(
-                f"exponents of shape {exponents.shape}: expected ({len(self._tables)}, products)"
-            )
-        if np.abs(exponents).max(initial=0) > self._largest:
-            raise InvalidValue(
-                f"exponents: expected integers from {-self._largest} to {self._largest}"
-            )
-
-        def multiply(columns: Sequence[int]) -> list[mpz]:
-            return self._columns(exponents[:, columns[0] : columns[-1] + 1])
-
-        return map_slices(multiply, range(exponents.shape[1]), name=name)
-
-    def _build(self, bases: Sequence[mpz]) -> list[list[mpz]]:
+    def powers(some: Sequence[mpz]) -> list[list[mpz]]:
         """Return the powers of each base that one digit can ask for."""
         tables = []
-        for base in bases:
+        for base in some:
             table = [mpz(1)]
-            for _ in range((1 << _DIGIT_BITS) - 1):
-                table.append(table[-1] * base % self._modulus)
+            for _ in range(mask):
+                table.append(table[-1] * base % modulus)
             tables.append(table)
         return tables
 
-    def _columns(self, exponents: NDArray[np.int64]) -> list[mpz]:
-        modulus, shifted = self._modulus, exponents + self._largest
-        totals = [mpz(1)] * exponents.shape[1]
-        for place in reversed(range(self._digits)):  # the highest digit comes first
-            digits = shifted >> (_DIGIT_BITS * place) & ((1 << _DIGIT_BITS) - 1)
+    tables = map_slices(powers, bases)
+    # Digits are those of x + largest, which is never negative. This factor takes the surplus out of
+    # every product at once, so that no column needs an inversion.
+    product = mpz(1)
+    for base in bases:
+        product = product * base % modulus
+    surplus = gmpy2.powmod(product, -largest, modulus)
+
+    def multiply(columns: Sequence[int]) -> list[mpz]:
+        shifted = exponents[:, columns[0] : columns[-1] + 1] + largest
+        totals = [mpz(1)] * len(columns)
+        for place in reversed(range(num_digits)):  # the highest digit comes first
+            digits = shifted >> (_DIGIT_BITS * place) & mask
             for at, of_column in enumerate(digits.T.tolist()):
+                # All bases share these squarings, which make room for the next digit.
                 total = gmpy2.powmod(totals[at], 1 << _DIGIT_BITS, modulus)
-                for table, digit in zip(self._tables, of_column, strict=True):
+                for table, digit in zip(tables, of_column, strict=True):
                     if digit:
                         total = total * table[digit] % modulus
                 totals[at] = total
-        return [total * self._surplus % modulus for total in totals]
+        return [total * surplus % modulus for total in totals]
+
+    return map_slices(multiply, range(exponents.shape[1]), name=name)

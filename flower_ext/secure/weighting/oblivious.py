@@ -12,12 +12,12 @@ receiver              k_c = H(b·A)
 ====================  =====================================================================
 
 Multiples of A are counted from one, so that no scalar is zero and no choice is a special case. H is
-BLAKE2b under a key that hashes the run, A, B and the number of the transfer, and takes the place as
-well. Keys of different runs, answers and places have nothing in common.
+BLAKE2b under a key that hashes the run, A, B and the number of the transfer, and takes j as well.
+Keys of different runs, answers and texts have nothing in common.
 
 * *The sender learns no choice.* b·G is uniform in the group, and adding (c + 1)·A permutes the
   group, so B is uniform for every c, whatever A the sender chose. This needs no assumption.
-* *The receiver learns one key.* Its own point is b·A, and that of place j differs from it by
+* *The receiver learns one key.* Its own point is b·A, and that of text j differs from it by
   (c - j)·a·A with c - j not a multiple of ℓ. If H is a random oracle, a second key is random unless
   the receiver computes such a point, and hence a²·G from A = a·G. That solves the computational
   Diffie-Hellman problem, because 2·xy = (x + y)² - x² - y².
@@ -59,7 +59,7 @@ from flower_ext.secure.threads import map_slices
 POINT_BYTES = 32
 """Length of a point of the group in bytes."""
 KEY_BYTES = 32
-"""Length in bytes of the key of one place."""
+"""Length in bytes of the key of one text."""
 SEAL_BYTES = 16
 """Bytes that sealing adds to a text."""
 ORDER = mpz(2) ** 252 + 27742317777372353535851937790883648493
@@ -84,7 +84,7 @@ class Sender:
         """A, for the receiver."""
 
     def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]]) -> bytes:
-        """Return the texts of all transfers, each sealed under the key of its place, joined.
+        """Return the texts of all transfers, each sealed under its own key, joined.
 
         Parameters
         ----------
@@ -105,14 +105,14 @@ class Sender:
             for at, text in enumerate(of_transfer)
         )
 
-    def keys(self, answer: bytes, transfers: int, places: int) -> list[bytes]:
+    def keys(self, answer: bytes, transfers: int, num_texts: int) -> list[bytes]:
         """Return the P keys of each transfer, joined. The receiver can compute one of each P.
 
         Parameters
         ----------
         answer : bytes
             `Receiver.answer`.
-        transfers, places : int
+        transfers, num_texts : int
             Number of transfers, and P.
 
         Raises
@@ -129,9 +129,9 @@ class Sender:
                 label = _label(self._run, self.public, answers[transfer], transfer)
                 shared = crypto_scalarmult_ed25519_noclamp(self._secret, answers[transfer])
                 keys = []
-                for place in range(places):
+                for text in range(num_texts):
                     shared = crypto_core_ed25519_sub(shared, step)
-                    keys.append(_key(label, shared, place))
+                    keys.append(_key(label, shared, text))
                 joined.append(b"".join(keys))
             return joined
 
@@ -150,7 +150,7 @@ class Receiver:
         derive from it and from ``public``, so that choices for different senders are independent.
     run : bytes
         Name of the run, the same at the sender.
-    transfers, places : int
+    transfers, num_texts : int
         Number of transfers, and P.
 
     Raises
@@ -160,11 +160,11 @@ class Receiver:
     """
 
     def __init__(
-        self, public: bytes, key: bytes, *, run: bytes, transfers: int, places: int
+        self, public: bytes, key: bytes, *, run: bytes, transfers: int, num_texts: int
     ) -> None:
-        self._run, self._places = run, places
+        self._run, self._num_texts = run, num_texts
         (self._public,) = _points(public, 1, name="offer")
-        choices = uniform_residues(derive(key, "choices", public), transfers, mpz(places))
+        choices = uniform_residues(derive(key, "choices", public), transfers, mpz(num_texts))
         scalars = uniform_residues(derive(key, "scalars", public), transfers, ORDER)
         self.choices = [int(choice) for choice in choices]
         """Choice of each transfer."""
@@ -186,7 +186,7 @@ class Receiver:
         ]
 
     def keys(self) -> list[bytes]:
-        """Return the key of the chosen place of each transfer, of `Sender.keys`."""
+        """Return the key of the chosen text of each transfer, of `Sender.keys`."""
         return [
             _key(
                 _label(self._run, self._public, answer, at),
@@ -204,13 +204,13 @@ class Receiver:
         ValueError
             The length is wrong, a text was sealed for another answer, or somebody changed it.
         """
-        places, transfers, step = self._places, len(self.choices), size + SEAL_BYTES
-        if len(sealed) != step * places * transfers:
+        num_texts, transfers, step = self._num_texts, len(self.choices), size + SEAL_BYTES
+        if len(sealed) != step * num_texts * transfers:
             raise InvalidValue(
-                f"sealed texts of {len(sealed)} bytes: expected {places} texts of {step} bytes for "
-                f"each of {transfers} transfers"
+                f"sealed texts of {len(sealed)} bytes: expected {num_texts} texts of {step} bytes "
+                f"for each of {transfers} transfers"
             )
-        starts = [(at * places + choice) * step for at, choice in enumerate(self.choices)]
+        starts = [(at * num_texts + choice) * step for at, choice in enumerate(self.choices)]
         try:
             return [
                 ChaCha20Poly1305(key).decrypt(_NONCE, sealed[start : start + step], None)
@@ -228,9 +228,9 @@ def _label(run: bytes, public: bytes, answer: bytes, transfer: int) -> bytes:
     return derive(answer, "transfer", run, public, transfer)
 
 
-def _key(label: bytes, shared: bytes, place: int) -> bytes:
-    text = shared + place.to_bytes(8, "big")
-    return hashlib.blake2b(text, key=label, digest_size=KEY_BYTES).digest()
+def _key(label: bytes, shared: bytes, text: int) -> bytes:
+    hashed = shared + text.to_bytes(8, "big")
+    return hashlib.blake2b(hashed, key=label, digest_size=KEY_BYTES).digest()
 
 
 def _points(data: bytes, count: int, *, name: str) -> list[bytes]:

@@ -151,6 +151,7 @@ class PrivateKey:
             for message in slice_:
                 modulo_p = gmpy2.powmod(_random_unit(self.p), self.p, p_squared)
                 modulo_q = gmpy2.powmod(_random_unit(self.q), self.q, q_squared)
+                # The Chinese remainder theorem, with p² and q² in place of p and q.
                 randomness = modulo_p + p_squared * ((modulo_q - modulo_p) * inverse % q_squared)
                 ciphertexts.append((1 + n * (message % n)) * randomness % n_squared)
             return ciphertexts

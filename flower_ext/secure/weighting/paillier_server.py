@@ -11,13 +11,12 @@ from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.messages import check_later
+from flower_ext.secure.messages import check_later, pack_numbers
 from flower_ext.secure.weighting.agreement import Dialogue
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 from flower_ext.secure.weighting.paillier_settings import (
-    PaillierKey,
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
@@ -49,9 +48,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         self._inverses: list[mpz] = []
 
     @property
-    def public_key(self) -> PaillierKey:
-        """Paillier modulus, for all silos."""
-        return PaillierKey.of(self._key.public, self.settings)
+    def public_key(self) -> bytes:
+        """The Paillier modulus, for all silos."""
+        return pack_numbers([self._key.public.n], self.settings.count_bytes)
 
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
         """Begin a round, and return fresh encryptions of the users' inverse totals.
@@ -80,6 +79,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
+        # The product of all silos' ciphertexts encrypts the sum; their masks multiply to one.
         totals = [mpz(1)] * settings.ciphertexts
         for message in messages:
             for at, ciphertext in enumerate(

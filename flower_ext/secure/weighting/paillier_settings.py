@@ -183,29 +183,6 @@ class PaillierSettings(PartySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaillierKey(Message):
-    """The server's Paillier modulus, for all silos."""
-
-    kind = b"PPsk"
-
-    modulus: bytes
-
-    @classmethod
-    def of(cls, public: PublicKey, settings: PaillierSettings) -> PaillierKey:
-        """Return the message with the modulus of ``public``."""
-        return cls(modulus=pack_numbers([public.n], settings.count_bytes))
-
-    @property
-    def public(self) -> PublicKey:
-        """The key to encrypt with. Check it before use."""
-        return PublicKey(mpz.from_bytes(self.modulus, "big"))
-
-    @classmethod
-    def _lengths(cls, settings: PaillierSettings) -> Mapping[str, int]:
-        return {"modulus": settings.count_bytes}
-
-
-@dataclass(frozen=True, kw_only=True)
 class PaillierWeights(Message):
     """The weights of one round, for all silos; a user that takes no part has a weight of zero.
 

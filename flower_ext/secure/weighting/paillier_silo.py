@@ -16,21 +16,20 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import check_later
+from flower_ext.secure.messages import check_later, check_length
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.encoding import FixedPoint
-from flower_ext.secure.weighting.multiexp import FixedBaseProducts
+from flower_ext.secure.weighting.multiexp import column_products
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import (
-    PaillierKey,
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
+from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty
 
 _SUM = "sum"
 
@@ -48,20 +47,15 @@ def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
     return [blind(user) for user in range(users)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaillierState(SiloState):
-    """State that a silo needs after a restart."""
-
-    kind = "paillier"
-    readers: ClassVar = {"PartySettings": PaillierSettings.from_plain}
-
-
-class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
+@dataclass(repr=False)
+class PaillierSilo(SiloParty):
     """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
 
+    kind = "paillier"
+    readers: ClassVar = {"PaillierSettings": PaillierSettings.from_plain}
     settings_type = PaillierSettings
-    server_key_type = PaillierKey
-    state_type = PaillierState
+
+    settings: PaillierSettings
 
     def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
         """Begin this silo's sum of round ``number``."""
@@ -69,11 +63,11 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         message = PaillierWeights.from_bytes(weights, self.settings)
         if message.round_number != number:
             raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
-        check_later("round", number, self._state.last_round)
+        check_later("round", number, self.last_round)
         return PaillierOpenSum(self, message)
 
-    def powers(self, message: PaillierWeights) -> FixedBaseProducts:
-        """Return Enc(n_su / N_u · C_LCM) of each user with records here, as bases of products.
+    def weights(self, message: PaillierWeights) -> list[mpz]:
+        """Return Enc(n_su / N_u · C_LCM) of each user with records here.
 
         Each takes one full exponentiation, instead of one for each coordinate.
 
@@ -83,23 +77,19 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
             A number is not a ciphertext, or was sealed for another answer of the silos.
         """
         settings, public = self.settings, self.public
-        weights = unpack_ciphertexts(self._opened(message), settings, public)
+        inverses = unpack_ciphertexts(self._opened(message), settings, public)
         place = {user: at for at, user in enumerate(self._order)}
 
         def fold(users: Sequence[int]) -> list[mpz]:
             folded = []
             for user in users:
-                # The weight holds 1 / (r_u N_u), so r_u cancels the blind, and C_LCM the fraction.
-                blinded = self._state.counts[user] * self._blinds[user]
+                # Inverses are of r_u N_u, so the blind r_u cancels; C_LCM makes a fraction whole.
+                blinded = self.counts[user] * self._blinds[user]
                 factor = blinded * settings.common_multiple % public.n
-                folded.append(gmpy2.powmod(weights[place[user]], factor, public.n_squared))
+                folded.append(gmpy2.powmod(inverses[place[user]], factor, public.n_squared))
             return folded
 
-        return FixedBaseProducts(
-            map_slices(fold, self.counted),
-            public.n_squared,
-            largest=settings.encoding.largest,
-        )
+        return map_slices(fold, self.counted)
 
     def _opened(self, message: PaillierWeights) -> bytes:
         """Return one ciphertext per user, by place in the secret order."""
@@ -116,8 +106,9 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
         ProtocolError
             This round, or a later one, was used before.
         """
-        check_later("round", number, self._state.last_round)
-        self._store(last_round=number)
+        check_later("round", number, self.last_round)
+        self.last_round = number
+        self.save(self.to_bytes())
         return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
 
     def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
@@ -134,22 +125,23 @@ class PaillierSilo(SiloParty[PaillierSettings, PaillierKey]):
     @cached_property
     def public(self) -> PublicKey:
         """The server's key."""
-        return self._server_key.public
+        return _key_of(self.server_key)
 
     def _count_answer(self) -> bytes:
-        blinded = [int(self._blinds[user] * self._state.counts[user]) for user in self._order]
+        blinded = [int(self._blinds[user] * self.counts[user]) for user in self._order]
         return self._masked(blinded, int(self.public.n))
 
     def _check_draw(self, number: int) -> None:
-        check_later("round", number, self._state.last_round)
+        check_later("round", number, self.last_round)
 
-    def _check_server_key(self, server_key: PaillierKey) -> None:
+    def _check_server_key(self, server_key: bytes) -> None:
+        check_length("server's key", server_key, self.settings.count_bytes)
         most = self.settings.max_records_per_user
-        server_key.public.check(self.settings.key_bits, coprime_to=most)
+        _key_of(server_key).check(self.settings.key_bits, coprime_to=most)
 
-    def _use_seed(self, seed: bytes) -> None:
-        super()._use_seed(seed)
-        self._blinds = user_blinds(seed, self.settings.users, self.public.n)
+    @cached_property
+    def _blinds(self) -> list[mpz]:
+        return user_blinds(self.seed, self.settings.users, self.public.n)
 
 
 class PaillierOpenSum:
@@ -161,14 +153,7 @@ class PaillierOpenSum:
         self._updates = np.zeros((len(self._rows), self._settings.coordinates), dtype=np.int64)
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Encode and keep updates (coordinates,) of users with records here.
-
-        Raises
-        ------
-        ValueError
-            A user has no records here, a shape is wrong, or a value is not finite or above
-            ``settings.update_bound``.
-        """
+        """Encode and keep updates: see `SiloSum.add`."""
         if unknown := sorted(updates.keys() - self._rows.keys()):
             raise InvalidValue(
                 f"updates of users {unknown}: expected users with records in this silo"
@@ -178,26 +163,24 @@ class PaillierOpenSum:
             self._updates[self._rows[user]] = encoded
 
     def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
-
-        The round then counts as used, and users without an update as zero.
-
-        Raises
-        ------
-        ProtocolError, ValueError
-            The weights are malformed, the noise is out of bounds, or a later round was used
-            meanwhile. Nothing has left the silo then, and the round is unused.
-        """
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised."""
         silo, settings, public = self._silo, self._settings, self._silo.public
         number, n_squared = self._weights.round_number, public.n_squared
         encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
         name = f"silo {silo.index}, round {number}: coordinates"
-        products = silo.powers(self._weights).of(self._updates, name=name)
+        products = column_products(
+            silo.weights(self._weights),
+            self._updates,
+            n_squared,
+            largest=settings.encoding.largest,
+            name=name,
+        )
         ciphertexts = _packed(products, settings, public)
         noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
         # Only what follows draws masks. Until here an error leaves the round unused.
         masks = silo.use_round(number, len(ciphertexts))
         for at, mask in enumerate(masks):
+            # The noise needs no encryption of its own: the mask hides the whole product.
             masked = ciphertexts[at] * public.plain(noises[at]) % n_squared
             ciphertexts[at] = masked * mask % n_squared
         silo.rerandomise(ciphertexts, number)
@@ -216,6 +199,10 @@ class PaillierOpenSum:
         return encoded
 
 
+def _key_of(modulus: bytes) -> PublicKey:
+    return PublicKey(mpz.from_bytes(modulus, "big"))
+
+
 def dithered(encoded: int, settings: PaillierSettings) -> int:
     """Return encoded noise times C_LCM, plus a uniform dither of at most half a step."""
     multiple = settings.common_multiple
@@ -229,6 +216,7 @@ def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicK
     def join(starts: Sequence[int]) -> list[mpz]:
         joined = []
         for start in starts:
+            # Horner's rule in the exponent: each power shifts the coordinates so far by one slot.
             *rest, total = products[start : start + slots]
             for product in reversed(rest):
                 total = gmpy2.powmod(total, shift, public.n_squared) * product % public.n_squared

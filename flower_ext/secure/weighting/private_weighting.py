@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
@@ -65,10 +65,16 @@ class PrivateWeighting(WeightingProtocol):
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
-        silos = 2 if self.silo_record_limits is None else len(self.silo_record_limits)
-        sizes = {"users": 1, "silos": silos, "coordinates": 1}
-        bounds = {"update_bound": self.precision, "noise_bound": self.precision}
-        self._settings(run="check", **sizes, **bounds)
+        # The smallest run that these settings allow; its construction checks each of them.
+        PaillierSettings(
+            **asdict(self),
+            run="check",
+            users=1,
+            silos=2 if self.silo_record_limits is None else len(self.silo_record_limits),
+            coordinates=1,
+            update_bound=self.precision,
+            noise_bound=self.precision,
+        )
 
     @property
     def assumed_totals(self) -> str:
@@ -89,10 +95,10 @@ class PrivateWeighting(WeightingProtocol):
         )
 
     @property
-    def shown(self) -> Sequence[str]:
+    def disclosures(self) -> Sequence[str]:
         """Facts outside any guarantee, among them the number of users without records."""
         nobody = "how many users have no record in any silo (not which): the server"
-        return nobody, *super().shown
+        return nobody, *super().disclosures
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""
@@ -109,7 +115,8 @@ class PrivateWeighting(WeightingProtocol):
             As `PaillierSettings`; or the encoding's steps are coarse against a silo's noise.
         """
         stddev = mechanism.client_noise_stddev(silos)
-        settings = self._settings(
+        settings = PaillierSettings(
+            **asdict(self),
             run=secrets.token_hex(16),
             users=mechanism.sampling.population,
             silos=silos,
@@ -125,6 +132,3 @@ class PrivateWeighting(WeightingProtocol):
                 f"about {settings.precision * largest / settings.step:.3g}"
             )
         return settings
-
-    def _settings(self, **of_run: Any) -> PaillierSettings:
-        return PaillierSettings(**asdict(self), **of_run)

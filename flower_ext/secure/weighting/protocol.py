@@ -34,8 +34,8 @@ _PAILLIER = EntryPoint(
 )
 _EXTRA = ("gmpy2", "nacl", "phe")
 
-SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
-SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
+DRAWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
+RUNNING_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
 HIDDEN_BY_TRANSFER = (
     "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all parties "
     "follow the protocol; the computational Diffie-Hellman problem is hard in the prime-order "
@@ -61,7 +61,7 @@ class WeightingProtocol(ABC):
     """
 
     server_type: ClassVar[type[ServerParty[Any, Any]]]
-    silo_type: ClassVar[type[SiloParty[Any, Any]]]
+    silo_type: ClassVar[type[SiloParty]]
     secure_sum: ClassVar[str]
     """Assumption under which the server sees no silo's upload."""
 
@@ -75,9 +75,9 @@ class WeightingProtocol(ABC):
         return "" if self.draw_choices is None else HIDDEN_BY_TRANSFER
 
     @property
-    def shown(self) -> Sequence[str]:
+    def disclosures(self) -> Sequence[str]:
         """Facts that a run reveals outside any guarantee, such as running times, and to whom."""
-        return (SHOWN_TIME,) if self.hidden_draw else (SHOWN_PLACES, SHOWN_TIME)
+        return (RUNNING_TIME,) if self.hidden_draw else (DRAWN_PLACES, RUNNING_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return further assumptions of the provable guarantee against that adversary's view."""

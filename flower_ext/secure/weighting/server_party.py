@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
-from flower_ext.secure.messages import Message, check_length, unpack_numbers
+from flower_ext.secure.messages import check_length, unpack_numbers
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
@@ -56,7 +56,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @property
     @abstractmethod
-    def public_key(self) -> Message:
+    def public_key(self) -> bytes:
         """The server's public key, for all silos."""
 
     def set_up(self) -> Dialogue[None]:
@@ -70,7 +70,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         settings, silos = self.settings, range(self.settings.silos)
         keys = yield Step(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
-        public = self.public_key.to_bytes() + b"".join(keys[silo] for silo in silos)
+        # One message for all: a silo that received other keys shows another fingerprint.
+        public = b"".join(keys[silo] for silo in silos) + self.public_key
         answers = yield Step(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]
         check_length("sealed seeds", sealed, SEALED_SEED_BYTES * len(others))

@@ -6,18 +6,19 @@ import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from logging import getLogger
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.json_record import JsonRecord
-from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import Message, check_length, pack_numbers
+from flower_ext.secure.labels import derive, public_of
+from flower_ext.secure.messages import check_length, pack_numbers
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
@@ -35,8 +36,6 @@ from flower_ext.secure.weighting.oblivious import Receiver
 
 log = getLogger("flwr")
 
-SettingsT = TypeVar("SettingsT", bound=PartySettings)
-ServerKeyT = TypeVar("ServerKeyT", bound=Message)
 _SEED = "seed"
 _COUNTS = "counts"
 
@@ -53,7 +52,13 @@ class SiloSum(Protocol):
     """A silo's sum of one round, which takes updates while other users still train."""
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates (coordinates,) of users with records here, each once."""
+        """Add clipped updates (coordinates,) of users with records here, each once.
+
+        Raises
+        ------
+        ValueError
+            A user has no records here, a shape is wrong, or a value is not finite or out of bounds.
+        """
         ...
 
     def finish(self, noise: NDArray[Any]) -> bytes:
@@ -61,47 +66,37 @@ class SiloSum(Protocol):
 
         A user with records here and without an update counts as zero. A missing sum would reveal
         that this silo holds an unusual record.
+
+        Raises
+        ------
+        ProtocolError, ValueError
+            The weights are malformed, the noise is out of bounds, or a later round was used
+            meanwhile. Nothing has left the silo then, and the round is unused.
         """
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiloState(JsonRecord):
-    """Everything that a silo needs after a restart, at any stage. It holds secrets in the clear.
-
-    A scheme adds its fields, and a reader for its settings.
-    """
-
-    settings: PartySettings
-    index: int
-    private: bytes
-    silo_keys: list[bytes] = field(default_factory=list)
-    server_key: bytes = b""
-    seed: bytes = b""
-    counts: list[int] = field(default_factory=list)
-    last_round: int = 0
-
-    @property
-    def stage(self) -> SetUpStage:
-        """The last step of the set-up that the silo has taken."""
-        if self.counts:
-            return SetUpStage.COUNTED
-        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
-
-
-class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
+@dataclass(repr=False)
+class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
-    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
+    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round. Its
+    `to_bytes` hold all that it needs after a restart, with secrets in the clear.
 
     Parameters
     ----------
     settings : PartySettings
     index : int
         Number of this silo, from zero.
-    save : callable, optional
-        Stores the state of `from_state` durably. The silo calls it before it returns a message that
-        must not be made twice, so that a silo restored from the stored state reuses nothing.
+    **state
+        Outcome of the steps so far.
+
+    Attributes
+    ----------
+    save : Callable[[bytes], None]
+        Set this to a function that stores `to_bytes` durably. The silo calls it before it returns a
+        message that must not be made twice, so that a silo restored from the stored bytes reuses
+        nothing.
 
     Raises
     ------
@@ -110,30 +105,32 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     """
 
     settings_type: ClassVar[type[PartySettings]]
-    server_key_type: ClassVar[type[Message]]
-    """Message with the server's public key."""
-    state_type: ClassVar[type[SiloState]]
 
-    def __init__(
-        self,
-        settings: SettingsT,
-        index: int,
-        *,
-        save: Callable[[bytes], None] = lambda state: None,
-    ) -> None:
-        if not 0 <= index < settings.silos:
+    settings: PartySettings
+    index: int
+    private: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
+    silo_keys: list[bytes] = field(default_factory=list)
+    server_key: bytes = b""
+    seed: bytes = b""
+    counts: list[int] = field(default_factory=list)
+    last_round: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.settings.silos:
             raise InvalidValue(
-                f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
+                f"index={self.index!r}: expected an integer from 0 to {self.settings.silos - 1}"
             )
-        self.settings, self.index, self.save = settings, index, save
-        self._pairs = PairKeys(context=settings.context, index=index)
-        self._state: Any = self.state_type(
-            settings=settings, index=index, private=self._pairs.private
-        )
-        self._order: list[int] = []
+        self.save: Callable[[bytes], None] = lambda state: None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self._state.stage.name.lower()})"
+        return f"{type(self).__name__}(index={self.index}, stage={self.stage.name.lower()})"
+
+    @property
+    def stage(self) -> SetUpStage:
+        """The last step of the set-up that the silo has taken."""
+        if self.counts:
+            return SetUpStage.COUNTED
+        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
 
     @property
     def fingerprint(self) -> str:
@@ -143,7 +140,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
     @property
     def counted(self) -> tuple[int, ...]:
         """Users with records in this silo, each of whom has an update in every sum."""
-        return tuple(user for user, count in enumerate(self._state.counts) if count)
+        return tuple(user for user, count in enumerate(self.counts) if count)
 
     def answer(self, step: str, question: bytes, counts: Sequence[int] = ()) -> bytes:
         """Take one step of the set-up, or of a secret draw, and return the answer.
@@ -169,8 +166,8 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """
         if step == BEGIN:
             self._expect(SetUpStage.NEW)
-            self._store()
-            return self._pairs.public
+            self.save(self.to_bytes())
+            return public_of(self.private)
         if step == KEYS:
             return self._take_keys(question)
         if step == COUNT:
@@ -200,33 +197,27 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
             The message is malformed.
         """
 
-    @classmethod
-    def from_state(cls, data: bytes, *, save: Callable[[bytes], None] = lambda state: None) -> Self:
-        """Return a silo at the stage of the one that saved ``data``. What it used stays used.
+    @cached_property
+    def _pairs(self) -> PairKeys:
+        return self._agreed(self.silo_keys, self.server_key)
 
-        Raises
-        ------
-        ValueError
-            ``data`` is malformed or of another protocol.
-        """
-        state = cls.state_type.from_bytes(data)
-        settings: Any = state.settings
-        silo = cls(settings, state.index, save=save)
-        silo._pairs = PairKeys(context=settings.context, index=state.index, private=state.private)
-        silo._state = state
-        if state.silo_keys:
-            silo._pairs.agree(dict(enumerate(state.silo_keys)), server_key=state.server_key)
-        if state.seed:
-            silo._use_seed(state.seed)
-        return silo
+    def _agreed(self, silo_keys: Sequence[bytes], server_key: bytes) -> PairKeys:
+        """Return the keys with all other silos; raise a ValueError for malformed public keys."""
+        return PairKeys(
+            context=self.settings.context,
+            index=self.index,
+            private=self.private,
+            public_keys=silo_keys,
+            server_key=server_key,
+        )
 
-    @property
-    def _server_key(self) -> ServerKeyT:
-        server_key: Any = self.server_key_type.from_bytes(self._state.server_key, self.settings)
-        return server_key  # type: ignore[no-any-return]
+    @cached_property
+    def _order(self) -> list[int]:
+        """The users in the silos' secret order."""
+        return user_order(self.seed, self.settings.users)
 
     @abstractmethod
-    def _check_server_key(self, server_key: ServerKeyT) -> None:
+    def _check_server_key(self, server_key: bytes) -> None:
         """Raise a ValueError for a key that the server cannot have drawn."""
 
     @abstractmethod
@@ -238,30 +229,28 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         """Raise a ProtocolError if a draw is for a round or epoch that was used."""
 
     def _expect(self, stage: SetUpStage) -> None:
-        if self._state.stage is not stage:
+        if self.stage is not stage:
             raise ProtocolError(
-                f"silo {self.index} is {self._state.stage.name.lower()}: expected it to be "
+                f"silo {self.index} is {self.stage.name.lower()}: expected it to be "
                 f"{stage.name.lower()}"
             )
 
     def _take_keys(self, question: bytes) -> bytes:
         """Agree on keys with all silos; at silo 0, draw the seed and seal it for the others."""
         self._expect(SetUpStage.NEW)
-        settings, size = self.settings, self.server_key_type.size(self.settings)
-        check_length("keys", question, size + KEY_BYTES * settings.silos)
-        server_key: Any = self.server_key_type.from_bytes(question[:size], settings)
+        end = KEY_BYTES * self.settings.silos
+        keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
+        server_key = question[end:]
         self._check_server_key(server_key)
-        starts = range(size, len(question), KEY_BYTES)
-        keys = [question[start : start + KEY_BYTES] for start in starts]
-        self._pairs.agree(dict(enumerate(keys)), server_key=question[:size])
-        self._state = replace(self._state, silo_keys=keys, server_key=question[:size])
+        self._agreed(keys, server_key)  # refuses bad keys before the silo keeps any
+        self.silo_keys, self.server_key = keys, server_key
         answer = b""
         if self.index == SEEDING_SILO:
             part = secrets.token_bytes(SEED_BYTES)
-            others = range(1, settings.silos)
+            others = range(1, self.settings.silos)
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
-        self._store()
+        self.save(self.to_bytes())
         # A warning, so that no setting of the log hides it.
         log.warning(
             "silo %d: the fingerprint of all silos' keys is %s; the silos' owners see another one "
@@ -283,7 +272,8 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
         # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
-        self._store(counts=held)
+        self.counts = held
+        self.save(self.to_bytes())
         return self._count_answer()
 
     def _masked(self, numbers: Sequence[int], modulus: int) -> bytes:
@@ -298,13 +288,7 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
         The server's key is fresh and keeps silo 0 from choosing the seed; the part keeps it secret.
         """
         check_length("seed", part, SEED_BYTES)
-        seed = derive(part, "seed", self._state.server_key, self.settings.context)
-        self._state = replace(self._state, seed=seed)
-        self._use_seed(seed)
-
-    def _use_seed(self, seed: bytes) -> None:
-        """Derive what all silos share; a scheme adds its own."""
-        self._order = user_order(seed, self.settings.users)
+        self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
         """Return the receiver of one draw's transfers, which is the same at all silos.
@@ -317,16 +301,11 @@ class SiloParty(ABC, Generic[SettingsT, ServerKeyT]):
             )
         return Receiver(
             offer,
-            derive(self._state.seed, "draw", number),
+            derive(self.seed, "draw", number),
             run=self.settings.context,
             transfers=self.settings.users,
-            places=self.settings.draw_choices,
+            num_texts=self.settings.draw_choices,
         )
-
-    def _store(self, **changes: Any) -> None:
-        """Change the state, and store it before anything leaves."""
-        self._state = replace(self._state, **changes)
-        self.save(self._state.to_bytes())
 
 
 def user_order(seed: bytes, users: int) -> list[int]:

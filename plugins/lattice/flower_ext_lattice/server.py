@@ -48,13 +48,13 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         self._weights = b""
 
     @cached_property
-    def public_key(self) -> LatticeKey:
-        """The server's public key, for all silos."""
+    def public_key(self) -> bytes:
+        """A `LatticeKey`, for all silos."""
         return LatticeKey(
             public_seed=self._public_seed,
             transfer=self._sender.public,
             words=self._secret.public_words(self._public_seed),
-        )
+        ).to_bytes()
 
     @property
     def epoch(self) -> int | None:

@@ -12,7 +12,7 @@ from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later
 from flower_ext.secure.weighting.agreement import SEEDING_SILO
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty, SiloState
+from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key
@@ -30,29 +30,25 @@ from flower_ext_lattice.weights import OpenedWeights
 _SUM = "sum"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatticeState(SiloState):
-    """State that a silo needs after a restart, at any stage."""
-
-    kind = "lattice"
-    readers: ClassVar = {"PartySettings": LatticeSettings.from_plain}
-
-    last_epoch: int = 0
-    weights_digest: bytes = b""
-
-
-class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
+@dataclass(repr=False)
+class LatticeSilo(SiloParty):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     After the set-up of `SiloParty`, call `open_sum` in every round; or `receive_weights` in every
     epoch, and `begin` in every round.
     """
 
+    kind = "lattice"
+    readers: ClassVar = {"LatticeSettings": LatticeSettings.from_plain}
     settings_type = LatticeSettings
-    server_key_type = LatticeKey
-    state_type = LatticeState
 
-    _weights: OpenedWeights | None = None
+    settings: LatticeSettings
+    last_epoch: int = 0
+    weights_digest: bytes = b""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._weights: OpenedWeights | None = None
 
     @property
     def epoch(self) -> int | None:
@@ -76,10 +72,11 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
         self._expect(SetUpStage.COUNTED)
         message.check(self.settings)
         digest = hashlib.sha256(message.to_bytes()).digest()
-        if message.epoch != self._state.last_epoch or digest != self._state.weights_digest:
-            check_later("epoch", message.epoch, self._state.last_epoch)
+        if message.epoch != self.last_epoch or digest != self.weights_digest:
+            check_later("epoch", message.epoch, self.last_epoch)
             self._weights = None
-            self._store(last_epoch=message.epoch, weights_digest=digest)
+            self.last_epoch, self.weights_digest = message.epoch, digest
+            self.save(self.to_bytes())
         if self._weights is None:
             self._weights = self._open(message)
 
@@ -106,7 +103,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
             does not hold the weights of the round's epoch.
         """
         self._check_round(opening)
-        counts = {user: count for user, count in enumerate(self._state.counts) if count}
+        counts = {user: count for user, count in enumerate(self.counts) if count}
         assert self._weights is not None  # the round belongs to its epoch
         return Weighing(
             self.settings,
@@ -131,34 +128,39 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     @cached_property
     def _public(self) -> Reals:
-        server_key = self._server_key
-        return public_key(server_key.public_seed, server_key.words)
+        return public_key(self._server_key.public_seed, self._server_key.words)
 
     def _count_answer(self) -> bytes:
         """Return the masked counts; silo 0 adds the shifts ρ_u, and the transfer's choices of them.
 
         All silos derive these choices from their seed, so one of them answers for all.
         """
-        counts, size = [self._state.counts[user] for user in self._order], self.settings.table_size
+        counts, size = [self.counts[user] for user in self._order], self.settings.table_size
         if self.index != SEEDING_SILO:
             return self._masked(counts, size)
         shifted = [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
         return self._masked(shifted, size) + self._transfer.answer
 
     def _check_draw(self, number: int) -> None:
-        check_later("epoch", number, self._state.last_epoch)
+        check_later("epoch", number, self.last_epoch)
 
-    def _check_server_key(self, server_key: LatticeKey) -> None:
-        public_key(server_key.public_seed, server_key.words)
+    @cached_property
+    def _server_key(self) -> LatticeKey:
+        return LatticeKey.from_bytes(self.server_key, self.settings)
 
-    def _use_seed(self, seed: bytes) -> None:
-        super()._use_seed(seed)
-        self._transfer = Receiver(
+    def _check_server_key(self, server_key: bytes) -> None:
+        key = LatticeKey.from_bytes(server_key, self.settings)
+        public_key(key.public_seed, key.words)
+
+    @cached_property
+    def _transfer(self) -> Receiver:
+        """The receiver of the shifts ρ_u, which is the same at all silos."""
+        return Receiver(
             self._server_key.transfer,
-            derive(seed, "transfer"),
+            derive(self.seed, "transfer"),
             run=self.settings.context,
             transfers=self.settings.users,
-            places=self.settings.table_size,
+            num_texts=self.settings.table_size,
         )
 
     def _open(self, message: LatticeWeights) -> OpenedWeights:
@@ -178,7 +180,7 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
 
     def _check_round(self, opening: RoundOpening) -> None:
         self._expect(SetUpStage.COUNTED)
-        check_round_number(opening.round_number, self._state.last_round, self.settings)
+        check_round_number(opening.round_number, self.last_round, self.settings)
         if self.epoch != opening.epoch:
             raise ProtocolError(
                 f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"
@@ -187,5 +189,6 @@ class LatticeSilo(SiloParty[LatticeSettings, LatticeKey]):
     def _use_round(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
         """Store that the round is used, and return the keys of its masks."""
         self._check_round(opening)
-        self._store(last_round=opening.round_number)
+        self.last_round = opening.round_number
+        self.save(self.to_bytes())
         return self._pairs.mask_keys(_SUM, opening.round_number)

@@ -1,11 +1,11 @@
 """Small runs of private weighting over ring-LWE, and the plain sum they must equal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.messages import LatticeKey, LatticeSum
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
@@ -30,7 +30,7 @@ def lattice_settings(**changes) -> LatticeSettings:
 def draw_receiver(settings, seed, number, offer):
     """Return the receiver that a silo of that seed has for a draw."""
     silo = LatticeSilo(settings, 0)
-    silo._state = replace(silo._state, seed=seed)
+    silo.seed = seed
     return silo._draw_receiver(number, offer)
 
 
@@ -55,9 +55,11 @@ class LatticeWorld:
     def __post_init__(self):
         facts = self.settings
         self.server = LatticeServer(facts)
-        self.silos = [LatticeSilo(facts, i, save=self.save) for i in range(facts.silos)]
+        self.silos = [LatticeSilo(facts, i) for i in range(facts.silos)]
+        for silo in self.silos:
+            silo.save = self.save
         self.play(self.server.set_up())
-        self.sent.append(self.server.public_key)
+        self.sent.append(LatticeKey.from_bytes(self.server.public_key, facts))
 
     def play(self, dialogue):
         return play(dialogue, self.silos, self.counts, self.asked, self.answered)

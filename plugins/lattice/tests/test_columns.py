@@ -45,7 +45,7 @@ def open_epoch(world):
 
 def opened_columns(silo, message):
     """Return the number and the key of the column that a silo takes, by place."""
-    chosen = draw_receiver(silo.settings, silo._state.seed, message.epoch, message.offer)
+    chosen = draw_receiver(silo.settings, silo.seed, message.epoch, message.offer)
     return columns.open_columns(chosen, message.columns)
 
 
@@ -194,16 +194,16 @@ def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
 def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
     message = open_epoch(world)
     silo, own = world.silos[1], world.settings
-    chosen = draw_receiver(own, silo._state.seed, message.epoch, message.offer)
+    chosen = draw_receiver(own, silo.seed, message.epoch, message.offer)
     for user in range(own.users):
-        other = draw_receiver(own, silo._state.seed, message.epoch, message.offer)
+        other = draw_receiver(own, silo.seed, message.epoch, message.offer)
         other.choices[user] = (chosen.choices[user] + 1) % 3
         with pytest.raises(InvalidValue, match="sealed texts"):
             columns.open_columns(other, message.columns)
 
 
 def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
-    own, seed = facts(users=200), world.silos[0]._state.seed
+    own, seed = facts(users=200), world.silos[0].seed
     public = Sender(b"run").public
     first, second = (draw_receiver(own, seed, epoch, public).choices for epoch in (1, 2))
     same = sum(a == b for a, b in zip(first, second, strict=True))
@@ -251,7 +251,7 @@ def test_a_silo_answers_no_draw_of_a_used_epoch(world):
 
 def test_a_restored_silo_opens_the_same_columns(world):
     message = open_epoch(world)
-    again = LatticeSilo.from_state(world.silos[1]._state.to_bytes())
+    again = LatticeSilo.from_bytes(world.silos[1].to_bytes())
     again.receive_weights(message)
     assert (again._weights._constants == world.silos[1]._weights._constants).all()
 

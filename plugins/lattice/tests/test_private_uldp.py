@@ -174,7 +174,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
         silo = stored_silo(vault(grid, number))
-        for secret in (silo._state.seed, silo._pairs.private, *silo._pairs._keys.values()):
+        for secret in (silo.seed, silo.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
             assert secret not in told
         assert vault(grid, number).load() not in told
@@ -333,7 +333,7 @@ def test_a_round_and_its_epoch_are_on_record_before_a_sum_leaves():
     grid, _ = start(lattice_of(sampling=SOME), rounds=2)
     for number in range(SILOS):
         silo = stored_silo(vault(grid, number))
-        assert (silo._state.last_round, silo._state.last_epoch) == (2, 2)
+        assert (silo.last_round, silo.last_epoch) == (2, 2)
 
 
 def asked(grid, number):

@@ -10,9 +10,10 @@ from lattice_world import LatticeWorld, lattice_settings, weigh
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure import threads
+from flower_ext.secure.labels import public_of
 from flower_ext_lattice import ring
 from flower_ext_lattice.encrypted_sum import EncryptedSum, decrypted
-from flower_ext_lattice.messages import LatticeSum
+from flower_ext_lattice.messages import LatticeKey, LatticeSum
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.silo import LatticeSilo
 from flower_ext_lattice.weights import weight_table
@@ -271,7 +272,7 @@ def test_each_silo_checks_its_own_limit():
 
 
 def keys_of(server_key, silos) -> bytes:
-    return server_key.to_bytes() + b"".join(silo._pairs.public for silo in silos)
+    return b"".join(public_of(silo.private) for silo in silos) + server_key
 
 
 def test_steps_out_of_order_are_refused():
@@ -328,8 +329,9 @@ def test_the_server_sends_all_silos_the_same_key_or_they_agree_on_nothing():
     facts = lattice_settings(silos=2, users=1)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
     sealed = silos[0].answer("keys", keys_of(server.public_key, silos))
-    other = dataclasses.replace(server.public_key, public_seed=bytes(32))
-    silos[1].answer("keys", keys_of(other, silos))
+    key = LatticeKey.from_bytes(server.public_key, facts)
+    other = dataclasses.replace(key, public_seed=bytes(32))
+    silos[1].answer("keys", keys_of(other.to_bytes(), silos))
     assert silos[0].fingerprint != silos[1].fingerprint
     with pytest.raises(InvalidValue, match="sealed message from silo 0"):
         silos[1].answer("count", sealed, [1])

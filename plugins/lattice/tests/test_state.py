@@ -40,7 +40,7 @@ def world():
 
 
 def restored(silo):
-    return LatticeSilo.from_state(silo._state.to_bytes())
+    return LatticeSilo.from_bytes(silo.to_bytes())
 
 
 def weigh_first(world, opening):
@@ -93,7 +93,7 @@ def test_a_silo_killed_in_a_round_never_sends_under_its_masks_again(world):
     world.silos[0].save = disk
     with pytest.raises(Killed):
         weigh_first(world, opening)
-    world.silos[0] = LatticeSilo.from_state(disk.states[-1])
+    world.silos[0] = LatticeSilo.from_bytes(disk.states[-1])
     world.silos[0].receive_weights(world.sent[-1])
     with pytest.raises(ProtocolError, match="expected a number above 1"):
         weigh_first(world, opening)
@@ -104,10 +104,10 @@ def test_a_silo_killed_in_a_round_never_sends_under_its_masks_again(world):
 def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
     """So the same round may go on after the restart."""
     weights = world.open_epoch()
-    opening, state = world.server.open_round(1), world.silos[0]._state.to_bytes()
+    opening, state = world.server.open_round(1), world.silos[0].to_bytes()
     weighing = world.silos[0].begin(opening)
     weighing.add(world.own(0, world.updates))
-    world.silos[0] = LatticeSilo.from_state(state)
+    world.silos[0] = LatticeSilo.from_bytes(state)
     world.silos[0].receive_weights(weights)
     sums = world.weigh(opening, world.updates, world.noise)
     result = world.server.close_round(sums)
@@ -120,7 +120,7 @@ def test_a_silo_killed_in_an_epoch_takes_no_other_weights_of_it(world):
     weights = world.server.open_epoch(places=[0])
     with pytest.raises(Killed):
         world.silos[0].receive_weights(weights)
-    silo = LatticeSilo.from_state(disk.states[-1])
+    silo = LatticeSilo.from_bytes(disk.states[-1])
     assert silo.epoch is None
     world.server._last_epoch -= 1  # a server that lost its state
     other = world.server.open_epoch(places=[1])
@@ -140,9 +140,9 @@ def test_states_are_stored_before_anything_leaves(world):
 
 
 def test_states_of_other_protocols_and_other_bytes_are_refused(world):
-    state = world.silos[0]._state.to_bytes()
+    state = world.silos[0].to_bytes()
     for wrong in (b"", b"{}", b"[]", state[:-1], state.replace(b"counts", b"count")):
-        with pytest.raises(InvalidValue, match="LatticeState: expected"):
-            LatticeSilo.from_state(wrong)
-    with pytest.raises(InvalidValue, match="LatticeState: expected"):
-        LatticeSilo.from_state(state.replace(b'"lattice"', b'"paillier"'))
+        with pytest.raises(InvalidValue, match="LatticeSilo: expected"):
+            LatticeSilo.from_bytes(wrong)
+    with pytest.raises(InvalidValue, match="LatticeSilo: expected"):
+        LatticeSilo.from_bytes(state.replace(b'"lattice"', b'"paillier"'))

@@ -372,8 +372,8 @@ def test_no_secret_is_sent_in_the_clear(world):
     raw = b"".join(message.to_bytes() for message in world.sent)
     silo, server = world.silos[0], world.server
     for secret in (
-        silo._state.seed,
-        silo._pairs.private,
+        silo.seed,
+        silo.private,
         server._key_seed,
         *silo._entry_keys,
     ):

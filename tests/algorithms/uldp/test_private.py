@@ -316,7 +316,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     everything = b"||".join(raw(m) for m in [*grid.sent, *grid.received])
     for number in range(SILOS):
         held = kept(grid, number)
-        secret = [held._state.seed, held._pairs.private, *held._pairs._keys.values()]
+        secret = [held.seed, held.private, *held._pairs._keys.values()]
         secret += [int(b).to_bytes(held.settings.count_bytes, "big") for b in held._blinds]
         for value in secret:
             assert value not in everything

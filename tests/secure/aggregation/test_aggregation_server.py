@@ -70,7 +70,7 @@ def test_shares_of_no_secret_discard_the_round_and_their_owner_is_named(lost, mo
     keys = one.advertise()
 
     def other_secrets(secret, *arguments):
-        if secret in (one.members[5]._state.seed, one.members[5]._state.mask_private):
+        if secret in (one.members[5].seed, one.members[5].mask_private):
             secret = bytes(32)
         return dealt(secret, *arguments)
 

@@ -9,7 +9,7 @@ from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation import Keys, Member
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
 from flower_ext.secure.aggregation.aggregation_server import ShareFault
-from tests.support.secure_sum import LOW_ORDER, Round, round_context, stored
+from tests.support.secure_sum import LOW_ORDER, Round, member_of, round_context, stored
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_the_same_question_gets_the_same_answer_and_another_is_refused(asked):
 
 def test_a_member_that_answered_keeps_no_share_of_the_other_kind(asked):
     one, request = asked
-    held = one.members[0]._state.held
+    held = one.members[0].held
     one.members[0].unmask(request)
     state = one.members[0].to_bytes()
     assert all(held[other][33:].hex().encode() not in state for other in range(1, 5))
@@ -127,7 +127,7 @@ def test_a_neighbours_key_of_low_order_is_refused_before_anything_is_shared(valu
 )
 def test_neighbours_that_the_context_does_not_allow_are_refused(neighbours, message):
     with pytest.raises(InvalidValue, match=message):
-        Member(round_context(), 0, neighbours)
+        member_of(round_context(), 0, neighbours)
 
 
 def test_a_message_of_another_round_is_refused():
@@ -142,7 +142,7 @@ def test_a_message_of_another_round_is_refused():
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b"[" * 10_000])
 def test_bytes_that_are_no_state_are_refused(data):
-    with pytest.raises(InvalidValue, match="MemberState: expected bytes that hold one"):
+    with pytest.raises(InvalidValue, match="Member: expected bytes that hold one"):
         Member.from_bytes(data)
 
 

@@ -13,7 +13,7 @@ from flower_ext.secure.aggregation import Delivery, Keys, UnmaskRequest, mask_st
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, SEALED_BYTES
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, combine
-from tests.support.secure_sum import Round, graph_for, round_context
+from tests.support.secure_sum import Round, graph_for, member_of, round_context
 
 
 def looks_uniform(data):
@@ -45,9 +45,9 @@ def test_a_single_upload_is_uniform_and_without_masks_it_is_not(monkeypatch):
 def residue(one, *, knows_pairs):
     """Return member 0's upload less the masks that the server can compute."""
     deliveries = one.share(one.advertise())
-    seed = one.members[0]._state.seed
-    private = one.members[0]._state.mask_private
-    keys = one.members[0]._state.keys
+    seed = one.members[0].seed
+    private = one.members[0].mask_private
+    keys = one.members[0].keys
     data = one.members[0].mask(deliveries[0], np.zeros(one.context.length, np.uint32)).values
     left = np.frombuffer(data, dtype=np.uint32).copy()
     apply_mask(self_mask_key(one.context.digest, seed, 0), left, subtract=True)
@@ -67,10 +67,10 @@ def test_one_honest_neighbours_mask_hides_the_upload_and_none_does_not():
 def test_t_colluding_neighbours_rebuild_a_mask_key_and_fewer_do_not():
     one = Round(round_context(8, 7, threshold=4))
     deliveries = one.share(one.advertise())
-    private = one.members[0]._state.mask_private
+    private = one.members[0].mask_private
     for index in range(1, 5):
         one.members[index].mask(deliveries[index], one.vectors[index])
-    held = {i + 1: one.members[i]._state.held[0][33:] for i in range(1, 5)}
+    held = {i + 1: one.members[i].held[0][33:] for i in range(1, 5)}
     assert combine(held, 4) == private
     held.popitem()
     with pytest.raises(InvalidValue):
@@ -131,7 +131,7 @@ class Equivocating:
             circles.append(circles[-1].union(*(graph[index] for index in circles[-1])))
         self.near, self.around, everybody = circles[1:]
         self.values = np.arange(8, dtype=context.dtype)
-        self.members = {index: member.Member(context, index, graph[index]) for index in everybody}
+        self.members = {index: member_of(context, index, graph[index]) for index in everybody}
         self.public = {index: one.advertise().keys for index, one in self.members.items()}
         sealed = {}
         for index in self.around:
@@ -155,7 +155,7 @@ class Equivocating:
 
     def ask(self, index, lost):
         """Keep what one member reveals to a request that names these members as lost."""
-        sharing = self.members[index]._state.held.keys()
+        sharing = self.members[index].held.keys()
         kinds = {other: OF_KEY if other in lost else OF_SEED for other in sharing}
         answers = self.context.members - len(lost & sharing)
         request = UnmaskRequest(digest=self.context.digest, answers=answers, kinds=kinds)
@@ -165,7 +165,7 @@ class Equivocating:
 
     def corrupt(self, index):
         """Keep both shares that a colluding member holds of each secret of its neighbours."""
-        for owner, both in self.members[index]._state.held.items():
+        for owner, both in self.members[index].held.items():
             self.seeds.setdefault(owner, {})[index + 1] = both[:SHARE_BYTES]
             self.keys.setdefault(owner, {})[index + 1] = both[SHARE_BYTES:]
 

@@ -24,8 +24,8 @@ FIELD = 2**255 - 19
 D = -121665 * pow(121666, -1, FIELD) % FIELD  # of the curve -x² + y² = 1 + D x² y²
 
 
-def texts(transfers, places):
-    return [[f"{at:02}:{place}".encode() for place in range(places)] for at in range(transfers)]
+def texts(transfers, num_texts):
+    return [[f"{at:02}:{place}".encode() for place in range(num_texts)] for at in range(transfers)]
 
 
 def points(data):
@@ -87,7 +87,7 @@ def test_the_group_has_the_prime_order_that_scalars_are_drawn_below():
 
 def test_both_sides_compute_the_points_of_the_protocol():
     sender = Sender(RUN)
-    receiver = Receiver(sender.public, KEY, run=RUN, transfers=2, places=3)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=2, num_texts=3)
     offered = decoded(sender.public)
     assert offered == times(number(sender._secret), BASE)
     for answer, scalar, choice in zip(
@@ -97,22 +97,22 @@ def test_both_sides_compute_the_points_of_the_protocol():
         assert answer == encoded(expected)
 
 
-@pytest.mark.parametrize("places", [2, 3, 7])
-def test_the_receiver_gets_the_text_of_its_choice_in_every_transfer(places):
+@pytest.mark.parametrize("num_texts", [2, 3, 7])
+def test_the_receiver_gets_the_text_of_its_choice_in_every_transfer(num_texts):
     sender = Sender(RUN)
-    receiver = Receiver(sender.public, KEY, run=RUN, transfers=12, places=places)
-    sealed = sender.seal(receiver.answer, texts(12, places))
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=12, num_texts=num_texts)
+    sealed = sender.seal(receiver.answer, texts(12, num_texts))
     chosen = receiver.choices
     assert receiver.open(sealed, SIZE) == [
         f"{at:02}:{place}".encode() for at, place in enumerate(chosen)
     ]
     assert len(set(chosen)) > 1
-    assert len(sealed) == 12 * places * (SIZE + SEAL_BYTES)
+    assert len(sealed) == 12 * num_texts * (SIZE + SEAL_BYTES)
 
 
 def test_no_other_text_can_be_opened_with_what_the_receiver_has():
     sender = Sender(RUN)
-    receiver = Receiver(sender.public, KEY, run=RUN, transfers=4, places=3)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=4, num_texts=3)
     sealed = sender.seal(receiver.answer, texts(4, 3))
     right = list(receiver.choices)
     for at, turn in itertools.product(range(4), (1, 2)):  # one transfer at another place
@@ -130,9 +130,9 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
 
 def test_a_key_belongs_to_one_run_one_answer_and_one_place():
     sender = Sender(RUN)
-    receiver = Receiver(sender.public, KEY, run=RUN, transfers=2, places=2)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=2, num_texts=2)
     sealed = sender.seal(receiver.answer, texts(2, 2))
-    other = Receiver(sender.public, KEY, run=b"another run", transfers=2, places=2)
+    other = Receiver(sender.public, KEY, run=b"another run", transfers=2, num_texts=2)
     assert other.answer == receiver.answer
     with pytest.raises(ValueError, match="expected those sealed for this answer"):
         other.open(sealed, SIZE)
@@ -144,7 +144,7 @@ def test_a_key_belongs_to_one_run_one_answer_and_one_place():
 
 def test_parties_with_one_key_are_one_receiver():
     sender = Sender(RUN)
-    one, other = (Receiver(sender.public, KEY, run=RUN, transfers=6, places=5) for _ in range(2))
+    one, other = (Receiver(sender.public, KEY, run=RUN, transfers=6, num_texts=5) for _ in range(2))
     assert one.answer == other.answer
     assert one.open(sender.seal(other.answer, texts(6, 5)), SIZE) == other.open(
         sender.seal(one.answer, texts(6, 5)), SIZE
@@ -154,7 +154,7 @@ def test_parties_with_one_key_are_one_receiver():
 def test_a_key_makes_other_choices_and_other_answers_for_every_offer():
     """Two offers answered with one choice and one scalar would reveal the choice."""
     receivers = [
-        Receiver(Sender(RUN).public, KEY, run=RUN, transfers=40, places=4) for _ in range(2)
+        Receiver(Sender(RUN).public, KEY, run=RUN, transfers=40, num_texts=4) for _ in range(2)
     ]
     one, other = receivers
     assert not set(one._scalars) & set(other._scalars)
@@ -167,7 +167,7 @@ def test_an_answer_does_not_depend_on_the_choice():
     The group is cyclic, so every point of prime order is a multiple of the base point.
     """
     sender = Sender(RUN)
-    receiver = Receiver(sender.public, KEY, run=RUN, transfers=3, places=4)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=3, num_texts=4)
     for answer, scalar, choice in zip(
         points(receiver.answer), receiver._scalars, receiver.choices, strict=True
     ):
@@ -180,7 +180,7 @@ def test_an_answer_does_not_depend_on_the_choice():
 
 
 def test_choices_are_uniform_to_whoever_lacks_the_key():
-    receiver = Receiver(Sender(RUN).public, KEY, run=RUN, transfers=5000, places=5)
+    receiver = Receiver(Sender(RUN).public, KEY, run=RUN, transfers=5000, num_texts=5)
     assert stats.chisquare(np.bincount(receiver.choices, minlength=5)).pvalue > 1e-6
 
 
@@ -231,7 +231,7 @@ def test_the_malformed_points_are_what_their_names_say():
 def test_what_is_not_a_point_of_prime_order_is_refused(name):
     sender, data = Sender(RUN), MALFORMED[name]
     with pytest.raises(ValueError, match="offer: expected points of Ed25519 of prime order"):
-        Receiver(data, KEY, run=RUN, transfers=1, places=2)
+        Receiver(data, KEY, run=RUN, transfers=1, num_texts=2)
     with pytest.raises(ValueError, match="answer: expected points of Ed25519 of prime order"):
         sender.seal(data, texts(1, 2))
     with pytest.raises(ValueError, match="expected 1 points of 32 bytes"):

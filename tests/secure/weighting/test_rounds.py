@@ -6,11 +6,11 @@ import pytest
 from gmpy2 import mpz, next_prime
 
 from flower_ext.errors import IncompleteRound, ProtocolError
+from flower_ext.secure.labels import public_of
 from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_settings import (
-    PaillierKey,
     PaillierSum,
     PaillierWeights,
 )
@@ -249,14 +249,13 @@ def silos_of(settings, **options):
 
 
 def public_keys(silos) -> bytes:
-    return b"".join(silo._pairs.public for silo in silos)
+    return b"".join(public_of(silo.private) for silo in silos)
 
 
 def keyed(silos, server_key=None) -> list[bytes]:
     """Let silos take the step ``keys``, and return the seeds that silo 0 seals for the others."""
     message = (server_key or key().public).n
-    modulus = pack_numbers([message], silos[0].settings.count_bytes)
-    question = PaillierKey(modulus=modulus).to_bytes() + public_keys(silos)
+    question = public_keys(silos) + pack_numbers([message], silos[0].settings.count_bytes)
     sealed = [silo.answer("keys", question) for silo in silos]
     assert sealed[1:] == [b""] * (len(silos) - 1)
     return [sealed[0][at : at + 60] for at in range(0, len(sealed[0]), 60)]
@@ -289,16 +288,15 @@ def test_a_silo_refuses_steps_out_of_order():
 def test_a_silo_refuses_malformed_keys_and_seeds():
     settings = weighting_settings()
     silos = silos_of(settings)
-    server_key, keys = PaillierKey.of(key().public, settings).to_bytes(), public_keys(silos)
+    server_key, keys = pack_numbers([key().public.n], settings.count_bytes), public_keys(silos)
     for wrong, said in (
-        (b"", "keys of 0 bytes"),
-        (server_key + keys[:-32], "keys of"),
-        (server_key + keys + bytes(32), "keys of"),
-        (bytes(len(server_key)) + keys, "begin with b'PPsk'"),
-        (server_key[:4] + bytes(64) + keys, "public key of 0 bits"),
-        (server_key + keys[32:] + keys[:32], "this silo's own key"),
-        (server_key + keys[:32] + keys[:32] + keys[64:], "a different key for every silo"),
-        (server_key + keys[:32] + bytes(32) + keys[64:], "full order"),
+        (b"", "server's key of 0 bytes"),
+        (keys[:-32] + server_key, "server's key of 32 bytes: expected 64"),
+        (keys + server_key + bytes(32), "server's key of 96 bytes"),
+        (keys + bytes(64), "public key of 0 bits"),
+        (keys[32:] + keys[:32] + server_key, "this silo's own key"),
+        (keys[:32] + keys[:32] + keys[64:] + server_key, "a different key for every silo"),
+        (keys[:32] + bytes(32) + keys[64:] + server_key, "full order"),
     ):
         with pytest.raises(ValueError, match=said):
             silos[0].answer("keys", wrong)
@@ -367,8 +365,8 @@ def test_silos_that_received_different_moduli_cannot_share_a_seed():
     silos = silos_of(facts)
     keys, sealed = public_keys(silos), []
     for silo, number in zip(silos, (0, 0, 1), strict=True):
-        modulus = PaillierKey.of(key(number=number).public, facts).to_bytes()
-        sealed.append(silo.answer("keys", modulus + keys))
+        modulus = pack_numbers([key(number=number).public.n], facts.count_bytes)
+        sealed.append(silo.answer("keys", keys + modulus))
     assert silos[0].fingerprint == silos[1].fingerprint != silos[2].fingerprint
     silos[1].answer("count", sealed[0][:60], ONES)
     with pytest.raises(ValueError, match="in this run"):
@@ -401,10 +399,10 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
     world.run_round(5, updates, noise)
     assert [json.loads(state)["last_round"] for state in saved] == [5, 5, 5]
     message = dataclasses.replace(world.begin(6), round_number=5)
-    restarted = PaillierSilo.from_state(saved[1], save=saved.append)
+    restarted = PaillierSilo.from_bytes(saved[1])
     with pytest.raises(ProtocolError, match="expected a number above 5"):
         weigh(restarted, message, world.own(1, updates), noise[1])
-    world.silos = [PaillierSilo.from_state(state) for state in saved[:3]]
+    world.silos = [PaillierSilo.from_bytes(state) for state in saved[:3]]
     assert [silo.index for silo in world.silos] == [0, 1, 2]
     assert world.run_round(7, updates, noise) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
@@ -413,8 +411,8 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
 
 def restarted(silo):
     """Return a party restored from its state only, which the restoration does not change."""
-    again = PaillierSilo.from_state(silo._state.to_bytes())
-    assert again._state == silo._state
+    again = PaillierSilo.from_bytes(silo.to_bytes())
+    assert again == silo
     return again
 
 
@@ -479,7 +477,7 @@ def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
 
 
 def test_states_of_other_protocols_and_other_bytes_are_refused(world):
-    state = world.silos[0]._state.to_bytes()
+    state = world.silos[0].to_bytes()
     values = json.loads(state)
     changed = [
         {**values, "kind": "another"},
@@ -491,8 +489,8 @@ def test_states_of_other_protocols_and_other_bytes_are_refused(world):
         {**values, "surplus": 1},
     ]
     for wrong in (b"", b"{}", b"[]", state[:-1], *(json.dumps(one).encode() for one in changed)):
-        with pytest.raises(ValueError, match="PaillierState: expected"):
-            PaillierSilo.from_state(wrong)
+        with pytest.raises(ValueError, match="PaillierSilo: expected"):
+            PaillierSilo.from_bytes(wrong)
 
 
 def test_a_server_of_another_key_size_is_refused():

@@ -4,7 +4,7 @@ import numpy as np
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure.weighting.paillier_settings import PaillierKey
+from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo, user_blinds
 from flower_ext.secure.weighting.silo_party import user_order
 from tests.support.weighting import key, weighting_settings
@@ -14,14 +14,14 @@ def seeds_of(monkeypatch, number: int, run: str = "test") -> list[bytes]:
     """Return the seed of every silo, where silo 0 chooses its part."""
     settings = weighting_settings(run=run)
     silos = [PaillierSilo(settings, at) for at in range(3)]
-    server_key = PaillierKey.of(key(number=number).public, settings).to_bytes()
-    question = server_key + b"".join(silo.answer("begin", b"") for silo in silos)
+    server_key = pack_numbers([key(number=number).public.n], settings.count_bytes)
+    question = b"".join(silo.answer("begin", b"") for silo in silos) + server_key
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_bytes", bytes)
         sealed, *_ = [silo.answer("keys", question) for silo in silos]
     for silo, seed in ((silos[1], sealed[:60]), (silos[2], sealed[60:])):
         silo.answer("count", seed, [1] * settings.users)
-    return [silo._state.seed for silo in silos]
+    return [silo.seed for silo in silos]
 
 
 def test_all_silos_have_one_seed_which_silo_0_cannot_choose(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
+from flower_ext.secure.labels import public_of
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting import paillier_silo
 from flower_ext.secure.weighting.encoding import from_residue
@@ -82,9 +83,9 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
         assert not secret & {x % n for x in weights}
     raw = b"".join(message.to_bytes() for message in world.sent)
     raw += b"".join(data for _, sent in world.asked + world.answered for data in sent.values())
-    assert world.silos[1]._pairs.public in raw
-    assert silo._state.seed not in raw
-    assert silo._pairs.private not in raw
+    assert public_of(world.silos[1].private) in raw
+    assert silo.seed not in raw
+    assert silo.private not in raw
 
 
 def test_no_silos_own_sum_can_be_decrypted(transcript):
@@ -304,7 +305,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
 def test_parties_do_not_show_their_secrets(transcript):
     world, _, _ = transcript
     silo = world.silos[1]
-    secret = [silo._state.seed, silo._pairs.private]
+    secret = [silo.seed, silo.private]
     shown = "".join(repr(x) + str(x) for x in (world.server, *world.silos, silo._pairs))
     for value in secret:
         assert value.hex() not in shown
