@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from flower_ext.errors import InvalidValue
 
 _FIELD = 2**255 - 19
-_ANY_PRIVATE = bytes(range(32))
+_ANY_PRIVATE = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 
 
 def derive(key: bytes, *label: str | int | bytes) -> bytes:
@@ -39,12 +39,15 @@ def agreed(private: bytes, public: bytes) -> bytes:
         the field's prime. A key of low order gives the same secret with every private key, and a
         number above the prime would be a second encoding of another key.
     """
+    return _exchanged(X25519PrivateKey.from_private_bytes(private), public)
+
+
+def _exchanged(private: X25519PrivateKey, public: bytes) -> bytes:
     refusal = InvalidValue("public key: expected 32 bytes that are an X25519 key of full order")
     if int.from_bytes(public, "little") >= _FIELD:
         raise refusal
     try:
-        mine = X25519PrivateKey.from_private_bytes(private)
-        return mine.exchange(X25519PublicKey.from_public_bytes(public))
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
         raise refusal from error
 
@@ -55,4 +58,4 @@ def check_public(public: bytes) -> None:
     Every private key is a multiple of 8, the order of the curve's small subgroup, so one exchange
     finds all keys of low order.
     """
-    agreed(_ANY_PRIVATE, public)
+    _exchanged(_ANY_PRIVATE, public)

@@ -130,12 +130,17 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    "trainable",
-    [pytest.param(None, id="LoRA"), pytest.param(FFA, id="FFA-LoRA", marks=pytest.mark.full)],
-)
+CASES = [pytest.param(method, None, id=f"{method}-LoRA") for method in METHODS] + [
+    pytest.param(method, FFA, id=f"{method}-FFA-LoRA") for method in ("dp-fedavg", "dp2-fedsam")
+]
+"""FFA-LoRA with a shared head and with personal ones."""
+
+
 # Centaur shares what DP²-FedSAM shares.
-@pytest.mark.parametrize("method", grid(METHODS, lambda method: method != "centaur"))
+@pytest.mark.parametrize(
+    ("method", "trainable"),
+    grid(CASES, lambda name: "FFA" not in name and not name.startswith("centaur")),
+)
 def test_a_method_shares_adapters_and_leaves_the_base_where_it_was(method, trainable):
     own = task(trainable)
     base = {name: value.clone() for name, value in own.factory.facts.frozen.items()}

@@ -35,7 +35,7 @@ from tests.support.apps import (
 )
 from tests.support.deployment import Deployment
 from tests.support.grids import grid
-from tests.support.pretrained import finetuning_settings, project_settings
+from tests.support.pretrained import project_settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -130,24 +130,13 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
 
 @pytest.mark.parametrize(
     "app",
-    grid(
-        [DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO, PRIVATE_FINETUNING],
-        lambda app: app is DP2_FEDSAM,
-    ),
-    ids=["dp2-fedsam", "upcycled", "uldp", "dp-ditto", "private-finetuning"],
+    grid([DP2_FEDSAM, PRIVATE_FINETUNING], lambda app: app is DP2_FEDSAM),
+    ids=["dp2-fedsam", "private-finetuning"],
 )
 def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
-    alone = {} if app is ULDP_FL else {"clients_per_node": 1}
-    flower.run(app, run_directory=tmp_path / "run", **alone)
+    """The other apps run on Ray below: with several clients a node, as silos, or upcycled."""
+    flower.run(app, run_directory=tmp_path / "run", clients_per_node=1)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
-
-
-@pytest.mark.full
-def test_lora_on_text_is_on_ray_as_in_one_process(flower, tmp_path):
-    settings = finetuning_settings(tmp_path)
-    flower.run(PRIVATE_FINETUNING, run_directory=tmp_path / "run", **settings)
-    reference = in_process(PRIVATE_FINETUNING, tmp_path / "reference", **settings)
-    same_run(RunDirectory.open(tmp_path / "run"), reference)
 
 
 @pytest.mark.full
@@ -172,6 +161,7 @@ def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_reme
     same_run(run, in_process(DP2_FEDSAM, tmp_path / "whole", rounds=3))
 
 
+@pytest.mark.full
 def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]
@@ -232,12 +222,11 @@ def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tm
     "where",
     [
         pytest.param("workers", marks=pytest.mark.full),
-        pytest.param("ray", marks=pytest.mark.full),
         pytest.param("superlink", marks=pytest.mark.slow),
     ],
 )
 def test_secure_sums_are_the_same_run_wherever_clients_keep_their_secrets(where, flower, tmp_path):
-    """On SuperNodes each message has a new process."""
+    """On SuperNodes each message has a new process. Scores in secure sums, below, run on Ray."""
     settings = {"aggregation": "secure", "clients": 4, "colluding-share": 0.0}
     places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
     if where == "superlink":
@@ -254,7 +243,6 @@ def test_secure_sums_are_the_same_run_wherever_clients_keep_their_secrets(where,
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param("workers", marks=pytest.mark.full),
         pytest.param("ray", marks=pytest.mark.full),
         pytest.param("superlink", marks=pytest.mark.slow),
     ],
@@ -273,7 +261,6 @@ def test_secure_sums_of_silos_are_the_same_run_everywhere(where, flower, tmp_pat
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param("workers", marks=pytest.mark.full),
         pytest.param("ray", marks=pytest.mark.full),
         pytest.param("superlink", marks=pytest.mark.slow),
     ],
@@ -303,7 +290,7 @@ def test_scores_in_secure_sums_are_the_same_means_everywhere(where, flower, tmp_
     assert ours.client_metrics() == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)
     same_upcycling(foreign(flower, tmp_path, "upcycled", "loopback"), tmp_path)
@@ -344,12 +331,6 @@ def test_private_weighting_on_superlink_equals_plain_weights(protocol, flower, t
     assert [row["answered"] for row in ours.metrics()] == [3, 3]
     assert [row["refused"] for row in ours.metrics() if "refused" in row] in ([], [0, 0])
     same_run(ours, in_process(ULDP_FL, tmp_path / "reference", **settings))
-
-
-@pytest.mark.full
-def test_a_foreign_project_drops_the_strategy_in_on_ray(flower, tmp_path):
-    """The ClientApp is a foreign project's, unchanged; only the strategy is this package's."""
-    protected(foreign(flower, tmp_path, "dp-fedavg", "--federation-config", "num-supernodes=6"))
 
 
 def test_a_foreign_project_drops_the_strategy_in(tmp_path):
@@ -408,8 +389,13 @@ def with_mod(tmp_path: Path, clients: int) -> Path:
     return folder
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("where", ["ray", "superlink"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("ray", marks=pytest.mark.full),
+        pytest.param("superlink", marks=pytest.mark.slow),
+    ],
+)
 def test_a_foreign_project_with_our_mod_noises_on_its_clients(where, flower, tmp_path):
     if where == "superlink":
         flower.deploy(nodes=3)

@@ -138,6 +138,7 @@ def test_upcycling_halves_what_is_released(folder, tmp_path):
     assert run_.status == "completed"
 
 
+@pytest.mark.full
 def test_lora_on_text_trains_b_and_a_head_and_learns(text, tmp_path):
     run_ = run(tmp_path / "run", **{**text, "method": "fedavg", **LEARNING})
     shared = load_file(run_.path / "model.safetensors")

@@ -21,26 +21,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RUNS = [
     (DP2_FEDSAM, {"method": "dp2-fedsam", "sampling": "poisson", "sampling-rate": 0.7}),
-    (DP2_FEDSAM, {"method": "dp-fedsam-ft"}),
     (
         DP2_FEDSAM,
         {"method": "centaur", "aggregation": "secure", "colluding-share": 0, "dropout-share": 0},
     ),
     (DP_DITTO, {"method": "dp-ditto"}),
-    (DP_DITTO, {"method": "dp-pfedme", "noise": "upload", "calibration": "published"}),
-    (DP_DITTO, {"method": "dp-fedamp", "noise": "upload", "calibration": "published"}),
     (DP_DITTO, {"method": "dp-apple", "noise": "upload", "calibration": "published"}),
-    (DP_DITTO, {"method": "dp-fedala", "noise": "upload", "calibration": "published"}),
-    (DP_DITTO, {"method": "fedamp", "seeded-noise": False}),
-    (UPCYCLED_FL, {"method": "fedavgm"}),
     (UPCYCLED_FL, {"method": "fedyogi"}),
     (UPCYCLED_FL, {"method": "scaffold", "perturbation": "none", "seeded-noise": False}),
-    (UPCYCLED_FL, {"method": "feddyn"}),
-    (UPCYCLED_FL, {"method": "pfedme", "upcycled": False}),
     (ULDP_FL, {"method": "uldp-avg-w"}),
-    (ULDP_FL, {"method": "uldp-group"}),
-    (ULDP_FL, {"method": "uldp-naive", "user-sampling-rate": 1.0}),
 ]
+"""Methods with heads of clients, masks, personal models, a server's models for each client, the
+state of an optimizer or of a control, and users in several silos."""
 
 DAILY = "dp2-fedsam"
 """By SIGKILL one method dies in `make test`; in tests of state, others die inside this process."""

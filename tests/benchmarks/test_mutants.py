@@ -62,6 +62,7 @@ def test_every_fault_in_a_module_is_another_program_that_can_be_read(module):
         assert ast.dump(ast.parse(fault.planted(source))) != whole
 
 
+@pytest.mark.full
 def test_every_fault_that_no_test_can_find_can_be_planted(monkeypatch):
     assert stale_entries() == []
     moved = {

@@ -32,15 +32,13 @@ def named(path, words):
     ("number", "words"),
     [
         (signal.SIGTERM, ["run", "--in-process"]),
-        pytest.param(signal.SIGINT, ["run", "--in-process"], marks=pytest.mark.full),
         pytest.param(
             signal.SIGTERM, ["run", "--in-process", "--workers", "2"], marks=pytest.mark.full
         ),
-        pytest.param(signal.SIGTERM, ["run"], marks=pytest.mark.full),
         pytest.param(signal.SIGINT, ["run"], marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, ["deploy", "--nodes", "2"], marks=pytest.mark.slow),
     ],
-    ids=["alone-TERM", "alone-INT", "workers-TERM", "ray-TERM", "ray-INT", "deploy-TERM"],
+    ids=["alone-TERM", "workers-TERM", "ray-INT", "deploy-TERM"],
 )
 def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its_end(
     number, words, command, tmp_path
@@ -79,12 +77,11 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["run", "--in-process"], marks=pytest.mark.full),
         pytest.param(["run", "--in-process", "--workers", "2"], marks=pytest.mark.full),
         pytest.param(["run"], marks=pytest.mark.full),
         pytest.param(["deploy", "--nodes", "2"], marks=pytest.mark.slow),
     ],
-    ids=["alone", "workers", "ray", "deploy"],
+    ids=["workers", "ray", "deploy"],
 )
 def test_a_killed_command_takes_its_run_with_it_and_the_run_can_be_resumed(
     words, command, tmp_path

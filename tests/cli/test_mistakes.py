@@ -1,11 +1,12 @@
 """Common mistakes in commands: the command ends at once, and one line says what to change."""
 
-import os
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from flower_ext.cli.main import app as cli
 from flower_ext.runs import RunDirectory
 from tests.support.apps import APPS
 
@@ -48,16 +49,15 @@ MISTAKES = {
 
 @pytest.mark.full
 @pytest.mark.parametrize(("app", "settings", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_a_setting_ends_the_run_with_one_line(app, settings, said, tmp_path):
+def test_a_mistake_in_a_setting_ends_the_run_with_one_line(
+    app, settings, said, tmp_path, offline, monkeypatch
+):
+    """A mistake that the command itself finds starts no process."""
+    monkeypatch.chdir(tmp_path)
     changes = [word for setting in settings.split() for word in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-c", FLOWER_EXT, "run", APPS / app, "--in-process", *changes],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k != "FLOWER_EXT_DATA"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode in (1, 2), done.stdout + done.stderr  # 2: refused before the run
+    done = CliRunner().invoke(cli, ["run", str(APPS / app), "--in-process", *changes])
+    assert isinstance(done.exception, SystemExit), done.output
+    assert done.exit_code in (1, 2), done.output  # 2: refused before the run
     told = " ".join(done.stderr.replace("│", " ").split())  # the box around an error breaks lines
     assert said in told
     assert "Traceback" not in told

@@ -106,7 +106,7 @@ def randomised_response(rng, canaries, epsilon):
 
 @pytest.mark.parametrize("true", grid([0.0, 1.0], lambda true: true == 1.0))
 def test_one_run_exceeds_the_true_epsilon_no_more_often_than_it_says(true):
-    rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
+    rng, repetitions, confidence = np.random.default_rng(), 200, 0.8
     above = 0
     for _ in range(repetitions):
         scores, included = randomised_response(rng, 200, true)

@@ -186,9 +186,11 @@ def modules_uncollected() -> Iterator[None]:
 
     A round makes thousands of small objects, which start the collector for a fifth of a second each
     time. Most of them are gone after the round, so the collector also starts less often. If the
-    caller has frozen objects already (`gc.freeze`), this function changes nothing.
+    caller has set a threshold as high already, or has frozen objects (`gc.freeze`), this function
+    changes nothing.
     """
-    if gc.get_freeze_count():
+    # The threshold comes first: Python counts frozen objects one by one, a million in 50 ms.
+    if gc.get_threshold()[0] >= _YOUNG or gc.get_freeze_count():
         yield
         return
     gc.collect()

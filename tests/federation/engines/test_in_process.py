@@ -259,11 +259,16 @@ def test_flowers_simulation_is_known_while_ray_is_still_being_imported(monkeypat
 def test_a_run_leaves_the_garbage_collector_as_it_was():
     frozen, usual, inside = gc.get_freeze_count(), gc.get_threshold(), []
     gc.unfreeze()  # other tests may have frozen objects
+    gc.set_threshold(700, 10, 10)
     try:
         with modules_uncollected():
             inside.append(gc.get_threshold())
+            with modules_uncollected():  # in a run in a run
+                inside.append(gc.get_threshold())
+            assert gc.get_freeze_count() > 0
         assert gc.get_freeze_count() == 0
-        assert gc.get_threshold() == usual != inside[0]
+        assert gc.get_threshold() == (700, 10, 10) != inside[0] == inside[1]
     finally:
+        gc.set_threshold(*usual)
         if frozen:
             gc.freeze()

@@ -453,9 +453,9 @@ def uploads(grid):
 
 
 def test_nothing_but_uniform_bytes_leaves_a_client_that_trains():
-    grid, _ = run(strategy_of(seeded_noise=False), rounds=40)
+    grid, _ = run(strategy_of(seeded_noise=False), rounds=20)
     sent = uploads(grid)
-    assert len(sent) == 40 * CLIENTS
+    assert len(sent) == 20 * CLIENTS
     assert {tuple(content.keys()) for content in sent} == {(records.UPDATE,)}
     masked = [content[records.UPDATE]["message"].numpy()[-4 * 56 :] for content in sent]
     counts = np.bincount(np.concatenate(masked), minlength=256)
@@ -501,7 +501,7 @@ def test_the_noise_of_those_who_may_collude_is_not_counted():
     assert sums_only(colluding).epsilon > 0
 
 
-@pytest.mark.parametrize("lost", [(), (0,), (0, 5)])
+@pytest.mark.parametrize("lost", [(), (0, 5)])
 def test_the_released_noise_is_the_same_however_many_answered(lost):
     """Models learn nothing over the rounds, so the released sum is noise only."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
