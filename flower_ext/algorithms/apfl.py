@@ -68,7 +68,7 @@ class Mixture(Job):
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
-    alpha = torch.tensor(work.settings["personal_weight"], dtype=torch.float64)
+    alpha = number_of(work.settings["personal_weight"])
     job = Mixture(
         params=work.memory or {**work.received, WEIGHT: alpha},
         examples=work.data.train,
@@ -105,7 +105,12 @@ def descend_mixture(task: Task, job: Mixture, trained: Callable[[str], bool]) ->
                 w[name].sub_(at_w[name], alpha=rate)
             if number == 0:
                 alpha = min(1.0, max(0.0, alpha - job.weight_rate * along))
-    return problem.whole({**v, WEIGHT: torch.tensor(alpha)}, like=job.params)
+    return problem.whole({**v, WEIGHT: number_of(alpha)}, like=job.params)
+
+
+def number_of(alpha: float) -> Tensor:
+    """Return α as a tensor, without rounding."""
+    return torch.tensor(alpha, dtype=torch.float64)
 
 
 def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> Params:
