@@ -16,7 +16,6 @@ from flower_ext.privacy import (
 )
 from flower_ext.training import LocalTraining, evaluate
 from tests.support.personalised import (
-    BY_EXAMPLES,
     CLIENTS,
     ROUNDS,
     SEED,
@@ -51,7 +50,7 @@ PLANS = {
 def test_it_equals_the_plain_loop_and_evaluates_the_mixture(grid, alpha, rate):
     method = APFL(personal_weight=alpha, weight_learning_rate=rate, local=SGD)
     shared, memories, strategy, _ = run(method, grid=grid)
-    expected, models, theirs = federated(
+    expected, _, theirs = federated(
         mixture,
         uneven_task(),
         seed=SEED,

@@ -36,7 +36,9 @@ def test_it_equals_the_plain_loop_and_evaluates_the_whole_personal_model(grid):
     assert_close(shared, expected)
     assert set(memories) == set(range(CLIENTS))
     for client, memory in memories.items():
-        assert_close(memory, {f"head.{n}": p.detach() for n, p in models[client].head.named_parameters()})
+        assert_close(
+            memory, {f"head.{n}": p.detach() for n, p in models[client].head.named_parameters()}
+        )
         score = evaluate(uneven_task(), {**shared, **memory}, uneven_data(client).test)["loss"]
         assert strategy.client_metrics[client]["loss"] == pytest.approx(score, abs=1e-6)
 

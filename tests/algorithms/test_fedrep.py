@@ -37,7 +37,9 @@ def test_it_equals_the_plain_loop(grid):
     assert strategy.refusals == []
     assert_close(shared, expected)
     for client, memory in memories.items():
-        assert_close(memory, {f"head.{n}": p.detach() for n, p in models[client].head.named_parameters()})
+        assert_close(
+            memory, {f"head.{n}": p.detach() for n, p in models[client].head.named_parameters()}
+        )
 
 
 def test_it_is_centaur_by_another_name():

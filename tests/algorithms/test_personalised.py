@@ -13,7 +13,7 @@ from flower_ext.federation import records
 from flower_ext.privacy import AdversaryView, FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.training import Task
 from tests.support.dying_runs import Died, play
-from tests.support.personalised import CLIENTS, SEED, SGD, Normed, run, uneven_task
+from tests.support.personalised import CLIENTS, SGD, Normed, run, uneven_task
 from tests.support.travelling import Recorder
 
 METHODS = {

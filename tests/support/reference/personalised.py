@@ -33,7 +33,10 @@ def federated(method, task, *, seed, clients, rounds, is_personal=lambda name: F
         with torch.no_grad():
             total = sum(map(len, examples))
             for name in shared:
-                parts = [m.get_parameter(name) * len(e) for m, e in zip(models, examples)]
+                parts = [
+                    model.get_parameter(name) * len(own)
+                    for model, own in zip(models, examples, strict=True)
+                ]
                 server.get_parameter(name).copy_(sum(parts) / total)
     return {name: server.get_parameter(name).detach() for name in shared}, models, memories
 
