@@ -96,11 +96,8 @@ def test_a_layer_with_statistics_that_is_not_personal_ends_the_run_before_its_fi
 
 @pytest.mark.parametrize("method", [FedBN, FedPer, FedRep])
 def test_a_client_refuses_a_server_that_asks_for_running_statistics(method, monkeypatch):
-    """The server of this test sends them, as one with other code could."""
+    """The server of this test sends them, as a server with other code could."""
     task, initial = uneven_task(Normed), uneven_task(Normed).initial_params(SEED)
-    monkeypatch.setattr(
-        "flower_ext.training.validation.RUNNING_STATISTICS", frozenset(), raising=True
-    )
     monkeypatch.setattr("flower_ext.federation.model_checks.RUNNING_STATISTICS", frozenset())
     strategy = FederatedStrategy(method(personal=("head",)), NOISED, seed=SEED, evaluate_every=0)
     grid = Recorder(method.client_app(task), num_clients=CLIENTS)
