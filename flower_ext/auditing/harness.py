@@ -26,8 +26,8 @@ from flower_ext.privacy import AdversaryView, Guarantee, secure_generator
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 
 
-class Promise(NamedTuple):
-    """The ε that a strategy provably has for one view; infinite if it promises none."""
+class ReportedEpsilon(NamedTuple):
+    """The ε that a strategy reports as provable for one view; infinite if it reports none."""
 
     epsilon: float
     delta: float
@@ -70,7 +70,7 @@ class Audit:
     """Results of an audit; all its bounds hold at once with ``confidence``.
 
     The audit ran ``trials`` trials in each world. ``views`` lacks views without a finite ε, because
-    they promise nothing that an audit could break.
+    they report nothing that an audit could break.
     """
 
     name: str
@@ -131,7 +131,7 @@ def audit(
     scores: dict[AdversaryView, tuple[list[float], list[float]]] = {
         view: ([], []) for view in experiment.views
     }
-    promises: dict[AdversaryView, Promise] = {}
+    reported: dict[AdversaryView, ReportedEpsilon] = {}
     known: set[str] = set()
 
     def take(seen: Observation, strategy: Strategy) -> None:
@@ -141,8 +141,8 @@ def audit(
         participations = str(done) if counted is None else repr(vars(counted))
         if participations not in known:
             known.add(participations)
-            for view, promise in promises_of(experiment, strategy).items():
-                promises[view] = max(promise, promises.get(view, promise))
+            for view, claim in reported_epsilons(experiment, strategy).items():
+                reported[view] = max(claim, reported.get(view, claim))
         for view in experiment.views:
             scores[view][0 if done < trials else 1].append(experiment.score(seen, view))
         done += 1
@@ -152,23 +152,23 @@ def audit(
     # The world without the canary first: `take` tells the worlds apart by the number of runs.
     for world in (experiment.without, experiment.present):
         observe(experiment, world, take, trials=trials)
-    views = [view for view in experiment.views if math.isfinite(promises[view].epsilon)]
+    views = [view for view in experiment.views if math.isfinite(reported[view].epsilon)]
     if not views:
         raise InvalidValue(
             f"{experiment.name}: no view has a finite ε to audit; expected one, for example by "
             "more noise"
         )
-    num_bounds = num_audits * sum(len(promises[view].methods) for view in views)
+    num_bounds = num_audits * sum(len(reported[view].methods) for view in views)
 
     def audit_view(view: AdversaryView) -> ViewAudit:
-        promise, (without, present) = promises[view], scores[view]
+        claim, (without, present) = reported[view], scores[view]
         terms = BoundTerms(
-            delta=promise.delta,
+            delta=claim.delta,
             confidence=confidence,
             num_bounds=num_bounds,
-            reported=promise.epsilon,
+            reported=claim.epsilon,
         )
-        bounds = tuple(method(without, present, terms) for method in promise.methods)
+        bounds = tuple(method(without, present, terms) for method in claim.methods)
         return ViewAudit(view=view, bounds=bounds)
 
     return Audit(
@@ -180,12 +180,14 @@ def audit(
     )
 
 
-def promises_of(experiment: Experiment, strategy: Strategy) -> dict[AdversaryView, Promise]:
+def reported_epsilons(
+    experiment: Experiment, strategy: Strategy
+) -> dict[AdversaryView, ReportedEpsilon]:
     """Return the ε that a strategy reports, by adversary's view."""
     if experiment.reported is not None:
         delta, gaussian = experiment.delta or 0.0, bool(experiment.gaussian)
         return {
-            view: Promise(experiment.reported.get(view, math.inf), delta, gaussian)
+            view: ReportedEpsilon(experiment.reported.get(view, math.inf), delta, gaussian)
             for view in experiment.views
         }
     guarantees: Callable[[], Sequence[Guarantee]] | None = getattr(strategy, "guarantees", None)
@@ -193,14 +195,14 @@ def promises_of(experiment: Experiment, strategy: Strategy) -> dict[AdversaryVie
         raise InvalidValue(
             f"{type(strategy).__name__} has no guarantees(): give its ε in Experiment.reported"
         )
-    promises = dict.fromkeys(experiment.views, Promise(math.inf, 0.0, False))
+    reported = dict.fromkeys(experiment.views, ReportedEpsilon(math.inf, 0.0, False))
     for guarantee in guarantees():
-        if guarantee.basis == "provable" and guarantee.view in promises:
+        if guarantee.basis == "provable" and guarantee.view in reported:
             gaussian = guarantee.accountant == EXACT_GAUSSIAN
             if experiment.gaussian is not None:
                 gaussian = experiment.gaussian
-            promises[guarantee.view] = Promise(guarantee.epsilon, guarantee.delta, gaussian)
-    return promises
+            reported[guarantee.view] = ReportedEpsilon(guarantee.epsilon, guarantee.delta, gaussian)
+    return reported
 
 
 def audit_in_one_run(
@@ -249,10 +251,10 @@ def audit_in_one_run(
     bounds: list[LowerBound] = []
 
     def take(seen: Observation, strategy: Strategy) -> None:
-        promise = promises_of(experiment, strategy)[view]
-        if math.isinf(promise.epsilon):
+        claim = reported_epsilons(experiment, strategy)[view]
+        if math.isinf(claim.epsilon):
             raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
-        terms = BoundTerms(delta=promise.delta, confidence=confidence, reported=promise.epsilon)
+        terms = BoundTerms(delta=claim.delta, confidence=confidence, reported=claim.epsilon)
         bounds.append(in_one_run(scores(seen), included, terms, guesses=guesses))
 
     observe(experiment, both, take, trials=1)

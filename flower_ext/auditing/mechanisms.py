@@ -79,9 +79,6 @@ def _run(method: Method, plan: PrivacyPlan, evaluate_every: int = 0) -> Federate
     return FederatedStrategy(method, plan, evaluate_every=evaluate_every)
 
 
-# One client's update
-
-
 def _dp_fedavg(plan: ReleasePlan, evaluate_every: int = 0) -> FederatedStrategy:
     return _run(DPFedAvg(local=ONE_STEP), plan, evaluate_every=evaluate_every)
 
@@ -94,16 +91,6 @@ _CLIENT_NOISE = LinearMechanism(
     present=[client_data(HUGE), client_data(0.0)],
     partitions=[0],
 )
-_SERVER_NOISE = replace(
-    _CLIENT_NOISE,
-    name="server-noise",
-    plan=_release_plans(FullParticipation(2), noise_placement="server"),
-)
-_FOREIGN_APP = replace(
-    _CLIENT_NOISE,
-    name="client-noise-mod",
-    app=plain_app,
-)
 _POISSON_CLIENT_NOISE = replace(
     _CLIENT_NOISE,
     name="client-noise-poisson",
@@ -113,21 +100,6 @@ _POISSON_CLIENT_NOISE = replace(
     present=[client_data(LARGE), client_data(0.0)],
     views=_MODELS,
 )
-_POISSON_SERVER_NOISE = replace(
-    _POISSON_CLIENT_NOISE,
-    name="server-noise-poisson",
-    plan=_release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"),
-)
-_SECURE_SUM = LinearMechanism(
-    name="secure-sum",
-    # The server sees all messages of the protocol, and computes the sum from them.
-    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
-    strategy=_dp_fedavg,
-    without=[client_data(0.0), client_data(0.0), client_data(0.0)],
-    present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
-    views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
-    partitions=[0],
-)
 
 
 def _scored(*accuracies: float) -> ClientData:
@@ -136,29 +108,55 @@ def _scored(*accuracies: float) -> ClientData:
     return ClientData(train=pulls(0.0), test=test)
 
 
-_SECURE_SCORES = LinearMechanism(
-    name="secure-scores",
-    # Training has so much noise that the evaluations determine ε.
-    plan=lambda noise, rounds: ReleasePlan(
-        sampling=FullParticipation(3),
-        clipping_norm=1.0,
-        noise_multiplier=50.0,
-        rounds=rounds,
-        delta=DELTA,
-        noise_placement=_HONEST_SUM,
-        queries=(SecureScores(noise_multiplier=0.5 * noise, times=rounds),),
+_OF_CLIENTS = (
+    _CLIENT_NOISE,
+    replace(
+        _CLIENT_NOISE,
+        name="server-noise",
+        plan=_release_plans(FullParticipation(2), noise_placement="server"),
     ),
-    strategy=partial(_dp_fedavg, evaluate_every=1),
-    # Without the canary, the first client has no test examples.
-    without=[_scored(), _scored(0.5), _scored(0.5)],
-    present=[_scored(BEYOND), _scored(0.5), _scored(0.5)],
-    views=_MODELS,
-    metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
-    score=of_scores("accuracy"),
+    replace(_CLIENT_NOISE, name="client-noise-mod", app=plain_app),
+    _POISSON_CLIENT_NOISE,
+    replace(
+        _POISSON_CLIENT_NOISE,
+        name="server-noise-poisson",
+        plan=_release_plans(
+            PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"
+        ),
+    ),
+    LinearMechanism(
+        name="secure-sum",
+        # The server sees all messages of the protocol, and computes the sum from them.
+        plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+        strategy=_dp_fedavg,
+        without=[client_data(0.0), client_data(0.0), client_data(0.0)],
+        present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
+        views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
+        partitions=[0],
+    ),
+    LinearMechanism(
+        name="secure-scores",
+        # Training has so much noise that the evaluations determine ε.
+        plan=lambda noise, rounds: ReleasePlan(
+            sampling=FullParticipation(3),
+            clipping_norm=1.0,
+            noise_multiplier=50.0,
+            rounds=rounds,
+            delta=DELTA,
+            noise_placement=_HONEST_SUM,
+            queries=(SecureScores(noise_multiplier=0.5 * noise, times=rounds),),
+        ),
+        strategy=partial(_dp_fedavg, evaluate_every=1),
+        # Without the canary, the first client has no test examples.
+        without=[_scored(), _scored(0.5), _scored(0.5)],
+        present=[_scored(BEYOND), _scored(0.5), _scored(0.5)],
+        views=_MODELS,
+        metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
+        score=of_scores("accuracy"),
+    ),
 )
+"""Mechanisms whose unit is a client, with one update."""
 
-
-# One user with records in several silos
 
 _ULDP_AVG = LinearMechanism(
     name="uldp-avg",
@@ -167,36 +165,6 @@ _ULDP_AVG = LinearMechanism(
     without=[_OTHER_USERS] * 2,
     present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
 )
-_ULDP_SGD = replace(
-    _ULDP_AVG,
-    name="uldp-sgd",
-    strategy=lambda plan: _run(UldpSgd(num_silos=2), plan),
-)
-_ULDP_SECURE_SUM = LinearMechanism(
-    name="uldp-secure-sum",
-    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
-    strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
-    without=[_OTHER_USERS] * 3,
-    present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
-    # A released model is a multiple of the sum, so an adversary that sees models sees sums.
-    views=_MODELS,
-)
-_ULDP_BY_RECORDS = replace(
-    _ULDP_AVG,
-    name="uldp-avg-by-records",
-    strategy=lambda plan: _run(UldpAvg(num_silos=2, weighting="by-records", local=ONE_STEP), plan),
-    # The canary has all its weight in one silo, as it may under encrypted weights.
-    present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
-    partitions=[0],
-)
-_ULDP_NAIVE = LinearMechanism(
-    name="uldp-naive",
-    plan=_release_plans(FullParticipation(2), noise_multiplier=1.0),
-    strategy=lambda plan: _run(UldpNaive(num_silos=2, local=ONE_STEP), plan),
-    # With the canary, both silos' updates point the other way.
-    without=[silo_data([1], [-HUGE])] * 2,
-    present=[silo_data([0, 1], [3 * HUGE, -HUGE])] * 2,
-)
 
 
 def _grouped(local: DpSgdTraining) -> FederatedStrategy:
@@ -204,112 +172,128 @@ def _grouped(local: DpSgdTraining) -> FederatedStrategy:
     return _run(method, method.plan(DELTA))
 
 
-_ULDP_GROUP = LinearMechanism(
-    name="uldp-group",
-    plan=lambda noise, rounds: DpSgdTraining(
-        steps=1,
-        sampling_rate=1.0,
-        batch_size=1.0,
-        learning_rate=1.0,
-        clipping_norm=1.0,
-        noise_multiplier=noise,
+_OF_USERS = (
+    _ULDP_AVG,
+    replace(
+        _ULDP_AVG,
+        name="uldp-sgd",
+        strategy=lambda plan: _run(UldpSgd(num_silos=2), plan),
     ),
-    strategy=_grouped,
-    without=[silo_data([1], [0.0])] * 2,
-    present=[silo_data([0, 0, 1], [HUGE, HUGE, 0.0]), silo_data([1], [0.0])],
-    partitions=[0],
-    gaussian=True,  # every step uses all records
+    LinearMechanism(
+        name="uldp-secure-sum",
+        plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+        strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
+        without=[_OTHER_USERS] * 3,
+        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
+        # A released model is a multiple of the sum, so an adversary that sees models sees sums.
+        views=_MODELS,
+    ),
+    replace(
+        _ULDP_AVG,
+        name="uldp-avg-by-records",
+        strategy=lambda plan: _run(
+            UldpAvg(num_silos=2, weighting="by-records", local=ONE_STEP), plan
+        ),
+        # The canary has all its weight in one silo, as it may under encrypted weights.
+        present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
+        partitions=[0],
+    ),
+    LinearMechanism(
+        name="uldp-naive",
+        plan=_release_plans(FullParticipation(2), noise_multiplier=1.0),
+        strategy=lambda plan: _run(UldpNaive(num_silos=2, local=ONE_STEP), plan),
+        # With the canary, both silos' updates point the other way.
+        without=[silo_data([1], [-HUGE])] * 2,
+        present=[silo_data([0, 1], [3 * HUGE, -HUGE])] * 2,
+    ),
+    LinearMechanism(
+        name="uldp-group",
+        plan=lambda noise, rounds: DpSgdTraining(
+            steps=1,
+            sampling_rate=1.0,
+            batch_size=1.0,
+            learning_rate=1.0,
+            clipping_norm=1.0,
+            noise_multiplier=noise,
+        ),
+        strategy=_grouped,
+        without=[silo_data([1], [0.0])] * 2,
+        present=[silo_data([0, 0, 1], [HUGE, HUGE, 0.0]), silo_data([1], [0.0])],
+        partitions=[0],
+        gaussian=True,  # every step uses all records
+    ),
 )
-
-
-# One record of a client
+"""Mechanisms whose unit is a user with records in several silos."""
 
 
 def _dp_ditto(plan: RecordLevelPlan, local: LocalTraining = ONE_STEP) -> FederatedStrategy:
     return _run(DPDitto(local=local, personal_training=ONE_STEP), plan)
 
 
-_DITTO_UPLOADS = LinearMechanism(
-    name="ditto-uploads",
-    # One record reverses the direction of the clipped model.
-    plan=lambda noise, rounds: _record_plan(rounds=rounds, clipping_norm=1.0, noise_stddev=noise),
-    strategy=_dp_ditto,
-    without=_BACKWARDS,
-    present=_FORWARDS,
-    whole=True,
-)
-_DITTO_STEPS = LinearMechanism(
-    name="ditto-steps",
-    # One record's clipped gradients reverse the direction of both noised steps.
-    plan=lambda noise, rounds: _record_plan(
-        rounds=rounds,
-        clipping_norm=1e3,
-        noise_stddev=0.7 * noise,
-        steps=ClippedSteps(
-            learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=2, local_steps=2
-        ),
-    ),
-    strategy=partial(_dp_ditto, local=LocalTraining(steps=2, batch_size=2, learning_rate=1.0)),
-    without=_BACKWARDS,
-    present=_FORWARDS,
-)
 _ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
-_OUTPUT_PERTURBATION = LinearMechanism(
-    name="output-perturbation",
-    plan=lambda noise, rounds: PerturbationPlan(
-        sampling=FullParticipation(1),
-        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
-        delta=DELTA,
-    ),
-    strategy=lambda plan: _run(Hosted(FedAvg(**_ALONE), local=ONE_STEP), plan),
-    without=_BACKWARDS,
-    present=_FORWARDS,
-    whole=True,
-)
-_OBJECTIVE_PERTURBATION = LinearMechanism(
-    name="objective-perturbation",
-    # One record changes the sign of the perturbed exact minimiser, in one dimension.
-    plan=lambda noise, rounds: PerturbationPlan(
-        sampling=FullParticipation(1),
-        perturbation=ObjectivePerturbation(rate=1 / noise),
-        objective=LocalObjective(
-            convex=True,
-            generalised_linear=True,
-            gradient_bound=1.0,
-            curvature_bound=0.0,
-            feature_norm_bound=1.0,
+_OF_RECORDS = (
+    LinearMechanism(
+        name="ditto-uploads",
+        # One record reverses the direction of the clipped model.
+        plan=lambda noise, rounds: _record_plan(
+            rounds=rounds, clipping_norm=1.0, noise_stddev=noise
         ),
-        delta=DELTA,
+        strategy=_dp_ditto,
+        without=_BACKWARDS,
+        present=_FORWARDS,
+        whole=True,
     ),
-    strategy=lambda plan: _run(
-        Hosted(FedProx(proximal_mu=1.0, **_ALONE), local=LocalTraining(tolerance=1e-9)), plan
+    LinearMechanism(
+        name="ditto-steps",
+        # One record's clipped gradients reverse the direction of both noised steps.
+        plan=lambda noise, rounds: _record_plan(
+            rounds=rounds,
+            clipping_norm=1e3,
+            noise_stddev=0.7 * noise,
+            steps=ClippedSteps(
+                learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=2, local_steps=2
+            ),
+        ),
+        strategy=partial(_dp_ditto, local=LocalTraining(steps=2, batch_size=2, learning_rate=1.0)),
+        without=_BACKWARDS,
+        present=_FORWARDS,
     ),
-    without=[client_data(-1.0, 0.0, size=1)],
-    present=[client_data(1.0, 0.0, size=1)],
-    size=1,
+    LinearMechanism(
+        name="output-perturbation",
+        plan=lambda noise, rounds: PerturbationPlan(
+            sampling=FullParticipation(1),
+            perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
+            delta=DELTA,
+        ),
+        strategy=lambda plan: _run(Hosted(FedAvg(**_ALONE), local=ONE_STEP), plan),
+        without=_BACKWARDS,
+        present=_FORWARDS,
+        whole=True,
+    ),
+    LinearMechanism(
+        name="objective-perturbation",
+        # One record changes the sign of the perturbed exact minimiser, in one dimension.
+        plan=lambda noise, rounds: PerturbationPlan(
+            sampling=FullParticipation(1),
+            perturbation=ObjectivePerturbation(rate=1 / noise),
+            objective=LocalObjective(
+                convex=True,
+                generalised_linear=True,
+                gradient_bound=1.0,
+                curvature_bound=0.0,
+                feature_norm_bound=1.0,
+            ),
+            delta=DELTA,
+        ),
+        strategy=lambda plan: _run(
+            Hosted(FedProx(proximal_mu=1.0, **_ALONE), local=LocalTraining(tolerance=1e-9)), plan
+        ),
+        without=[client_data(-1.0, 0.0, size=1)],
+        present=[client_data(1.0, 0.0, size=1)],
+        size=1,
+    ),
 )
+"""Mechanisms whose unit is one record of a client."""
 
-
-MECHANISMS = {
-    mechanism.name: mechanism
-    for mechanism in (
-        _CLIENT_NOISE,
-        _SERVER_NOISE,
-        _FOREIGN_APP,
-        _POISSON_CLIENT_NOISE,
-        _POISSON_SERVER_NOISE,
-        _SECURE_SUM,
-        _SECURE_SCORES,
-        _ULDP_AVG,
-        _ULDP_SGD,
-        _ULDP_SECURE_SUM,
-        _ULDP_BY_RECORDS,
-        _ULDP_NAIVE,
-        _ULDP_GROUP,
-        _DITTO_UPLOADS,
-        _DITTO_STEPS,
-        _OUTPUT_PERTURBATION,
-        _OBJECTIVE_PERTURBATION,
-    )
-}
+MECHANISMS = {each.name: each for each in (*_OF_CLIENTS, *_OF_USERS, *_OF_RECORDS)}
 """Mechanisms by their names in ``flower-ext audit``."""

@@ -17,8 +17,8 @@ from flower_ext.auditing import Audit, Experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
+from flower_ext.files import write_whole
 from flower_ext.privacy import epsilon_text
-from flower_ext.runs.files import write_whole
 
 _BROKEN, _NO_AUDIT, _INTERRUPTED = 1, 2, 130
 

@@ -12,6 +12,7 @@ import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import (
+    DpSgd,
     FixedSizeSampling,
     FullParticipation,
     NeighboringRelation,
@@ -28,12 +29,16 @@ from flower_ext.privacy.accounting.calibration import (
     MAX_ROUNDS,
     calibrate_rounds,
     calibrate_sampling_rate,
+    least_noise_multiplier,
 )
+from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.guarantee import large_delta
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )
+from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
 
 _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
 _MODELS = "released models"
@@ -57,27 +62,38 @@ class Way:
 
 
 def calibrate(
-    population: Annotated[int, typer.Option(min=1, help="N: clients in the federation.")],
-    rounds: Annotated[int | None, typer.Option(min=1, help="T: planned rounds.")] = None,
+    population: Annotated[int, typer.Option(min=1, help="N: clients, or users, in all.")],
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="T: planned rounds; of a user, steps of DP-SGD.")
+    ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Target ε.")] = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="σ: stddev of the noise on a round's sum, over C.")
     ] = None,
     delta: Annotated[float | None, typer.Option(help="δ; by default 1/N.")] = None,
     sampling_rate: Annotated[
-        float | None, typer.Option(help="r: share of the clients in each round.")
+        float | None,
+        typer.Option(help="r: share of the clients in each round; of a user, records a step."),
     ] = None,
     cohort_size: Annotated[int | None, typer.Option(help="rN, in place of the rate.")] = None,
+    unit: Annotated[
+        PrivacyUnit, typer.Option(help="client, or user: all records of a person (ULDP-GROUP).")
+    ] = PrivacyUnit.CLIENT,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="k: most records of a user in all silos.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute the noise, ε, the rounds or the sampling rate from the other three.
 
     The noise multiplier σ is the standard deviation of the noise on a round's sum, divided by the
-    clipping norm C. The privacy unit is one client.
+    clipping norm C. The privacy unit is one client. With --unit user --group-size 8, it is one
+    user with at most 8 records, whose silos train by DP-SGD with noise σC on each step's sum.
 
     Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2. To
     find the largest number of rounds, give --noise-multiplier 1 in place of --rounds 60.
     """
+    _check_unit(unit, group_size, cohort_size)
     if sampling_rate is not None and cohort_size is not None:
         raise typer.BadParameter("give either --sampling-rate or --cohort-size")
     if cohort_size is not None and not 1 <= cohort_size <= population:
@@ -99,28 +115,52 @@ def calibrate(
         )
     (name,) = unknown
     known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    rows = _answers(name, population, **known)
+    rows = _answers(name, population, group_size, **known)
     if as_json:
-        answer = {"unit": "client", "population": population, **known, "rows": rows}
+        answer = {"unit": unit.value, "population": population, **known, "rows": rows}
         console.print_json(json.dumps(answer))
         return
     signs = " · ".join(f"{_SIGNS[name]} = {value:.4g}" for name, value in known.items())
-    console.print(f"Unit: one client of {population} · {signs}\n")
-    if warning := large_delta(known["delta"], PrivacyUnit.CLIENT, population):
+    most = f" with at most {group_size} records" if group_size else ""
+    console.print(f"Unit: one {unit.value} of {population}{most} · {signs}\n")
+    if warning := large_delta(known["delta"], unit, population):
         console.print(f"{warning}\n")
     title, column, formatted = _TABLES[name]
     table = titled_table(title, (*_WORDS, column))
     for row in rows:
         table.add_row(*(row[word] for word in _WORDS), formatted(row[name]))
     console.print(table)
-    if name in ("epsilon", "noise_multiplier"):
+    if group_size is None and name in ("epsilon", "noise_multiplier"):
         noise = known.pop("noise_multiplier", None) or rows[0][name]
         known.pop("epsilon", None)
         _print_failed_conditions(noise_multiplier=noise, **known)
 
 
-def _answers(name: str, population: int, **known: Any) -> list[dict[str, Any]]:
+def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | None) -> None:
+    """Refuse options that do not belong to the unit."""
+    if unit is PrivacyUnit.RECORD:
+        raise typer.BadParameter("--unit record: expected client or user")
+    if (unit is PrivacyUnit.USER) != (group_size is not None):
+        raise typer.BadParameter("give --unit user and --group-size together, or neither")
+    if group_size and cohort_size is not None:
+        raise typer.BadParameter("--cohort-size counts clients; of a user, give --sampling-rate")
+
+
+def _answers(
+    name: str, population: int, group_size: int | None, **known: Any
+) -> list[dict[str, Any]]:
     """Return the value of the quantity ``name`` under each way to account for a run."""
+    if group_size is not None:
+        if name not in ("epsilon", "noise_multiplier"):
+            raise typer.BadParameter(
+                "of a user, the command computes --epsilon or --noise-multiplier; give the others"
+            )
+        target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")
+        ways = _group_ways(group_size, **known)
+        return [
+            {**way.words, name: (way.epsilon_at if name == "epsilon" else way.noise_for)(target)}
+            for way in ways
+        ]
     if name == "sampling_rate":
         most = calibrate_sampling_rate(population=population, **known)
         return [{**_described("Poisson, PLD", _ADD_OR_REMOVE), name: most}]
@@ -189,6 +229,32 @@ def _ways(
         provable("fixed size, RDP", fixed, _REPLACE),
         provable("cohorts known", everyone, special, sums, releases=rounds),
         provable("uploads known", everyone, special, uploads, releases=rounds * fixed.size),
+    ]
+
+
+def _group_ways(group_size: int, *, delta: float, rounds: int, sampling_rate: float) -> list[Way]:
+    """Return the ways to account for all records of a user: two lemmas, and the tight one."""
+
+    def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> Way:
+        def epsilon_at(noise_multiplier: float) -> float:
+            silo = DpSgd(
+                noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=rounds
+            )
+            return loss_of(silo, group_size=group_size, delta=delta).epsilon
+
+        def noise_for(epsilon: float) -> float:
+            target = f"epsilon={epsilon!r} at delta={delta!r} of {group_size} records by {name}"
+            return least_noise_multiplier(lambda noise: epsilon_at(noise) <= epsilon, target)
+
+        return Way(
+            _described(name, _ADD_OR_REMOVE, "each step of every silo"), epsilon_at, noise_for
+        )
+
+    covered = 1 << (group_size - 1).bit_length()
+    return [
+        way("Lemma 8 (Uldp-FL)", group_loss_by_conversion),
+        way(f"Lemma 9 (Uldp-FL), {covered} records", group_loss_by_renyi),
+        way("mixture of Gaussians, PLD", group_loss),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.markdown import Markdown
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
+from flower_ext.files import read_toml
 from flower_ext.planning import DittoProblem, LinearFairness
 from flower_ext.planning.budget import PlannedSchedule, planned_schedules
 from flower_ext.privacy import ClippedSteps, FullParticipation, RecordLevelPlan
@@ -133,7 +133,7 @@ def ditto_schedule(
 
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
-    settings = read_settings(settings_file)
+    settings = ScheduleSettings.of(read_toml(settings_file))
     problem, delta = settings.problem, settings.delta or 1 / settings.num_examples
     schedules = planned_schedules(
         settings.plan_of, problem, settings.weight, max_rounds=settings.max_rounds
@@ -174,23 +174,6 @@ def _json_ready(planned: PlannedSchedule) -> dict[str, Any]:
         "epsilon": planned.epsilons,
         "conditions_not_met": planned.not_met,
     }
-
-
-def read_settings(file: Path) -> ScheduleSettings:
-    """Return the settings in a TOML file.
-
-    Raises
-    ------
-    InvalidValue
-        The file is not there or not TOML, or a setting is missing, unknown or out of range.
-    """
-    try:
-        config = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidValue(f"{file}: expected a settings file; {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidValue(f"{file} is not valid TOML: {error}") from None
-    return ScheduleSettings.of(config)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -17,13 +17,14 @@ from flower_ext.cli.processes import (
     GRACE,
     HOST,
     Ended,
+    Followed,
     LaunchFailed,
+    RunLog,
     end_groups,
     executable,
     free_port,
     wait_for_port,
 )
-from flower_ext.cli.run_log import Followed, RunLog
 
 _PROGRAM = "flower_ext.federation.engines.run_app"
 """Module that a run in one process executes.

@@ -25,9 +25,9 @@ from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.federation.client.app import MethodsApp
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
+from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.files import write_whole
 from flower_ext.training import Params, clone
 
 
@@ -74,7 +74,7 @@ def export(
         "client": client,
         "for": f"client {client} alone" if is_secret else "everyone who may have the run's models",
         "parameters": {"shared": [n for n in params if n not in personal], "personal": personal},
-        **_promises(directory, _about_client(client, personal, is_secret)),
+        **_guarantees(directory, _about_client(client, personal, is_secret)),
     }
     tags = {"run": directory.id, "frozen": str(directory.use().get("frozen", ""))}
     # The guarantee first, so that no model is ever on disk without it.
@@ -169,7 +169,7 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
         )
 
 
-def _promises(run: RunDirectory, about_client: list[str]) -> dict[str, list[Any]]:
+def _guarantees(run: RunDirectory, about_client: list[str]) -> dict[str, list[Any]]:
     """Return the run's guarantees for a file, and sentences that say what they cover."""
     guarantees = run.guarantees()
     # A guarantee for uploads covers the models, too, because models are computed from uploads.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import keyword
 import re
 import shlex
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,7 @@ import typer
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
+from flower_ext.files import read_toml
 
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?")
 """A name that Flower accepts for an app, and Python's packaging tools for a project."""
@@ -44,9 +44,8 @@ def new(
     known = templates()
     if app is None or app not in known:
         for name, template in known.items():
-            console.print(
-                f"{name:20}{_project(template)['description']}", highlight=False, soft_wrap=True
-            )
+            project = read_toml(template / "pyproject.toml")["project"]
+            console.print(f"{name:20}{project['description']}", highlight=False, soft_wrap=True)
     if app is None:
         return
     if app not in known:
@@ -105,10 +104,3 @@ def _package(name: str) -> str:
             f"for example {name}-app"
         )
     return package
-
-
-def _project(template: Path) -> dict[str, str]:
-    project: dict[str, str] = tomllib.loads(
-        (template / "pyproject.toml").read_text(encoding="utf-8")
-    )["project"]
-    return project

@@ -7,7 +7,6 @@ An app of this package names its class of settings in its ``pyproject.toml``, in
 from __future__ import annotations
 
 import os
-import tomllib
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
+from flower_ext.files import read_toml
 from flower_ext.runs.directory import RunDirectory, new_run_path
 from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
@@ -192,10 +192,7 @@ def declared_settings(app: Path) -> tuple[dict[str, Any], dict[str, Declaration]
     if not project.is_file():
         missing = "no pyproject.toml in it" if app.is_dir() else "no such folder"
         raise InvalidValue(f"app={app}: expected the folder of a Flower app; there is {missing}")
-    try:
-        tool = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
-    except ValueError as error:
-        raise InvalidValue(f"{project} is not valid TOML: {error}") from None
+    tool = read_toml(project).get("tool", {})
     defaults = tool.get("flwr", {}).get("app", {}).get("config", {})
     named = tool.get("flower-ext", {}).get("app", {}).get("settings")
     known = _declared(app, named) if named else {}

@@ -24,15 +24,15 @@ from flower_ext.cli.processes import (
     Ended,
     Interrupted,
     LaunchFailed,
+    RunLog,
     environment,
     signals_as_interrupts,
 )
 from flower_ext.cli.reaper import reaped
-from flower_ext.cli.run_log import RunLog
-from flower_ext.cli.screen import Settings, console
+from flower_ext.cli.screen import console
+from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
-from flower_ext.runs.files import LAST_MOMENTS, InUse
 from flower_ext.runs.report import write_report
 
 
@@ -45,7 +45,10 @@ def run(
             help="Connection of Flower's configuration; by default the local simulation."
         ),
     ] = None,
-    settings: Settings = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override of a setting, name=value; repeatable."),
+    ] = None,
     preset: Annotated[
         str | None,
         typer.Option(help="Setting of a paper, as `flower-ext settings APP --presets` lists them."),

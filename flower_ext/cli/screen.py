@@ -1,9 +1,8 @@
-"""Parts that all commands share: an option, tables, and messages about failures."""
+"""The screen of all commands: tables, and messages about failures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
 
 import click
 import typer
@@ -13,11 +12,6 @@ from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from flower_ext.errors import FlowerExtError, InvalidValue
-
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Override of a setting, name=value; repeatable.")
-]
-"""The option ``--set`` of all commands that start runs."""
 
 console = Console()
 _errors = Console(stderr=True)
@@ -32,8 +26,8 @@ def titled_table(title: str, columns: Iterable[str]) -> Table:
 class Command(TyperCommand):
     """A command that prints an expected error as one message, without a traceback.
 
-    The exit status is 2 for an `InvalidValue`, and 1 for any other `FlowerExtError` and for a file
-    that cannot be read or written.
+    The exit status is 2 for an `InvalidValue`. For any other `FlowerExtError` it is the error's own
+    ``exit_status``, if it has one, or 1, as for a file that cannot be read or written.
     """
 
     def invoke(self, ctx: click.Context) -> object:
@@ -45,13 +39,6 @@ class Command(TyperCommand):
         except (FlowerExtError, OSError) as error:
             if isinstance(error, OSError) and error.filename is None:
                 raise
-            raise failed(error) from error
-
-
-def failed(error: Exception) -> typer.Exit:
-    """Print why a command failed; return the exit to raise.
-
-    The exit status is the error's own ``exit_status`` if it has one, and 1 otherwise.
-    """
-    _errors.print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
-    return typer.Exit(getattr(error, "exit_status", 1))
+            reason = f"[bold red]Failed:[/] {escape(str(error))}"
+            _errors.print(reason, soft_wrap=True, highlight=False)
+            raise typer.Exit(getattr(error, "exit_status", 1)) from error

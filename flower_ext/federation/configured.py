@@ -384,7 +384,7 @@ def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | Non
     """Return the ε for which the noise of a plan is provably calibrated; None if there is none."""
     if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
         return None
-    if settings.target is None or plan.planned_rounds is None:
+    if settings.target is None or plan.rounds is None:
         return None
     assert plan.delta is not None  # noise was chosen for it
     return Budget(epsilon=settings.target, delta=plan.delta)

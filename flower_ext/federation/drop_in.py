@@ -126,7 +126,7 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
     if not (path / "run.json").is_file():
         return
     run = RunDirectory.open(path)
-    done = int(max((row["round"] for row in run.metrics()), default=0))
+    done = int(run.metrics().last)
     if run.status == "completed" and num_rounds <= done:
         raise InvalidValue(
             f"{path} holds a run that is complete, after {done} rounds: for a new run, give "

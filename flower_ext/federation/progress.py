@@ -11,13 +11,10 @@ import numpy as np
 from flwr.app import Message
 
 from flower_ext.federation.uploads import payload_bytes
-from flower_ext.metrics import summarize
+from flower_ext.metrics.spread import is_loss, reported_by_most, summarize
+from flower_ext.privacy import epsilon_text
+from flower_ext.privacy.guarantee import is_large
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.round_metrics import (
-    describe_round,
-    lower_is_better,
-    reported_by_most,
-)
 
 log = getLogger("flwr")
 
@@ -94,7 +91,7 @@ class Progress:
         for name in sorted(reported_by_most(everyone) - {"num-examples"}):
             by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]
-            spread = summarize(values, lower_is_better=lower_is_better(name))
+            spread = summarize(values, lower_is_better=is_loss(name))
             summary |= {f"{name}_{part}": value for part, value in vars(spread).items()}
             if len(by_client) < len(everyone):
                 summary[f"{name}_clients"] = len(by_client)
@@ -107,7 +104,7 @@ class Progress:
 
     def end(self, server_round: int, num_rounds: int) -> None:
         """Write one line to the log and one row to the run directory."""
-        phrases = [f"round {server_round}/{num_rounds}", *describe_round(self.row)]
+        phrases = [f"round {server_round}/{num_rounds}", *_in_words(self.row)]
         self._seconds.append(monotonic() - self._began)
         seconds = round(float(np.mean(self._seconds)) * (num_rounds - server_round))
         if seconds > 0:
@@ -140,3 +137,29 @@ class Progress:
 
 def _prefix(kind: str) -> str:
     return {"train": "", "evaluate": "evaluation_", "query": "query_"}[kind]
+
+
+def _in_words(row: Mapping[str, float]) -> list[str]:
+    """Return phrases on what a round achieved and cost, from its metrics."""
+    phrases = []
+    if "accuracy_mean" in row:
+        beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"
+        if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
+            beside = f"± {error:.2g} by noise"
+        phrases.append(f"accuracy {row['accuracy_mean']:.3f} ({beside})")
+    for basis in ("provable", "published"):
+        if (epsilon := row.get(f"epsilon_{basis}")) is not None:
+            phrases.append(f"ε {epsilon_text(epsilon)} {basis}")
+    if (delta := row.get("delta", 0)) and is_large(delta, row.get("privacy_units")):
+        phrases.append(f"δ {delta:.3g} is large")
+    if not row.get("messages"):
+        phrases.append("no client was asked to train")
+    if "answered" in row:
+        phrases.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
+    if row.get("topped_up_stddev"):
+        phrases.append("the server topped up the noise")
+    if row.get("discarded"):
+        phrases.append("round discarded")
+    if refused := row.get("refused", 0):
+        phrases.append(f"{refused:.0f} refused")
+    return phrases

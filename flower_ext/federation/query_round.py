@@ -25,6 +25,7 @@ from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
 
@@ -57,7 +58,9 @@ class QueryRound:
 
     def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
         self._run, self._query = run, query
-        self._mechanism = run.mechanism.of_query(query)
+        mechanism = run.mechanism.of_query(query)
+        assert isinstance(mechanism, NoisedSum)
+        self._mechanism = mechanism
         self._number = run.participations.answers[query.name] + 1
         self._round = Round("evaluate", server_round, clients=run.clients, spending=run.spending)
 

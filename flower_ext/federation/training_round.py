@@ -117,7 +117,7 @@ class TrainingRound:
 
     def _warn_beyond_plan(self) -> None:
         run, done = self.run, self.number - 1
-        if done == run.plan.planned_rounds and not run.spending.limited:
+        if done == run.plan.rounds and not run.spending.limited:
             log.warning(
                 "training round %d is beyond the %d of the plan: ε now exceeds the value for which "
                 "its noise was chosen, and no budget ends the run",

@@ -1,9 +1,10 @@
-"""Spread of a quality over clients."""
+"""Scores of many clients: the spread of each, and the clients that report it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,3 +47,26 @@ def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spre
         worst_decile=float(worst[: math.ceil(array.size / 10)].mean()),
         jain=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
     )
+
+
+def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
+    """Return the metrics that more than half of the clients report; rarer names are ignored."""
+    everyone = list(by_client)
+    reported = Counter(name for metrics in everyone for name in metrics)
+    return {name for name, count in reported.items() if 2 * count > len(everyone)}
+
+
+def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """Return all other metrics with the number of clients that report each, largest first.
+
+    A client leaves out a score that failed or that is not finite.
+    """
+    everyone = list(by_client)
+    usual = reported_by_most(everyone)
+    reported = Counter(name for metrics in everyone for name in sorted(metrics))
+    return {name: count for name, count in reported.most_common() if name not in usual}
+
+
+def is_loss(metric: str) -> bool:
+    """Return True for a metric of which less is better."""
+    return metric.endswith("loss")

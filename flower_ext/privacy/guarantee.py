@@ -76,7 +76,7 @@ class PreconditionFailed(InvalidValue):
 class Guarantee:
     """An ε together with everything that gives it a meaning.
 
-    ``epsilon`` is infinite where nothing is promised.
+    ``epsilon`` is infinite where nothing is guaranteed.
     """
 
     unit: PrivacyUnit
@@ -108,13 +108,13 @@ class Guarantee:
     def statement(self) -> str:
         """Return the guarantee as one paragraph."""
         if math.isinf(self.epsilon):
-            promise = "No (ε, δ) is promised"
+            bound = "No (ε, δ) is promised"
         else:
             nothing_leaves = self.epsilon == self.delta == 0
             epsilon = "0" if nothing_leaves else epsilon_text(self.epsilon)
-            promise = f"ε = {epsilon} at δ = {_rounded_up(self.delta)}"
+            bound = f"ε = {epsilon} at δ = {_rounded_up(self.delta)}"
         parts = [
-            f"{promise} for one {self.unit.value} under the relation {self.relation.value}, "
+            f"{bound} for one {self.unit.value} under the relation {self.relation.value}, "
             f"against an adversary who sees {self.view.sees} "
             f"({self.basis}; {self.accountant}; {self.source})."
         ]

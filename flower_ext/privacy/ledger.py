@@ -19,6 +19,7 @@ from typing import Any
 
 from flower_ext.checks import is_number, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.files import InUse, sync_to_disk
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
@@ -36,10 +37,6 @@ class LedgerCorrupt(FlowerExtError, RuntimeError):
 
     Whole lines removed from the end leave no trace in the file, so keep the last hash elsewhere.
     """
-
-
-class LedgerLocked(FlowerExtError, RuntimeError):
-    """Another run is writing to this ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,7 @@ class LedgerFile:
 
     Raises
     ------
-    LedgerLocked
+    InUse
         Another process has the file open, and the caller does not ``wait`` for it.
     LedgerCorrupt
         The hash chain is broken; the message names the file and the line.
@@ -86,16 +83,17 @@ class LedgerFile:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Only under the lock: another process might be in the middle of a line.
             self.entries, whole = _parse(self.path)
             if os.fstat(self._file).st_size > whole:
                 # A torn last line was not durable, so its release never began.
                 os.ftruncate(self._file, whole)
                 os.fsync(self._file)
-            _sync_directory(self.path.parent)
+            sync_to_disk(self.path.parent)  # the name of a new file is durable, too
         except BaseException as error:
             os.close(self._file)
             if isinstance(error, BlockingIOError):
-                raise LedgerLocked(
+                raise InUse(
                     f"{self.path} is in use by another run; give each run its own directory"
                 ) from None
             raise
@@ -168,7 +166,7 @@ class Ledger(LedgerFile):
 
     Raises
     ------
-    LedgerLocked, LedgerCorrupt
+    InUse, LedgerCorrupt
         As `LedgerFile`.
     """
 
@@ -216,6 +214,7 @@ class Ledger(LedgerFile):
             self.append("repeat", entry)
             self._repeatable.remove(again)
         else:
+            # Refuse before writing: what is on the ledger is spent, whether it was released or not.
             self._check_budget(release, round)
             self.append("reserve", {**entry, "release": release.to_dict()})
             self._reserved.append(release)
@@ -309,12 +308,3 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
         entries.append(entry)
         previous = entry["hash"]
     return entries, whole
-
-
-def _sync_directory(folder: Path) -> None:
-    """Make the name of a new file in this folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

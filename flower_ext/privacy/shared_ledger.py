@@ -118,6 +118,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
         ):
             account.append(REPEAT, {"run": new.run, "training": new.training})
             return
+        # Under the lock, so that of two runs at once only one gets the rest of the budget.
         epsilon = _composed([*charges, line], budget.delta)
         if epsilon > budget.epsilon:
             raise BudgetExhausted(
@@ -175,6 +176,7 @@ def _identity(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _composed(charges: Sequence[dict[str, Any]], delta: float) -> float:
     exact, spends = _parts(charges)
+    # Basic composition of spends in ε alone; what they leave of δ is for the exact part.
     added = math.fsum(epsilon for epsilon, _ in spends)
     left = delta - math.fsum(spent for _, spent in spends)
     if not exact:  # the runs' δ may add up to this δ, but for rounding

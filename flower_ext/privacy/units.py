@@ -1,4 +1,4 @@
-"""What every ε is about: the protected unit, the neighbouring relation, the adversary."""
+"""The terms of every ε: the protected unit, the neighbouring relation and the adversary's view."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
-from flower_ext.runs.round_metrics import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
 
@@ -83,8 +82,9 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
     """Return the run's settings, with the rounds it made; a budget or a resume may change them."""
-    num_rounds = int(max((row["round"] for row in run.metrics()), default=0))
-    return {**run.config, "rounds": num_rounds} if "rounds" in run.config else run.config
+    return (
+        {**run.config, "rounds": int(run.metrics().last)} if "rounds" in run.config else run.config
+    )
 
 
 def _method(run: RunDirectory) -> str:
@@ -94,7 +94,7 @@ def _method(run: RunDirectory) -> str:
 
 def _noised(run: RunDirectory) -> tuple[float, float] | None:
     # A secure evaluation released a mean and its error, and no client's score.
-    scores = noised_scores(run.metrics())
+    scores = run.metrics().noised_scores()
     if scores is None or "accuracy" not in scores.means:
         return None
     return scores.means["accuracy"], scores.errors["accuracy"]
@@ -113,7 +113,7 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
         accuracy += f" (± {error:.2g} by noise)"
 
     def mean(*names: str) -> float:
-        return sum(sum(run.series(n)[1]) for run in runs for n in names) / len(runs)
+        return sum(run.metrics().total(*names) for run in runs) / len(runs)
 
     return {
         "method": name,
@@ -131,12 +131,13 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
     """Draw what was measured: accuracy, loss and costs by rounds, and accuracy by messages."""
+    rounds = {group: [run.metrics() for run in runs] for group, runs in groups.items()}
 
     def lines(name: str) -> dict[str, list[Line]]:
         """Return a metric of each group's runs, without groups of which a run lacks it."""
         measured: dict[str, list[Line]] = {}
-        for group, runs in groups.items():
-            series: list[Line] = [run.series(name) for run in runs]
+        for group, members in rounds.items():
+            series: list[Line] = [metrics.series(name) for metrics in members]
             if all(rounds for rounds, _ in series):
                 measured[group] = series
         return measured

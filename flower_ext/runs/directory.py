@@ -28,6 +28,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,8 +38,8 @@ from uuid import uuid4
 import numpy as np
 
 from flower_ext.errors import InvalidValue
+from flower_ext.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +60,57 @@ _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
+_CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
+"""Name and endings of a secure evaluation's numbers in ``metrics.jsonl``."""
+
+
 class NotARun(InvalidValue):
     """A path is not a run directory, cannot become one, or holds a file that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedScores:
+    """Mean scores over all clients that a secure evaluation released, with noise.
+
+    ``round`` is the round after which clients were evaluated, and ``clients`` the number of clients
+    with scores, with noise. ``errors`` holds the standard errors of ``means`` due to noise.
+    """
+
+    round: int
+    clients: float
+    means: Mapping[str, float]
+    errors: Mapping[str, float]
+
+
+class Rounds(list[dict[str, float]]):
+    """The metrics of a run's rounds, one row per round and in order."""
+
+    @property
+    def last(self) -> float:
+        """Number of the last round; 0 without rounds."""
+        return max((row["round"] for row in self), default=0)
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Return (rounds, values) of one metric, for the rounds that measured it."""
+        rows = [row for row in self if name in row]
+        return [row["round"] for row in rows], [row[name] for row in rows]
+
+    def total(self, *names: str) -> float:
+        """Return the sum of metrics over all rounds."""
+        return sum(row.get(name, 0) for row in self for name in names)
+
+    def noised_scores(self) -> NoisedScores | None:
+        """Return the last noised scores; None if no secure evaluation released any."""
+        for row in reversed(self):
+            if _CLIENTS in row:
+                names = [key.removesuffix(_ERROR) for key in row if key.endswith(_ERROR)]
+                return NoisedScores(
+                    round=int(row["round"]),
+                    clients=row[_CLIENTS],
+                    means={name: row[name + _MEAN] for name in names},
+                    errors={name: row[name + _ERROR] for name in names},
+                )
+        return None
 
 
 class RunDirectory:
@@ -237,7 +287,7 @@ class RunDirectory:
         """Path of the rounds' metrics."""
         return self.path / "metrics.jsonl"
 
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self) -> Rounds:
         """Return all rounds' metrics in order, with all rows of one round merged into one.
 
         A last line that a crash tore is left out.
@@ -245,7 +295,7 @@ class RunDirectory:
         rounds: dict[float, dict[str, float]] = {}
         for row in self._lines(self.metrics_path.name):
             rounds[row["round"]] = rounds.get(row["round"], {}) | row
-        return [*rounds.values()]
+        return Rounds(rounds.values())
 
     def forget_rounds(self, after: int) -> None:
         """Drop the rows of later rounds, which will be repeated."""
@@ -268,8 +318,7 @@ class RunDirectory:
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return (rounds, values) of one metric, for the rounds that measured it."""
-        rows = [row for row in self.metrics() if name in row]
-        return [row["round"] for row in rows], [row[name] for row in rows]
+        return self.metrics().series(name)
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
         """Write ``guarantee.json``; it then covers everything that clients were asked for."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.files import write_rows, write_whole
-from flower_ext.runs.round_metrics import reported_by_most
+from flower_ext.files import write_rows, write_whole
+from flower_ext.metrics.spread import reported_by_most
+from flower_ext.runs.directory import Rounds, RunDirectory
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing
     from matplotlib.axes import Axes
@@ -29,7 +29,9 @@ Line = tuple[Sequence[float], Sequence[float]]
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     """Draw the run's measurements; return the SVG's file name and title of each figure."""
     drawn: dict[str, str] = {}
-    for name, title, ylabel, lines in _measurements(run):
+    rounds, clients = run.metrics(), run.client_metrics()
+    names = qualities(rounds, clients)
+    for name, title, ylabel, lines in _measurements(rounds, names):
         measured = {label: [line] for label, line in lines.items() if line[0]}
         if measured:
             stem = _unused(name, drawn)
@@ -37,9 +39,8 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
             last = [values[-1] for [(_, values)] in measured.values()]
             log = name == "epsilon" and max(last) > 20 * min(last)
             draw_lines(folder, stem, title, ylabel, measured, log=log, from_zero=True)
-    rows = run.client_metrics()
-    for name in qualities(run):
-        scored = ((place, row) for place, row in enumerate(rows) if name in row)
+    for name in names:
+        scored = ((place, row) for place, row in enumerate(clients) if name in row)
         of_clients = [(row.get("partition", place), row[name]) for place, row in scored]
         if of_clients:
             stem = _unused("fairness" if name == "accuracy" else f"{name}_spread", drawn)
@@ -48,41 +49,43 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     return drawn
 
 
-def _measurements(run: RunDirectory) -> Iterator[tuple[str, str, str, Mapping[str, Line]]]:
+def _measurements(
+    rounds: Rounds, names: Iterable[str]
+) -> Iterator[tuple[str, str, str, Mapping[str, Line]]]:
     """Yield name, title, vertical axis and lines of each figure against rounds."""
-    for name in qualities(run):
-        noised = ", with noise" if run.series(f"{name}_mean_error")[0] else ""
+    for name in names:
+        noised = ", with noise" if rounds.series(f"{name}_mean_error")[0] else ""
         quality = {
-            f"mean over clients{noised}": run.series(f"{name}_mean"),
-            "worst tenth of clients": run.series(f"{name}_worst_decile"),
+            f"mean over clients{noised}": rounds.series(f"{name}_mean"),
+            "worst tenth of clients": rounds.series(f"{name}_worst_decile"),
         }
         yield name, f"Test {in_words(name)} of the clients' models", in_words(name), quality
-    yield "epsilon", "Privacy spent", "ε", epsilon_lines(run)
-    messages = {"to and from clients": cumulative(run.series("messages"))}
+    yield "epsilon", "Privacy spent", "ε", epsilon_lines(rounds)
+    messages = {"to and from clients": cumulative(rounds.series("messages"))}
     yield "messages", "Training messages", "messages, cumulative", messages
     megabytes = {
-        "to clients": cumulative(run.series("bytes_down"), scale=1e-6),
-        "from clients": cumulative(run.series("bytes_up"), scale=1e-6),
+        "to clients": cumulative(rounds.series("bytes_down"), scale=1e-6),
+        "from clients": cumulative(rounds.series("bytes_up"), scale=1e-6),
     }
     yield "traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes
     seconds = {
-        "training": cumulative(run.series("training_seconds")),
-        "with evaluation": cumulative(run.series("seconds")),
+        "training": cumulative(rounds.series("training_seconds")),
+        "with evaluation": cumulative(rounds.series("seconds")),
     }
     yield "time", "Time of the rounds", "seconds, cumulative", seconds
-    spread = {"standard deviation over clients": run.series("training_loss_std")}
+    spread = {"standard deviation over clients": rounds.series("training_loss_std")}
     title = "How far the clients' training losses are apart"
     yield "training_loss_spread", title, "loss", spread
-    norm = {"mean over the cohort": run.series("update_norm_mean")}
+    norm = {"mean over the cohort": rounds.series("update_norm_mean")}
     yield "update_norm", "Norm of local updates before clipping", "L2 norm", norm
 
 
-def qualities(run: RunDirectory) -> list[str]:
+def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
     """Return the names of scores of clients' models, without losses; accuracy is always there."""
     tail = "_worst_decile"
-    names = {name for row in run.metrics() for name in row if name.endswith(tail)}
+    names = {name for row in rounds for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
-    names |= reported_by_most(run.client_metrics())
+    names |= reported_by_most(clients)
     return sorted(names - {"partition", "num-examples", "loss", "training_loss"})
 
 
@@ -99,11 +102,11 @@ def in_words(metric: str) -> str:
     return metric.replace("_", " ").replace("roc auc", "ROC-AUC")
 
 
-def epsilon_lines(run: RunDirectory) -> dict[str, Line]:
+def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
     """Return ε against rounds; for record-level ε the largest over clients and the mean."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
-        largest, mean = (run.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))
+        largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))
         if mean[0]:
             lines[f"{basis}, each upload, largest of the clients"] = largest
             lines[f"{basis}, each upload, mean of the clients"] = mean

@@ -13,8 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flower_ext.files import write_whole
 from flower_ext.privacy import epsilon_text
-from flower_ext.runs.files import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment

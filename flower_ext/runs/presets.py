@@ -15,13 +15,13 @@ same form::
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from flower_ext.errors import InvalidValue
+from flower_ext.files import read_toml
 from flower_ext.runs.settings import INCIDENTAL, nearest
 
 FOLDER = "papers"
@@ -58,12 +58,7 @@ class SettingsFile:
         InvalidValue
             There is no such file, it is not TOML, or it has another form.
         """
-        try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidValue(f"settings file {path}: {error.strerror}") from None
-        except ValueError as error:
-            raise InvalidValue(f"settings file {path} is not valid TOML: {error}") from None
+        content = read_toml(path)
         title, shared = content.pop("title", ""), content.pop("settings", {})
         special = content.pop("where", {})
         if content or not (_is_table(shared) and _is_table(special, depth=3)):

@@ -8,18 +8,18 @@ This module computes what the template ``templates/report.md.jinja`` says.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from flower_ext.metrics import summarize
+from flower_ext.metrics.spread import is_loss, reported_by_few, summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
-from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
-from flower_ext.runs.round_metrics import lower_is_better, noised_scores, reported_by_few
 
 _MOST_SHOWN = 10
 """Largest number of rare scores that the report names."""
@@ -38,12 +38,12 @@ def write_report(run: RunDirectory) -> Path:
         is_finished=status in ("completed", "budget-exhausted"),
         resumed_after=[start["after_round"] for start in run.metadata["starts"][1:]],
         rounds=rounds,
-        total=lambda name: sum(row.get(name, 0) for row in rounds),
+        total=rounds.total,
         num_training_rounds=sum(row.get("messages", 0) > 0 for row in rounds),
         figures=draw_figures(run, run.path / "figures"),
         missing=[_missing(row) for row in run.missing()],
-        **_score_values(run),
-        **_privacy_values(run),
+        **_score_values(rounds, run.client_metrics()),
+        **_privacy_values(run, rounds),
     )
 
 
@@ -53,37 +53,37 @@ def _title(run: RunDirectory) -> str:
     return f"{method} on {config['dataset']}" if "dataset" in config else method
 
 
-def _score_values(run: RunDirectory) -> dict[str, Any]:
-    rows, noised = run.client_metrics(), noised_scores(run.metrics())
-    by_name = {name: [row[name] for row in rows if name in row] for name in qualities(run)}
+def _score_values(rounds: Rounds, clients: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    noised = rounds.noised_scores()
+    names = qualities(rounds, clients)
+    by_name = {name: [row[name] for row in clients if name in row] for name in names}
     by_name = {in_words(name): scores for name, scores in by_name.items() if scores}
-    evaluated = run.series("evaluation_messages")[0]
+    evaluated = rounds.series("evaluation_messages")[0]
     scored = evaluated if noised is None else [noised.round]
-    last = max((row["round"] for row in run.metrics()), default=0)
     return {
-        "num_clients": len(rows),
+        "num_clients": len(clients),
         "spreads": {
-            name: summarize(scores, lower_is_better=lower_is_better(name))
+            name: summarize(scores, lower_is_better=is_loss(name))
             for name, scores in by_name.items()
         },
         "counts": {name: len(scores) for name, scores in by_name.items()},
-        "pooled": next(reversed(run.series("accuracy_pooled")[1]), None),
+        "pooled": next(reversed(rounds.series("accuracy_pooled")[1]), None),
         "noised": noised,
         "in_words": in_words,
-        "is_loss": lower_is_better,
-        "few": list(reported_by_few(rows).items())[:_MOST_SHOWN],
+        "is_loss": is_loss,
+        "few": list(reported_by_few(clients).items())[:_MOST_SHOWN],
         "evaluated": evaluated,
-        "scored_round": scored[-1] if scored and scored[-1] != last else None,
-        "last_round": last,
+        "scored_round": scored[-1] if scored and scored[-1] != rounds.last else None,
+        "last_round": rounds.last,
     }
 
 
-def _privacy_values(run: RunDirectory) -> dict[str, Any]:
+def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
     guarantees = sorted(run.guarantees(), key=lambda each: each.basis == "published")
     published = [each for each in guarantees if each.basis == "published"]
     proved = [each for each in guarantees if each.basis == "provable" and each.epsilon < inf]
     entries = run.ledger()
-    with_epsilon = (row for row in run.metrics() if any(n.startswith("epsilon_") for n in row))
+    with_epsilon = (row for row in rounds if any(n.startswith("epsilon_") for n in row))
     return {
         "guarantees": guarantees,
         "proved": proved,
@@ -93,7 +93,7 @@ def _privacy_values(run: RunDirectory) -> dict[str, Any]:
         "claims_too_much": not all(each.conditions_hold for each in published),
         "accounted_round": max((row["round"] for row in with_epsilon), default=0),
         "spent_beyond": _spent_beyond(entries, guarantees),
-        "lacking": _lacking(run, entries),
+        "lacking": _lacking(run, rounds, entries),
         "entries": entries,
         "ledger_counts": _ledger_counts(entries),
     }
@@ -119,11 +119,11 @@ def _line(guarantee: Guarantee) -> tuple[str, ...]:
     )
 
 
-def _lacking(run: RunDirectory, entries: list[dict[str, Any]]) -> int:
+def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -> int:
     """Return the number of rounds that asked clients to train but are not on the ledger."""
     if not run.ledger_path.exists():
         return 0
-    trained = [row for row in run.metrics() if row.get("messages", 0) > 0]
+    trained = [row for row in rounds if row.get("messages", 0) > 0]
     return len(trained) - len([entry for entry in entries if entry["kind"] == "reserve"])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flower_ext.cli.ditto_schedule import read_settings
+from flower_ext.cli.ditto_schedule import ScheduleSettings
 from flower_ext.cli.main import app
 from flower_ext.runs.settings import declarations
 from tests.support.apps import APPS
@@ -180,5 +180,5 @@ def test_the_example_beside_the_app_has_a_schedule_of_both_bases():
 
 def test_the_example_names_every_setting_that_there_is():
     text = EXAMPLE.read_text()
-    names = {each.name for each in declarations(type(read_settings(EXAMPLE))).values()}
+    names = {each.name for each in declarations(ScheduleSettings).values()}
     assert [name for name in names if f"\n{name} =" not in text and f"# {name} =" not in text] == []

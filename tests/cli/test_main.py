@@ -14,12 +14,14 @@ from flower_ext.cli import main, run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.main import COMMANDS, app
 from flower_ext.cli.processes import LaunchFailed
-from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit, epsilon_text
+from flower_ext.privacy import Budget, DpSgd, NeighboringRelation, PrivacyUnit, epsilon_text
+from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
 )
+from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.directory import NotARun
 from tests.support.finished_runs import finished
@@ -110,6 +112,53 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
     in_words = call("calibrate", *asked)
     assert in_words.exit_code == 0
     assert f"{most:.3g}"[:4] in in_words.output
+
+
+OF_A_USER = ["--sampling-rate", "0.05", "--rounds", "50", "--delta", "1e-5", "--unit", "user"]
+
+
+def test_calibrate_for_a_user_rounds_lemma_9_up_and_its_noise_meets_the_target():
+    facts = ["--population", "100", *OF_A_USER, "--group-size", "5"]
+    answer = json.loads(call("calibrate", *facts, "--epsilon", "2", "--json").output)
+    assert answer["unit"] == "user"
+    noise = {row["calibrated by"]: row["noise_multiplier"] for row in answer["rows"]}
+    assert list(noise) == [
+        "Lemma 8 (Uldp-FL)",
+        "Lemma 9 (Uldp-FL), 8 records",
+        "mixture of Gaussians, PLD",
+    ]
+    silo = {"sampling_rate": 0.05, "steps": 50}
+    for sigma, loss in zip(
+        noise.values(), (group_loss_by_conversion, group_loss_by_renyi, group_loss), strict=True
+    ):
+        known = {"group_size": 5, "delta": 1e-5}
+        assert loss(DpSgd(noise_multiplier=sigma, **silo), **known).epsilon <= 2
+        assert loss(DpSgd(noise_multiplier=0.99 * sigma, **silo), **known).epsilon > 2
+    assert (
+        "one user of 100 with at most 5 records"
+        in call("calibrate", *facts, "--noise-multiplier", "9").output
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--unit", "user"], "--unit user and --group-size together"),
+        (["--group-size", "4"], "--unit user and --group-size together"),
+        (["--unit", "record"], "expected client or user"),
+        (["--unit", "user", "--group-size", "4", "--cohort-size", "5"], "--cohort-size counts"),
+    ],
+)
+def test_calibrate_refuses_options_of_another_unit(options, message):
+    done = call("calibrate", "--population", "9", "--rounds", "3", "--epsilon", "1", *options)
+    assert done.exit_code == 2
+    assert message in unboxed(done.output)
+
+
+def test_calibrate_for_a_user_computes_noise_or_epsilon_only():
+    known = ["--sampling-rate", "0.1", "--epsilon", "1", "--noise-multiplier", "2"]
+    done = call("calibrate", "--population", "9", *known, "--unit", "user", "--group-size", "4")
+    assert "computes --epsilon or --noise-multiplier" in unboxed(done.output)
 
 
 @pytest.mark.full

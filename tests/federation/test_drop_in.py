@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from flower_ext.algorithms import DPFedAvg, FedDyn, Hosted, Upcycled
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, recorded
+from flower_ext.files import InUse, lock
 from flower_ext.privacy import (
     Budget,
     FullParticipation,
@@ -21,7 +22,6 @@ from flower_ext.privacy import (
     PoissonSampling,
 )
 from flower_ext.runs import NotARun, RunDirectory, directory
-from flower_ext.runs.files import InUse, lock
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
 from tests.support.recorded_runs import CLIENTS, plan, play

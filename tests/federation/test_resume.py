@@ -23,6 +23,7 @@ from flower_ext.federation import (
     recorded_run,
 )
 from flower_ext.federation.state.sealed import Damaged
+from flower_ext.files import InUse, lock
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -34,7 +35,6 @@ from flower_ext.privacy import (
     RecordLevelPlan,
 )
 from flower_ext.runs import RunDirectory, directory, write_report
-from flower_ext.runs.files import InUse, lock
 from flower_ext.training import LocalTraining
 from tests.support.dying_runs import CLIENTS, Died, plan, play
 from tests.support.grids import grid

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from flower_ext.files import InUse
 from flower_ext.privacy import (
     Budget,
     BudgetExhausted,
@@ -20,7 +21,6 @@ from flower_ext.privacy import (
     Release,
 )
 from flower_ext.privacy.accounting.calibration import calibrate_rounds
-from flower_ext.privacy.ledger import LedgerLocked
 from tests.support.grids import grid
 
 SAMPLING = PoissonSampling(100, 0.1)
@@ -140,13 +140,13 @@ def test_what_a_ledger_without_identities_holds_counts_and_is_never_the_same(tmp
 def test_two_runs_cannot_share_a_ledger(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    with pytest.raises(LedgerLocked, match="in use by another run"):
+    with pytest.raises(InUse, match="in use by another run"):
         Ledger(path)
     code = f"from flower_ext.privacy import Ledger; Ledger({str(path)!r})"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert "LedgerLocked" in other.stderr
+    assert "InUse" in other.stderr
     ledger.close()
     Ledger(path).close()
 

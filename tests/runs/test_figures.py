@@ -187,7 +187,7 @@ def test_a_metric_that_is_called_as_another_figure_takes_nothing_from_it(tmp_pat
 
 def test_one_client_alone_cannot_add_a_score(tmp_path):
     run = scored(tmp_path / "run", {"accuracy": 0.5}, {"accuracy": 0.6, "mine": 1.0})
-    assert qualities(run) == ["accuracy"]
+    assert qualities(run.metrics(), run.client_metrics()) == ["accuracy"]
 
 
 @pytest.mark.parametrize("scores", [(0.25, 0.5), (1.5, 3.0), (-4.0, 0.5), (7.0, 7.0), (1e15, 0.0)])

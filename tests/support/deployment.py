@@ -50,8 +50,8 @@ from flower_ext.cli.processes import (
 )
 from flower_ext.cli.reaper import reaped
 from flower_ext.data import FOLDER_VARIABLE
+from flower_ext.files import write_whole
 from flower_ext.runs.directory import RUNS_VARIABLE, new_run_path
-from flower_ext.runs.files import write_whole
 
 CONNECTION = "loopback"
 """Name of the deployment in Flower's configuration: ``flwr run APP loopback``."""

@@ -12,7 +12,6 @@ import importlib
 import json
 import signal
 import sys
-import tomllib
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +21,7 @@ from flwr.serverapp import ServerApp
 
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
+from flower_ext.files import read_toml
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for a disk, a quota or a file without room."""
@@ -29,7 +29,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
     """Return the ServerApp and the ClientApp that a folder's ``pyproject.toml`` names."""
-    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    project = read_toml(folder / "pyproject.toml")
     names = project["tool"]["flwr"]["app"]["components"]
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

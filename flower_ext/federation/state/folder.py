@@ -32,7 +32,7 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.sealed import Damaged
-from flower_ext.runs.files import held, sync_to_disk, write_whole
+from flower_ext.files import held, sync_to_disk, write_whole
 
 KEY_BYTES = 32
 SECRETS = "secrets"

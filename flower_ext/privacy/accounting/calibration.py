@@ -76,14 +76,30 @@ def calibrate_noise_multiplier(
         release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
         return _meets(epsilon, delta, others + Counter({release: rounds}))
 
+    target = f"epsilon={epsilon!r} at delta={delta!r} over {rounds} rounds"
+    return least_noise_multiplier(fits, target, tolerance=tolerance)
+
+
+def least_noise_multiplier(
+    fits: Callable[[float], bool], target: str, *, tolerance: float = 1e-3
+) -> float:
+    """Return the smallest noise multiplier, to a relative ``tolerance``, that ``fits`` accepts.
+
+    ``target`` names the target in an error.
+
+    Raises
+    ------
+    TargetOutOfReach
+        Not even `MAX_NOISE_MULTIPLIER` fits.
+    """
     # ε falls as the noise grows: double it until it fits, then halve it until it does not.
     safe = 1.0
     while not fits(safe):
         safe *= 2
         if safe > MAX_NOISE_MULTIPLIER:
             raise TargetOutOfReach(
-                f"epsilon={epsilon!r} at delta={delta!r} over {rounds} rounds needs a noise "
-                f"multiplier above {MAX_NOISE_MULTIPLIER:g}; raise epsilon or delta"
+                f"{target} needs a noise multiplier above {MAX_NOISE_MULTIPLIER:g}; raise epsilon "
+                "or delta"
             )
     unsafe = safe / 2
     while fits(unsafe) and unsafe > _LEAST_NOISE:

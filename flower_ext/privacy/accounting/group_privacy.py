@@ -105,7 +105,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     values = np.arange(count + 1)
     probabilities = stats.binom.pmf(values, count, rate)
     kept = probabilities > _NEGLIGIBLE
-    kept[-1] = True
+    kept[-1] = True  # the largest shift takes the probability of all that are left out
     probabilities[-1] += probabilities[~kept].sum()
     chosen = probabilities[kept]
     return values[kept].astype(float).tolist(), (chosen / chosen.sum()).tolist()

@@ -51,6 +51,7 @@ class Participations:
         self.rounds += 1
         self.uploads.update(cohort)
         for unit in cohort:
+            # Each share has 1/asked of the noise's variance, so seeing one counts asked times.
             self._in_uploads[unit] += asked
             if answered > 0:  # without an answer there is no sum to see
                 self._in_sums[unit] += asked / answered

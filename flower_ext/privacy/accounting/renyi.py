@@ -65,6 +65,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
     if order in _WITHOUT_REPLACEMENT_ORDERS:  # not if the loss is 0 or infinite
+        # Any order gives a bound. ε has one valley over them, so the neighbours suffice.
         place = _WITHOUT_REPLACEMENT_ORDERS.index(order)
         epsilon, _ = best_of(_WITHOUT_REPLACEMENT_ORDERS[max(0, place - 3) : place + 4])
     name = "RDP (sampling without replacement)"
@@ -155,6 +156,8 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     power = order * log_ratio
     with np.errstate(over="ignore"):
         u = rate * np.expm1(exponent)
+    # Three forms of one function, each where the others cancel or overflow: a series in u, the
+    # difference itself, and the logarithm of its largest term.
     small = np.abs(u) < 1e-2 / order
     log_value = np.empty_like(z)
     terms = (special.binom(order, j) * u[small] ** (j - 2) for j in range(2, 8))

@@ -4,17 +4,17 @@ Arrays may be NumPy or torch, on any device: they are handled through the array 
 importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
 precision can pass unclipped.
 
-=====================  ==========================================================
-array                  outcome
-=====================  ==========================================================
-zero                   stays zero
-huge                   clipped; the norm cannot overflow
-NaN, infinite          `NonFiniteUpdate`
-0-d                    clipped like any other array
-half precision         clipped; the bound holds after rounding
-integer, bool, complex `TypeError`: such an array has no place in a bounded sum
-empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
-=====================  ==========================================================
+======================  ==========================================================
+array                   outcome
+======================  ==========================================================
+zero                    stays zero
+huge                    clipped; the norm cannot overflow
+NaN, infinite           `NonFiniteUpdate`
+0-d                     clipped like any other array
+half precision          clipped; the bound holds after rounding
+integer, bool, complex  `TypeError`: such an array has no place in a bounded sum
+empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
+======================  ==========================================================
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedSum:
     if norm <= target:
         return BoundedSum(value=dict(update), bound=clipping_norm, count=1)
     rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
+    # The coarsest array decides: its numbers move most when they are rounded to its precision.
     slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
@@ -216,6 +217,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     }
     with np.errstate(over="ignore", invalid="ignore"):
         norms = namespace.sqrt(sum(map(_squares, flat.values()))) / clipping_norm
+    # False also for NaN, so that a row with NaN goes to `clip`, which refuses it by its array.
     usual = (norms > 1e-100) & (norms < 1e100)
     exceeding = usual & (norms > _MARGIN)
     factors = _MARGIN / namespace.where(exceeding, norms, namespace.full_like(norms, _MARGIN))

@@ -139,6 +139,7 @@ class _Table:
 
     def draw(self, count: int, words: Words) -> np.ndarray:
         """Return ``count`` draws as int32: the number of entries up to 128 uniform bits each."""
+        # Most draws are decided by 16 bits, which a cache holds a table for; 128 would be slow.
         first = words((count + 3) // 4).view("<u2")[:count]
         drawn = self.decided.take(first)
         places = np.flatnonzero(drawn == _UNDECIDED)
@@ -196,6 +197,7 @@ def _table(variance: Fraction) -> _Table:
         power = power * square >> _BITS
         weights.append(weight)
     signed = [*weights[:0:-1], *weights[:-1]]  # the last is what the others leave
+    # Whole numbers throughout: floats would lose the tail, where an attacker would look.
     whole = sum(signed) + weights[-1]
     summed, words = 0, bytearray()
     for weight in signed:

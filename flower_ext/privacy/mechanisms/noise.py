@@ -96,7 +96,7 @@ class NoiseSource(ABC):
         Guarantees
         ----------
         The sum is rounded to whole multiples of ``grid``, and only then to an array's precision.
-        With ``stddev=0`` nothing is added, rounded or promised.
+        With ``stddev=0`` nothing is added, rounded or guaranteed.
 
         Parameters
         ----------

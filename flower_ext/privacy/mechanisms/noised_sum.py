@@ -271,6 +271,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         RoundDiscarded
             The sum is larger than a sum of honest answers, so a member spoiled it.
         """
+        # Shares are sized for the least number of answers, so more answers carry more noise.
         share = self.cells_protection.noise_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
         # Discrete noise has a least stddev, so no noise is a case of its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import array_api_compat as api
 
@@ -20,9 +20,6 @@ from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-
-if TYPE_CHECKING:
-    from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 
 
 class RoundDiscarded(RuntimeError):
@@ -48,16 +45,14 @@ class PrivacyPlan(ABC):
     sampling : Sampling
         Draws the cohorts.
     delta : float, optional
-        δ at which ε is reported; None where the plan promises nothing.
+        δ at which ε is reported; None where the plan guarantees nothing.
+    rounds : int, optional
+        Number of rounds for which the noise was chosen; None if it was chosen otherwise.
     """
 
     sampling: Sampling
     delta: float | None
-
-    @property
-    def planned_rounds(self) -> int | None:
-        """The number of rounds for which the noise was chosen; None if it was chosen otherwise."""
-        return None
+    rounds: int | None = None
 
     def num_units(self, run: RunSummary) -> int | None:
         """Return the number of privacy units, against which δ is judged; None if not known."""
@@ -134,7 +129,7 @@ class RoundMechanism(ABC):
         """
         return False
 
-    def of_query(self, query: VectorQuery) -> NoisedSum:
+    def of_query(self, query: VectorQuery) -> RoundMechanism:
         """Return the mechanism of one release of a query, which is one of `queries`."""
         raise NotImplementedError(f"{type(self).__name__} has no queries")
 
@@ -189,7 +184,7 @@ class RoundMechanism(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAverage(PrivacyPlan, RoundMechanism):
-    """A plan that takes the mean of the replies; it promises nothing unless a subclass does.
+    """A plan that takes the mean of the replies; it guarantees nothing unless a subclass does.
 
     The method determines none of its fields, so the plan is its own mechanism.
     """
@@ -226,7 +221,7 @@ def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivatePlan(PlainAverage):
-    """Plain averaging without clipping or noise. It promises nothing.
+    """Plain averaging without clipping or noise. It guarantees nothing.
 
     Use it to compare a private method with the same method without privacy.
 

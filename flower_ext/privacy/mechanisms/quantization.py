@@ -186,12 +186,13 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
     scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
     exact /= column(scale)
     norms = np.sqrt(_plain(_squared_norms(exact)))
+    # The weight counts before rounding: a weighed whole number would be no whole number.
     limits = shares * (clipping_norm / cell) * _MARGIN
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         clipped = np.where(norms > 0, limits / norms, 0.0)
         exact *= column(np.minimum(shares * scale / cell, clipped))
     whole, squares = rounded(exact)
-    bounds = np.floor(limits).astype(np.int64)
+    bounds = np.floor(limits).astype(np.int64)  # so that the check below is exact, in integers
     # Rounding may lengthen a row. A little shorter before rounding, it fits after a try or two.
     for _ in range(_TRIES):
         if not (longer := np.flatnonzero(squares > bounds**2)).size:

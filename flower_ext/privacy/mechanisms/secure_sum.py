@@ -30,9 +30,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
 
@@ -46,8 +43,6 @@ _RIPPLE = 16
 """Number of smaller even k that are tried below the k that bisection finds, as t is rounded."""
 _NOISE_STDDEVS = 11.0
 """Room for a sum's noise: 2⁴⁰ numbers all stay below it except with probability 2⁻⁴⁰."""
-
-Degrees = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,39 +235,31 @@ class _Cohort:
     def threshold(self, neighbors: int) -> int:
         """Return the largest t for a graph with k = ``neighbors``; 0 if no t suffices."""
         others = self.members - 1
-        if neighbors < others:
-            return int(self.thresholds(np.array([neighbors]))[0])
-        threshold = others - self.lost
-        shares = 2 * threshold - others if self.equivocation else threshold
-        return threshold if self.colluders < shares else 0
+        if neighbors == others:
+            threshold = others - self.lost
+            return threshold if self.colluders < self._shares(neighbors, threshold) else 0
+        # A larger t withstands more colluders, so the largest with which rounds succeed decides.
+        threshold = _least(lambda t: not self._succeeds(neighbors, t), 1, neighbors + 1) - 1
+        return threshold if threshold and self._is_secure(neighbors, threshold) else 0
 
-    def thresholds(self, degrees: Degrees) -> Degrees:
-        """Return the largest t for each even k of random graphs; 0 where no t suffices.
+    def _shares(self, neighbors: int, threshold: int) -> int:
+        """Return the number of colluding neighbours that could unmask a member."""
+        return 2 * threshold - neighbors if self.equivocation else threshold
 
-        A larger t is better against colluders, so the largest t with which rounds succeed decides.
-        """
-        low, high = np.zeros_like(degrees), degrees.copy()
-        while np.any(low < high):
-            middle = (low + high + 1) // 2
-            enough = self._succeed(degrees, middle)
-            low, high = np.where(enough, middle, low), np.where(enough, high, middle - 1)
-        secure = (low > 0) & self._secure(degrees, low)
-        return np.where(secure, low, 0)
-
-    def _succeed(self, degrees: Degrees, thresholds: Degrees) -> NDArray[np.bool_]:
-        """Return where all members that stay keep t neighbours in all rounds."""
+    def _succeeds(self, neighbors: int, threshold: int) -> bool:
+        """Return True if all members that stay keep t neighbours in all rounds."""
         others = self.members - 1
-        few = _hypergeometric().cdf(thresholds - 1, others, others - self.lost, degrees)
-        return np.asarray(self.rounds * self.members * few <= _FAILED)
+        few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, neighbors)
+        return bool(self.rounds * self.members * few <= _FAILED)
 
-    def _secure(self, degrees: Degrees, thresholds: Degrees) -> NDArray[np.bool_]:
-        """Return where colluders can unmask nobody, and the graph stays connected."""
+    def _is_secure(self, neighbors: int, threshold: int) -> bool:
+        """Return True if colluders can unmask nobody, and the graph stays connected."""
         law, members = _hypergeometric(), self.members
-        shares = 2 * thresholds - degrees if self.equivocation else thresholds
-        unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, degrees)
+        shares = self._shares(neighbors, threshold)
+        unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, neighbors)
         empty = min(self.colluders + self.lost, members)
-        split = members * (members - 1) / 2 * law.pmf(degrees, members, empty, degrees)
-        return np.asarray(self.rounds * np.maximum(unmasked, split) <= _INSECURE)
+        split = members * (members - 1) / 2 * law.pmf(neighbors, members, empty, neighbors)
+        return bool(self.rounds * max(unmasked, split) <= _INSECURE)
 
 
 @lru_cache(maxsize=1024)
@@ -282,10 +269,10 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and cohort.threshold(2 * half):
         pairs = _least(lambda tried: cohort.threshold(2 * tried) > 0, 1, half)
-        degrees = 2 * np.arange(max(1, pairs - _RIPPLE), pairs + 1)
-        thresholds = cohort.thresholds(degrees)
-        first = int(np.argmax(thresholds > 0))
-        return int(degrees[first]), int(thresholds[first])
+        # t is a whole number, so the chances do not fall steadily with k: a smaller k may suffice.
+        for neighbors in range(2 * max(1, pairs - _RIPPLE), 2 * pairs + 1, 2):
+            if threshold := cohort.threshold(neighbors):
+                return neighbors, threshold
     threshold = cohort.threshold(others)
     return (others, threshold) if threshold else None
 

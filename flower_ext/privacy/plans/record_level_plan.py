@@ -108,11 +108,6 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
             f"{self.sampling.describe()} · local models clipped to {self.clipping_norm:g}, {noise}"
         )
 
-    @property
-    def planned_rounds(self) -> int | None:
-        """Number of rounds T."""
-        return self.rounds
-
     def num_units(self, run: RunSummary) -> int:
         """Return the number of records on all clients."""
         return self.sampling.population * self.num_examples

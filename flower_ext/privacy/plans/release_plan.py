@@ -133,11 +133,6 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             ]
         )
 
-    @property
-    def planned_rounds(self) -> int | None:
-        """Planned number of rounds, T."""
-        return self.rounds
-
     def num_units(self, run: RunSummary) -> int:
         """Return the size of the population from which units are drawn."""
         return self.sampling.population

@@ -124,6 +124,7 @@ def dp_ditto_guarantees(
         loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=delta)
         source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
     else:
+        # Both bounds hold: the clipped model's diameter, and the way that clipped steps can go.
         moved = min(moved, steps.upload_sensitivity)
         loss = steps.loss(terms.noise_stddev, delta=delta, rounds=rounds)
         source = (

@@ -199,6 +199,7 @@ def uldp_avg_guarantees(
 
     spread, of_one_share = _share_of_noise(mechanism, run)
     to_sums, in_all_sums = at_server(in_sums, mechanism)
+    # The accountant needs no second formula: one upload is a sum with less noise.
     in_shares = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
     to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
     from_server = (hidden_draw,) if hidden_draw else ()
@@ -264,6 +265,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
+        # The paper knows no protocol that errs, and no second upload of a user.
         exact = replace(mechanism, sensitivity=1.0, approximation_error=0.0)
         epsilon = privacy_loss_of(
             {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"

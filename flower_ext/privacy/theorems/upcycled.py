@@ -9,7 +9,7 @@ paper                 here
 α                     ``ObjectivePerturbation.rate``
 u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_bound``,
                       ``proximal_weight``
-|D_i|, M              ``num_examples``, ``participations`` (odd rounds that asked client i)
+``|D_i|``, M          ``num_examples``, ``participations`` (odd rounds that asked client i)
 ε̄                     the mean over clients, reported beside the largest
 ====================  =====================================================
 
@@ -25,7 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flower_ext.checks import require_at_least_one, require_count, require_delta
+from flower_ext.checks import (
+    require_at_least_one,
+    require_count,
+    require_delta,
+    require_positive,
+)
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee, PreconditionFailed
@@ -50,12 +56,38 @@ def upcycled_theorem_6_2(
     perturbation: OutputPerturbation, *, num_examples: int, participations: int, delta: float
 ) -> float:
     """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a, a = Mτ²/(2σ²|D_i|²)."""
+    require_delta(delta)
+    a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
+    return 2 * math.sqrt(a * math.log(1 / delta)) + a
+
+
+def upcycled_theorem_6_2_delta(
+    perturbation: OutputPerturbation, *, num_examples: int, participations: int, epsilon: float
+) -> float:
+    """Return δ of output perturbation as published: exp(−a (ε/(2a) − 1/2)²) for ε ≥ a.
+
+    It inverts `upcycled_theorem_6_2`, with the same a, and rests on the same distance τ/|D_i|. For
+    a provable δ, search for the one at which `epsilons` gives your ε.
+
+    Raises
+    ------
+    ValueError
+        ``epsilon`` is below a, where the theorem says nothing, or another argument is out of range.
+    """
+    require_positive("epsilon", epsilon)
+    a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
+    if epsilon < a:
+        raise InvalidValue(f"epsilon={epsilon!r}: expected at least Mτ²/(2σ²|D_i|²) = {a:.4g}")
+    return math.exp(-((epsilon - a) ** 2) / (4 * a)) if a > 0 else 0.0
+
+
+def _moment_of_theorem_6_2(
+    perturbation: OutputPerturbation, num_examples: int, participations: int
+) -> float:
     require_at_least_one("num_examples", num_examples)
     require_count("participations", participations)
-    require_delta(delta)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
-    a = participations * ratio**2 / 2
-    return 2 * math.sqrt(a * math.log(1 / delta)) + a
+    return participations * ratio**2 / 2
 
 
 def upcycled_theorem_6_3(
@@ -95,7 +127,7 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
-    """Return (published, provable) ε of each client that was asked; infinite without a promise.
+    """Return (published, provable) ε of each client that was asked; infinite without a guarantee.
 
     A client that was asked but never reported its number of examples counts as if it had uploaded.
     """
@@ -110,6 +142,7 @@ def epsilons(
             published = upcycled_theorem_6_2(
                 output, num_examples=size, participations=uploads, delta=delta
             )
+        # A model that no record can move is independent of the data, and costs nothing.
         if (moved := sensitivity(output, objective, size)) > 0:
             multiplier = output.noise_stddev / moved
             provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
@@ -141,6 +174,7 @@ def perturbation_guarantees(
 
     ε is the largest of any client; the source also names the smallest and the mean.
     """
+    # One guarantee for all clients: it must hold for the client with the fewest records.
     by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     sizes = [run.num_examples.get(client) for client in by_client]

@@ -7,9 +7,9 @@ import pytest
 from flower_ext.data import DataNotFound
 from flower_ext.federation import FederationNotReady
 from flower_ext.federation.engines import run_app as module
+from flower_ext.files import InUse
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs import NotARun
-from flower_ext.runs.files import InUse
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Proximal
 

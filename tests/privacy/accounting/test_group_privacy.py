@@ -12,11 +12,12 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.group_privacy import _binomial, group_loss
 from flower_ext.privacy.theorems.uldp_group import (
+    group_loss_by_conversion,
+    group_loss_by_renyi,
     uldp_group_guarantees,
 )
 from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
 from tests.support.losses import privacy_loss
-from tests.support.reference.uldp_lemmas import group_loss_by_conversion, group_loss_by_renyi
 
 QUIET = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=100_000)
 

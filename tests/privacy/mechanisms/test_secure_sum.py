@@ -191,11 +191,11 @@ def test_each_bound_is_that_of_plain_counting(which, threshold, monkeypatch):
         * at_least(neighbors, members, colluders + lost, neighbors),
         "failed": members * (1 - at_least(threshold, others, others - lost, neighbors)),
     }
-    law = cohort._succeed if which == "failed" else cohort._secure
+    law = cohort._succeeds if which == "failed" else cohort._is_secure
     for part, holds in ((0.9999, False), (1.0001, True)):
         allowed = float(rounds * broken[which]) * part
         monkeypatch.setattr(module, "_FAILED" if which == "failed" else "_INSECURE", allowed)
-        assert law(np.array([neighbors]), np.array([threshold])).item() is holds
+        assert law(neighbors, threshold) is holds
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 import math
+from pathlib import Path
 
 import pytest
 
+from flower_ext.privacy import PoissonSampling, calibrate_noise_multiplier
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
@@ -20,6 +22,27 @@ def test_theorem_2_and_its_noise_multiplier_undo_each_other():
         # Eq. 26 as printed.
         needed = 7 * 0.05**2 * 200 * (epsilon + 2 * math.log(1e3)) / epsilon**2
         assert sigma**2 == pytest.approx(needed)
+
+
+def test_the_page_weighs_the_noise_of_a_round_against_its_signal():
+    """σC√d₁/(rN), without the last layer of 1,290, 31,806 and 630 parameters."""
+
+    def theorem(clients):
+        return dp2_fedsam_theorem2_noise_multiplier(
+            epsilon=1.0, delta=1 / clients, sampling_rate=0.05, rounds=200
+        )
+
+    sampling = PoissonSampling(100, 0.1)
+    ours = calibrate_noise_multiplier(epsilon=2.0, delta=0.01, sampling=sampling, rounds=60)
+    page = (Path(__file__).parents[3] / "docs/proved/dp2-fedsam.md").read_text()
+    for shared, sigma, clip, cohort in (
+        (667_402 - 1_290, theorem(1000), 0.1, 50),
+        (667_402 - 1_290, theorem(500), 0.1, 25),
+        (11_181_642 - 31_806, theorem(500), 0.2, 25),
+        (19_988 - 630, ours, 0.1, 10),
+    ):
+        norm = sigma * clip * math.sqrt(shared) / cohort
+        assert f"| {shared:,} | {sigma:.2f} | {norm:.3g} | {clip} |" in page
 
 
 def holds(text: str, **facts) -> bool:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from flower_ext.cli.run_log import Followed, RunLog
+from flower_ext.cli.processes import Followed, RunLog
 
 PRINT_GROUP = [sys.executable, "-c", "import os; print(os.getpgrp())"]
 

@@ -1,4 +1,4 @@
-"""Files that are written whole, read by their user alone, and locked by one run at a time."""
+"""Files: written whole, read by their user alone, locked by one run at a time; and TOML."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import io
 import os
 import socket
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 from secrets import token_hex
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
-from flower_ext.errors import FlowerExtError
+from flower_ext.errors import FlowerExtError, InvalidValue
 
 
 class InUse(FlowerExtError, RuntimeError):
-    """Another run holds the lock of this directory."""
+    """Another run holds the lock of this directory or file."""
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
@@ -83,6 +84,22 @@ def whole_lines(path: Path) -> list[bytes]:
     """Return the lines of a file, without a last line that a crash tore; empty if it is missing."""
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises
+    ------
+    InvalidValue
+        There is no such file, or it is not TOML; the message names it.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValue(f"{path}: expected a TOML file; {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidValue(f"{path} is not valid TOML: {error}") from None
 
 
 def sync_to_disk(path: Path) -> None:

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from flower_ext.runs.files import InUse, lock, write_whole
+from flower_ext.files import InUse, lock, write_whole
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from flower_ext.runs.files import lock
+from flower_ext.files import lock
 held = lock(Path(sys.argv[1]))
 if "fork" in sys.argv and not os.fork():
     print(os.getpid(), flush=True)

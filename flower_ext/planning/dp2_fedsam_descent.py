@@ -1,0 +1,183 @@
+"""Convergence of DP²-FedSAM: Theorem 1, as its appendix derives it and as it can be proved.
+
+Source: Zhang, Guo, Gong, DP²-FedSAM, Section 4.1 and Appendix A. Both bounds are on the left side
+of Eq. 21, (1/T) Σ_t (E‖∇_φ F‖²/L_φ + (r/L_h) mean_i E‖∇_h F_i‖²); the published one weights its
+first part by ᾱ_t ≤ 1.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+L_φ, L_h, χ           ``extractor_smoothness``, ``head_smoothness``, ``coupling``
+G, σ_φ, σ_h           ``gradient_bound``, ``extractor_stddev``, ``head_stddev``
+η_φ, τ_φ, η_h, τ_h    ``extractor_rate`` and ``_steps``, ``head_rate`` and ``_steps``
+r, N, d₁              ``sampling_rate``, ``num_clients``, ``dimension``
+q, σ, C               ``radius``, ``noise_multiplier``, ``clipping_norm``
+ᾱ, α̃                  ``mean_factor``, ``factor_spread``
+====================  =====================================================
+
+The published bound drops the bias of clipping, and gains a factor η_φ in the error of SAM, which
+stays of the order q². `docs/proved/dp2-fedsam.md` derives `dp2_fedsam_provable_bound`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_ext.checks import (
+    require_at_least_one,
+    require_not_negative,
+    require_positive,
+    require_rate,
+)
+from flower_ext.errors import InvalidValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersonalDescent:
+    """Constants of the losses and of a run of DP²-FedSAM.
+
+    Rounds sample exactly rN clients. Steps are plain gradient steps, without momentum.
+
+    Parameters
+    ----------
+    extractor_smoothness, head_smoothness : float
+        Lipschitz constants of ∇_φ F_i in φ and of ∇_h F_i in h. With a ``radius``, the loss of each
+        batch must be as smooth as F_i.
+    coupling : float
+        χ: √(L_φ L_h) χ bounds the Lipschitz constants of ∇_φ F_i in h and of ∇_h F_i in φ.
+    gradient_bound : float
+        G ≥ ‖∇F_i‖. The provable bound needs E‖∇_φ F_i‖² ≤ G² along the run only.
+    extractor_stddev, head_stddev : float
+        σ_φ² and σ_h² bound the variance of stochastic gradients.
+    initial_gap : float
+        F(φ⁰, H⁰) − F*.
+    """
+
+    extractor_smoothness: float
+    head_smoothness: float
+    gradient_bound: float
+    extractor_rate: float
+    head_rate: float
+    initial_gap: float
+    dimension: int
+    num_clients: int
+    clipping_norm: float
+    sampling_rate: float = 1.0
+    extractor_steps: int = 1
+    head_steps: int = 1
+    coupling: float = 0.0
+    extractor_stddev: float = 0.0
+    head_stddev: float = 0.0
+    radius: float = 0.0
+    noise_multiplier: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("extractor_smoothness", "head_smoothness", "gradient_bound"),
+            *("extractor_rate", "head_rate", "clipping_norm"),
+        ):
+            require_positive(name, getattr(self, name))
+        for name in (
+            *("initial_gap", "coupling", "extractor_stddev", "head_stddev"),
+            *("radius", "noise_multiplier"),
+        ):
+            require_not_negative(name, getattr(self, name))
+        for name in ("dimension", "num_clients", "extractor_steps", "head_steps"):
+            require_at_least_one(name, getattr(self, name))
+        require_rate("sampling_rate", self.sampling_rate)
+
+    @property
+    def paces(self) -> tuple[float, float]:
+        """η_φ τ_φ L_φ and η_h τ_h L_h."""
+        extractor = self.extractor_rate * self.extractor_steps * self.extractor_smoothness
+        return extractor, self.head_rate * self.head_steps * self.head_smoothness
+
+    @property
+    def noise_variance(self) -> float:
+        """Variance of one coordinate of a round's noise: σ²C²/(rN)²."""
+        clients = self.sampling_rate * self.num_clients
+        return (self.noise_multiplier * self.clipping_norm / clients) ** 2
+
+
+def dp2_fedsam_published_bound(
+    problem: PersonalDescent, *, rounds: int, mean_factor: float = 1.0, factor_spread: float = 0.0
+) -> float:
+    """Return the last inequality of Appendix A.3, from which Eq. 21 takes its orders.
+
+    It is divided by the least of η_φ τ_φ L_φ/8 and η_h τ_h L_h/16. At rates falling as 1/√T its
+    noise term, with d₁² for d₁, grows with √T, and with Theorem 2's σ² ∝ T as T^(3/2).
+
+    Parameters
+    ----------
+    mean_factor, factor_spread : float
+        ᾱ and α̃: mean over rounds and clients of min(1, C/‖Δ_i‖), and of its distance from ᾱ_t.
+    """
+    require_at_least_one("rounds", rounds)
+    p, L, M = problem, problem.extractor_smoothness, problem.head_smoothness
+    e, tau, h, steps = p.extractor_rate, p.extractor_steps, p.head_rate, p.head_steps
+    chi2, variance, r = p.coupling**2, p.head_stddev**2, p.sampling_rate
+    total = (
+        p.initial_gap / rounds
+        + (36 * e**4 * tau**2 * L**2 * mean_factor + 3 * e**2 * tau * L) * p.gradient_bound**2
+        + (factor_spread * e * tau * L**2 + L**2 * e**2 * tau * mean_factor + 3 * L**3 * e**2 * tau)
+        * p.radius**2
+        + (
+            L**2 * e**2 * tau * mean_factor * (72 * tau * e**2 + 18 * e**2 * tau**2)
+            + 3 * L * e**2 * tau
+        )
+        * p.extractor_stddev**2
+        + 4 * chi2 * h**2 * steps**2 * M * variance * (1 - r)
+        + L * p.noise_variance * p.dimension**2
+        + h**2 * steps**2 * M * variance * r / 2
+        + 4 * h**3 * M * steps**2 * (steps - 1) * variance * r
+        + mean_factor * e * tau * h**2 * steps**2 * variance * chi2 * L * M
+    )
+    extractor, head = p.paces
+    return total / min(extractor / 8, head / 16)
+
+
+def dp2_fedsam_provable_bound(
+    problem: PersonalDescent, *, rounds: int, clipped_length: float = 0.0
+) -> float:
+    """Return a bound that holds, with ᾱ_t = 1 on the left side, which is larger.
+
+    Parameters
+    ----------
+    clipped_length : float
+        Root mean square, over rounds and clients, of the length (‖Δ_i‖ − C)₊ that clipping cuts off
+        an update. Clients that were not drawn count with the update that they would have sent.
+
+    Raises
+    ------
+    ValueError
+        A learning rate is too large: η_h τ_h L_h ≤ 1/8 and
+        χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ) ≤ r/8 are needed.
+    """
+    require_at_least_one("rounds", rounds)
+    require_not_negative("clipped_length", clipped_length)
+    p, (pace, head), r = problem, problem.paces, problem.sampling_rate
+    crossing = p.coupling**2 * head * (2.1 * (1 - r) + 1.05 * pace)
+    if head > 1 / 8 or crossing > r / 8:
+        raise InvalidValue(
+            f"head_rate={p.head_rate!r}: expected η_h τ_h L_h <= 1/8 ({head:.4g}), and "
+            f"χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ) <= r/8 ({crossing:.4g})"
+        )
+    L, e, tau = p.extractor_smoothness, p.extractor_rate, p.extractor_steps
+    steep = p.gradient_bound + L * p.radius  # of a gradient at the perturbed model
+    done = np.arange(tau)
+    drift = e * (done * steep + np.sqrt(done) * p.extractor_stddev)
+    error = L**2 * float(((drift + p.radius) ** 2).sum())
+    length = min(p.clipping_norm, e * (tau * steep + math.sqrt(tau) * p.extractor_stddev))
+    noise_of_heads = p.head_rate * p.head_stddev**2 * head
+    total = (
+        p.initial_gap / rounds
+        + e / 2 * error
+        + clipped_length**2 / (e * tau)
+        + L * (length**2 + p.noise_variance * p.dimension)
+        + noise_of_heads * r * (1 / 2 + head)
+        + noise_of_heads * p.coupling**2 * (1.05 * (1 - r) + 0.525 * pace)
+    )
+    return 8 * total / min(pace, head)
