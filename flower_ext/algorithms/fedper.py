@@ -53,9 +53,9 @@ class FedPer(Method):
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
     each client by its number of examples, as the paper does.
 
-    A `ReleasePlan` protects whole clients, a `RecordLevelPlan` with noise on uploads single records:
-    both bound and noise what the client sends of the base. A `RecordLevelPlan` with noise in local
-    steps is refused, because an upload also depends on records through the personal layers.
+    A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
+    records. Both bound and noise what the client sends of the base. A `RecordLevelPlan` with noise
+    in local steps is refused, because an upload also depends on records through the personal layers.
 
     Parameters
     ----------
