@@ -55,7 +55,7 @@ class FedPer(Method):
 
     A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
     records. Both bound and noise what the client sends of the base. A `RecordLevelPlan` with noise
-    in local steps is refused, because an upload also depends on records through the personal layers.
+    in local steps is refused, because an upload depends on records through personal layers, too.
 
     Parameters
     ----------
