@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays, read_array, to_arrays
 from flower_ext.training import UnshareableModel, matches
+from flower_ext.training.validation import RUNNING_STATISTICS
 
 log = getLogger("flwr")
 
@@ -52,7 +53,7 @@ def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
     )
     for name, array in arrays.items():
         layer, _, leaf = name.rpartition(".")
-        if leaf in {"running_mean", "running_var", "num_batches_tracked"}:
+        if leaf in RUNNING_STATISTICS:
             raise UnshareableModel(
                 f"{name!r} is a BatchNorm statistic of the clients' data; neither clipping nor "
                 f"noise covers it. Use GroupNorm in layer {layer!r} "

@@ -1,6 +1,6 @@
 """Models of the experiments: each has an ``extractor`` and a ``head``, its last linear layer.
 
-None has BatchNorm, whose statistics could not be shared.
+Those named ``-bn`` have BatchNorm before each ReLU, whose statistics cannot be shared.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def _linear(inputs: int, num_classes: int = 10) -> HeadedModel:
     return HeadedModel(nn.Flatten(), nn.Linear(inputs, num_classes))
 
 
-def _perceptron(inputs: int, hidden: tuple[int, ...], num_classes: int = 10) -> HeadedModel:
-    layers = nn.Sequential(nn.Flatten(), *_dense(inputs, *hidden))
+def _perceptron(
+    inputs: int, hidden: tuple[int, ...], num_classes: int = 10, *, batch_norm: bool = False
+) -> HeadedModel:
+    layers = nn.Sequential(nn.Flatten(), *_dense(inputs, *hidden, batch_norm=batch_norm))
     return HeadedModel(layers, nn.Linear(hidden[-1], num_classes))
 
 
@@ -46,20 +48,25 @@ def _convolutional(
     num_classes: int = 10,
     *,
     pool_last: bool = True,
+    batch_norm: bool = False,
 ) -> HeadedModel:
     """Return convolutions without padding, each pooled 2×2, followed by dense layers."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
-        layers += [nn.Conv2d(inputs, outputs, kernel), nn.ReLU(), nn.MaxPool2d(2)]
+        norm = [nn.BatchNorm2d(outputs)] if batch_norm else []
+        layers += [nn.Conv2d(inputs, outputs, kernel), *norm, nn.ReLU(), nn.MaxPool2d(2)]
     if not pool_last:
         layers.pop()
-    extractor = nn.Sequential(*layers, nn.Flatten(), *_dense(*dense))
+    extractor = nn.Sequential(*layers, nn.Flatten(), *_dense(*dense, batch_norm=batch_norm))
     return HeadedModel(extractor, nn.Linear(dense[-1], num_classes))
 
 
-def _dense(*widths: int) -> list[nn.Module]:
-    pairs = ((nn.Linear(inputs, outputs), nn.ReLU()) for inputs, outputs in pairwise(widths))
-    return [layer for pair in pairs for layer in pair]
+def _dense(*widths: int, batch_norm: bool = False) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        norm = [nn.BatchNorm1d(outputs)] if batch_norm else []
+        layers += [nn.Linear(inputs, outputs), *norm, nn.ReLU()]
+    return layers
 
 
 class BinaryLogistic(HeadedModel):
@@ -150,6 +157,16 @@ _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "heart-disease-logistic": heart_disease_logistic,
     "tcga-brca-cox": tcga_brca_cox,
     "letters-mlp": letters_mlp,
+    **{
+        f"{name}-bn": partial(model, batch_norm=True)
+        for name, model in {
+            "digits-mlp": digits_mlp,
+            "mnist-mlp": mnist_mlp,
+            "mnist-cnn": mnist_cnn,
+            "cifar10-cnn": cifar10_cnn,
+            "letters-mlp": letters_mlp,
+        }.items()
+    },
 }
 
 

@@ -69,6 +69,9 @@ class Training:
     solve : Callable, optional
         Runs many such trainings at once, in place of `train_each`; it returns what each method
         receives, in their order.
+    returns_params : bool
+        True if ``solve`` adds no noise and returns parameters like those of the job, which then
+        stand in for the result of a failed training.
     batch_invariant : bool
         The option of `train_groups`.
 
@@ -82,6 +85,7 @@ class Training:
     job: Job
     trained: Callable[[str], bool]
     solve: Callable[..., Iterable[Any]] | None = None
+    returns_params: bool = False
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -89,8 +93,8 @@ class Training:
 
     @property
     def without_noise(self) -> bool:
-        """True if the training adds no noise of its own to the model."""
-        return self.solve is None and self.job.noise is None
+        """True if the training returns parameters, and adds no noise of its own to them."""
+        return self.job.noise is None and (self.solve is None or self.returns_params)
 
     @property
     def batch(self) -> Hashable:

@@ -14,6 +14,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.model_factory import is_frozen
 from flower_ext.training.params import matches
 
+RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""Last parts of the names of batch normalisation's buffers."""
 _MOST_GROUPS, _CHANNELS_IN_A_GROUP = 32, 4
 """Most groups of a norm that replaces batch normalisation of images, and channels in each."""
 

@@ -7,6 +7,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import (
+    APFL,
     Apple,
     DP2FedSAM,
     DPDitto,
@@ -14,6 +15,8 @@ from flower_ext.algorithms import (
     FedALA,
     FedAMP,
     FedDyn,
+    FedPer,
+    FedRep,
     PFedMe,
     Scaffold,
 )
@@ -23,7 +26,8 @@ from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
-OF_A_SUM = [DPFedAvg, DP2FedSAM, DPDitto, FedALA, FedDyn, PFedMe]
+OF_A_SUM = [APFL, DPFedAvg, DP2FedSAM, DPDitto, FedALA, FedDyn, FedPer, FedRep, PFedMe]
+WITH_HEADS = (DP2FedSAM, FedPer, FedRep)
 CLIENTS = 4
 
 
@@ -35,7 +39,7 @@ def run(method, plan):
 
     here = replace(task(), data=data)
     strategy = strategy_of(
-        method, plan=plan, seed=1, personal=["head"] if method is DP2FedSAM else []
+        method, plan=plan, seed=1, personal=["head"] if method in WITH_HEADS else []
     )
     grid = InProcessGrid(method.client_app(here), plan.sampling.population)
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)

@@ -9,6 +9,7 @@ from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import AdversaryView, Ledger
 from flower_ext.runs import NotARun, RunDirectory
+from flower_ext.training import UnshareableModel
 from tests.support.apps import DP2_FEDSAM
 from tests.support.grids import grid
 
@@ -19,6 +20,10 @@ METHODS = (
     "dp-fedavg-ft",
     "dp-fedsam",
     "dp-fedsam-ft",
+    "fedper",
+    "fedrep",
+    "fedbn",
+    "apfl",
     "fedavg",
     "p-fedsam",
 )
@@ -34,7 +39,7 @@ def run(path, **overrides):
 
 @pytest.mark.report
 @pytest.mark.parametrize(
-    "method", grid(METHODS, lambda method: method in ("dp2-fedsam", "dp-fedsam-ft", "fedavg"))
+    "method", grid(METHODS, {"dp2-fedsam", "dp-fedsam-ft", "fedbn", "fedavg"}.__contains__)
 )
 def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     run_ = run(tmp_path / "run", method=method)
@@ -49,11 +54,13 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     assert "accuracy_worst_decile" in rows[1]
     private = method not in ("fedavg", "p-fedsam")
     assert ("epsilon_provable" in rows[1]) == private
-    assert ("epsilon_published" in rows[1]) == private
+    published = private and method not in ("fedper", "fedbn", "apfl")
+    assert ("epsilon_published" in rows[1]) == published
     assert bool(run_.guarantees()) == private
     assert ("ledger.jsonl" in files) == private
-    personal = method in ("dp2-fedsam", "centaur", "p-fedsam")
+    personal = method in ("dp2-fedsam", "centaur", "p-fedsam", "fedper", "fedrep")
     names = set(load_file(run_.path / "model.safetensors"))
+    assert not any(name.endswith("running_mean") for name in names)
     assert any(name.startswith("head") for name in names) == (not personal)
     assert len(run_.client_metrics()) == 8
     for svg in (run_.path / "figures").glob("*.svg"):
@@ -108,12 +115,24 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"sam_radius": 0.0, "method": "p-fedsam"}, r"sam-radius=0\.0 with method='p-fedsam'"),
         ({"sam_radius": 0.0, "method": "dp-fedsam"}, r"sam-radius=0\.0 with method='dp-fedsam'"),
         ({"noise_placement": "moon"}, "noise-placement='moon'"),
+        (
+            {"method": "apfl", "apfl_weight": 2.0},
+            r"apfl-weight=2\.0: expected a number in \[0, 1\]",
+        ),
+        ({"method": "apfl", "momentum": 0.5}, r"local\.momentum=0\.5: leave it out"),
+        ({"method": "fedbn", "model": "digits-mlp"}, "expected a model with normalisation layers"),
+        ({"method": "fedper", "calibration": "published"}, "'published' with method='fedper'"),
     ],
 )
 def test_bad_settings_are_named_and_leave_no_run_directory(overrides, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         run(tmp_path / "run", **overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_running_statistics_are_shared_by_no_method(tmp_path):
+    with pytest.raises(UnshareableModel, match="keeps running statistics of the data"):
+        run(tmp_path / "run", method="fedper", model="digits-mlp-bn", noise_multiplier=1.0)
 
 
 def test_a_method_without_sam_needs_no_radius(tmp_path):

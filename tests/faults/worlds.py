@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_ext.algorithms import (
+    APFL,
     Apple,
     Centaur,
     DP2FedSAM,
@@ -20,6 +21,8 @@ from flower_ext.algorithms import (
     DPFedAvg,
     FedALA,
     FedAMP,
+    FedPer,
+    FedRep,
     PFedMe,
     Scaffold,
 )
@@ -304,6 +307,15 @@ PERSONALISED: dict[str, tuple[Callable[[], FederatedStrategy], Callable[[str], b
     ),
     "P-FedSAM (no noise)": (
         lambda: FederatedStrategy(DP2FedSAM(head=FAST, extractor=FAST), nobody_private()),
+        personal_of(),
+    ),
+    "FedPer": (lambda: FederatedStrategy(FedPer(local=FAST), release_plan()), personal_of()),
+    "FedRep": (
+        lambda: FederatedStrategy(FedRep(head=FAST, extractor=FAST), release_plan()),
+        personal_of(),
+    ),
+    "APFL": (
+        lambda: FederatedStrategy(APFL(weight_learning_rate=0.1, local=FAST), release_plan()),
         personal_of(),
     ),
     "DP-Ditto": (

@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import FedYogi
 from torch import nn
 
 from flower_ext.algorithms import (
+    APFL,
     Apple,
     Centaur,
     DP2FedSAM,
@@ -21,6 +22,8 @@ from flower_ext.algorithms import (
     FedALA,
     FedAMP,
     FedDyn,
+    FedPer,
+    FedRep,
     Hosted,
     PFedMe,
     Scaffold,
@@ -112,6 +115,9 @@ METHODS = {
         DP2FedSAM, plan=plan, head=FAST, extractor=FAST, **o
     ),
     "Centaur": lambda plan, **o: strategy_of(Centaur, plan=plan, head=FAST, extractor=FAST, **o),
+    "FedPer": lambda plan, **o: strategy_of(FedPer, plan=plan, local=FAST, **o),
+    "FedRep": lambda plan, **o: strategy_of(FedRep, plan=plan, head=FAST, extractor=FAST, **o),
+    "APFL": lambda plan, **o: strategy_of(APFL, plan=plan, local=FAST, **o),
     "DP-Ditto": lambda plan, **o: strategy_of(
         DPDitto, plan=plan, local=FAST, personal_training=FAST, **o
     ),
@@ -229,7 +235,7 @@ def test_whole_numbers_are_refused_before_any_training_and_the_remedies_work(met
         with pytest.raises(UnshareableModel, match=r"'extractor.counter' has dtype.*forward pass"):
             run(METHODS[method](plan(), **OPTIONS), task(dtype), CLIENTS)
     remedies = [({}, task())]
-    if method in ("DP²-FedSAM", "Centaur"):
+    if method in ("DP²-FedSAM", "Centaur", "FedPer", "FedRep"):
         remedies += [({"personal": ("head", "extractor.counter")}, task(torch.int64))]
     for options, problem in remedies:
         strategy = METHODS[method](plan(), **OPTIONS, **options)

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ArrayRecord
 from scipy import stats
 
-from flower_ext.algorithms import Apple, DPDitto, DPFedAvg, FedALA, FedAMP, PFedMe, Scaffold
+from flower_ext.algorithms import APFL, Apple, DPDitto, DPFedAvg, FedALA, FedAMP, PFedMe, Scaffold
 from flower_ext.algorithms.fedamp import attention
 from flower_ext.data import ClientData
 from flower_ext.federation import (
@@ -33,7 +33,7 @@ from tests.support.worlds import Net, client_data, task
 CLIENTS = 4
 SAMPLING = FullParticipation(CLIENTS)
 FAST = LocalTraining(epochs=1, batch_size=10, learning_rate=0.1)
-METHODS = (DPDitto, PFedMe, FedAMP, Apple, FedALA)
+METHODS = (APFL, DPDitto, PFedMe, FedAMP, Apple, FedALA)
 STEPS = ClippedSteps(
     learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30, local_steps=3, batch_size=10
 )
@@ -108,6 +108,7 @@ def test_under_a_plan_nothing_that_clients_keep_is_in_any_message(method):
 @pytest.mark.parametrize(
     ("method", "secret"),
     [
+        (APFL, ""),
         (DPDitto, ""),
         (PFedMe, ""),
         (Apple, "personal"),  # APPLE shares core models
@@ -157,7 +158,7 @@ def spoiled(how):
 @pytest.mark.parametrize("how", ["raises", "diverges"])
 @every
 def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how, steps):
-    if steps is not None and method is not DPDitto:
+    if steps is not None and method not in (APFL, DPDitto):
         pytest.skip("no phase of training is all of its update")
     options = {"evaluate_every": 0, "seed": 1}
     the_plan = plan(noise_stddev=1e-7, clipping_norm=100.0, steps=steps)

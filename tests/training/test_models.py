@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flower_ext.training import check_shareable, matches
+from flower_ext.training import UnshareableModel, check_shareable, matches
 from flower_ext.training.models import build, parameter_count
 
 SHAPES = {
@@ -38,6 +38,11 @@ SHAPES = {
         ("heart-disease-logistic", 14),
         ("tcga-brca-cox", 39),
         ("letters-mlp", 155_830),
+        ("digits-mlp-bn", 2_410 + 2 * 32),
+        ("mnist-mlp-bn", 52_650 + 2 * 96),
+        ("mnist-cnn-bn", 19_988 + 2 * 86),
+        ("cifar10-cnn-bn", 667_402 + 2 * 832),
+        ("letters-mlp-bn", 155_830 + 2 * 196),
     ],
 )
 def test_models_have_their_exact_sizes(name, parameters):
@@ -55,6 +60,15 @@ def test_models_can_be_shared_and_have_a_head_that_is_their_last_layer(name):
     images = torch.randn(2, *SHAPES[name])
     assert model(images).shape == (2, 7)
     torch.testing.assert_close(model(images), model.head(model.extractor(images)))
+
+
+def test_batch_normalisation_precedes_each_relu_and_is_not_shared():
+    model = build("mnist-cnn-bn")
+    kinds = [type(layer).__name__ for layer in model.extractor]
+    after = [kinds[at + 1] for at, kind in enumerate(kinds) if kind.startswith("BatchNorm")]
+    assert after == ["ReLU"] * kinds.count("ReLU")
+    with pytest.raises(UnshareableModel, match="'extractor.1'"):
+        check_shareable(model)
 
 
 def test_an_unknown_model_lists_the_known_ones():

@@ -5,10 +5,20 @@ from flwr.serverapp import Grid, ServerApp
 
 from dp2_fedsam_app.settings import Settings
 from dp2_fedsam_app.task import task_of
-from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedSAM
+from flower_ext.algorithms import (
+    APFL,
+    Centaur,
+    DP2FedSAM,
+    DPFedAvg,
+    DPFedSAM,
+    FedBN,
+    FedPer,
+    FedRep,
+)
 from flower_ext.federation import Method, configured
 from flower_ext.privacy import NonPrivatePlan, ReleasePlan
 from flower_ext.runs.settings import UnfitSetting
+from flower_ext.training import Task
 
 SHARED_MODEL = {
     "dp-fedavg": DPFedAvg,
@@ -21,10 +31,12 @@ OWN_HEAD = "own-head"
 PERSONAL_HEAD = {
     "centaur": Centaur,
     "dp2-fedsam": DP2FedSAM,
+    "fedrep": FedRep,
     "p-fedsam": DP2FedSAM,
     OWN_HEAD: DP2FedSAM,
 }
 WITHOUT_PRIVACY = ("fedavg", "p-fedsam", OWN_HEAD)
+WITHOUT_THEOREM = ("fedper", "fedbn", "apfl")
 
 app = ServerApp()
 
@@ -35,7 +47,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = configured.settings(Settings, context)
     plan, task = plan_of(settings), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    configured.start(grid, context, settings, task, method_of(settings), plan)
+    configured.start(grid, context, settings, task, method_of(settings, task), plan)
 
 
 def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
@@ -43,10 +55,15 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
     cohorts = configured.sampling(settings)
     if settings.method in WITHOUT_PRIVACY:
         return configured.non_private_plan(settings, cohorts)
+    if settings.calibration != "provable" and settings.method in WITHOUT_THEOREM:
+        raise UnfitSetting(
+            f"run-config calibration={settings.calibration!r} with method={settings.method!r}: "
+            "expected 'provable', because no paper has a bound for this method"
+        )
     return configured.release_plan(settings, cohorts)
 
 
-def method_of(settings: Settings) -> Method:
+def method_of(settings: Settings, task: Task) -> Method:
     """Return the method; all methods share the settings that they have."""
     method, radius = settings.method, settings.sam_radius
     if "sam" in method and radius == 0:
@@ -60,6 +77,12 @@ def method_of(settings: Settings) -> Method:
         local = sam if "sam" in method else sgd
         tuning = sgd if method.endswith("-ft") else None
         return SHARED_MODEL[method](local=local, fine_tuning=tuning, **server)
+    if method == "fedper":
+        return FedPer(local=sgd, **server)
+    if method == "fedbn":
+        return FedBN.for_model(task.model(), local=sgd, **server)
+    if method == "apfl":
+        return APFL(personal_weight=settings.apfl_weight, local=sgd, **server)
     head = configured.training(
         settings, epochs=settings.head_epochs, learning_rate=settings.head_learning_rate
     )

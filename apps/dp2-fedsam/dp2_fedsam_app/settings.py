@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from flower_ext.runs.settings import CountOrZero, NotNegative, Positive, setting
+from flower_ext.runs.settings import CountOrZero, NotNegative, Positive, Rule, setting
 from flower_ext.runs.shared_settings import (
     CohortSettings,
     PartitionSettings,
@@ -19,7 +19,7 @@ from flower_ext.runs.shared_settings import (
 class Settings(
     ReleaseSettings, CohortSettings, PartitionSettings, TrainingSettings, ServerSettings
 ):
-    """Client-level privacy on one data set, by seven methods, and a control."""
+    """Client-level privacy on one data set, by methods of several papers, and a control."""
 
     method: Literal[
         "dp2-fedsam",
@@ -28,6 +28,10 @@ class Settings(
         "dp-fedavg-ft",
         "dp-fedsam",
         "dp-fedsam-ft",
+        "fedper",
+        "fedrep",
+        "fedbn",
+        "apfl",
         "fedavg",
         "p-fedsam",
         "own-head",
@@ -38,8 +42,11 @@ class Settings(
     dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "femnist", "letters"] = setting(
         "digits come with the package"
     )
-    model: str = setting("empty: the data set's default")
+    model: str = setting("empty: the data set's default; for fedbn, its default with -bn")
     head_epochs: CountOrZero = setting("methods with a personal head")
     head_learning_rate: Positive = setting("methods with a personal head")
     sam_radius: NotNegative = setting("q, of sharpness-aware minimisation")
     adapt_before_evaluation: bool = setting("train the head on the current extractor first")
+    apfl_weight: Annotated[float, Rule("a number in [0, 1]", lambda value: 0 <= value <= 1)] = (
+        setting("alpha of the personal model in apfl's mixture; 0: the shared model, 1: without it")
+    )

@@ -29,6 +29,8 @@ def task_of(context: Context) -> Task:
     dataset, folder = settings.dataset, settings.data_folder
     classes = describe(dataset).num_classes
     model = settings.model or DEFAULT_MODELS[dataset]
+    if settings.method == "fedbn" and not settings.model:
+        model += "-bn"
     partitions = (
         settings.partition,
         settings.clients,

@@ -20,6 +20,7 @@ from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
+from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
 """A client's update, or its whole model, before bound and noise."""
@@ -236,9 +237,17 @@ def personal_part(work: ClientWork) -> Params:
     Raises
     ------
     InvalidValue
-        The server shares every parameter, or other parameters than in earlier rounds. The client
-        refuses, so that its personal part never leaves it.
+        The server shares every parameter, running statistics, or other parameters than in earlier
+        rounds. The client refuses, so that its personal part never leaves it.
     """
+    for name in work.received:
+        if name.rpartition(".")[2] in RUNNING_STATISTICS:
+            raise tellable(
+                InvalidValue(
+                    f"the server shares {name!r}, a running statistic of clients' data: expected "
+                    "personal= to name its layer"
+                )
+            )
     names = set(work.task.shapes) - set(work.received)
     if work.memory is None:
         if not names:

@@ -1,0 +1,171 @@
+"""APFL: each client mixes a personal model with its copy of the shared one.
+
+Source: Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning" (2020), Algorithm 1.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+w, w_i                the shared model (``arrays``), the client's copy that it trains and uploads
+v_i                   personal model: the client's memory
+α_i                   ``personal_weight``; if it adapts, then in the client's memory
+v̄_i                   the mixture α_i v_i + (1 − α_i) w_i, which the client evaluates
+τ, η                  ``local.epochs`` (or ``steps``), ``local.learning_rate``
+====================  =====================================================
+
+For each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i by the gradient at the mixture, which is
+−η α_i ∇f_i(v̄_i). If α_i adapts, it moves once a round, at the first mini-batch, by
+−η_α ⟨v_i − w_i, ∇f_i(v̄_i)⟩, and is clamped to [0, 1].
+
+The upload is that of `DPFedAvg`, whatever v_i and α_i are: w_i trains by itself, and then v_i
+beside a second descent of w_i on the same mini-batches, which no plan needs to noise. PFLlib
+differs: there v_i moves by the gradient at v_i, and is replaced by the mixture after each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flower_ext.checks import require_not_negative
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Memory,
+    Method,
+    Steps,
+    Training,
+    one_by_one,
+)
+from flower_ext.training import (
+    Job,
+    LocalTraining,
+    Params,
+    Task,
+    clone,
+    gradient,
+    job_batches,
+    local_problem,
+)
+from flower_ext.training.params import to_device
+from flower_ext.training.seeding import seeded_by
+
+WEIGHT = "mixture/α"
+"""Name of α_i in a client's memory, beside the parameters of v_i."""
+
+
+@dataclass(kw_only=True)
+class Mixture(Job):
+    """A job that trains v_i and α_i, its ``params``, beside w_i, which starts at ``shared``."""
+
+    shared: Params
+    weight_rate: float
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
+    alpha = number_of(work.settings["personal_weight"])
+    job = Mixture(
+        params=work.memory or {**work.received, WEIGHT: alpha},
+        examples=work.data.train,
+        training=work.training["local"],
+        generator=torch.Generator().set_state(work.generator.get_state()),
+        shared=work.received,
+        weight_rate=work.settings["weight_learning_rate"],
+    )
+    trained = yield work.train("local", work.received)
+    personal = yield Training(
+        task=work.task,
+        job=job,
+        trained=lambda name: True,
+        solve=descend_mixture,
+        returns_params=True,
+    )
+    return LocalResult(model=trained, memory=personal)
+
+
+@one_by_one
+def descend_mixture(task: Task, job: Mixture, trained: Callable[[str], bool]) -> Params:
+    """Return v_i and α_i of one job."""
+    rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
+    with seeded_by(job.generator, task.torch_device()):
+        problem = local_problem(task, job.params, trained=trained)
+        v, w = clone(problem.start), clone(to_device(job.shared, problem.device))
+        for number, (x, y) in enumerate(job_batches(task, job)):
+            at_mixture = gradient(problem.loss_at, mixture(v, w, alpha), x, y)
+            at_w = gradient(problem.loss_at, {name: w[name] for name in v}, x, y)
+            along = sum(float(((v[n] - w[n]) * slope).sum()) for n, slope in at_mixture.items())
+            for name, slope in at_mixture.items():
+                v[name].sub_(slope, alpha=rate * alpha)
+                w[name].sub_(at_w[name], alpha=rate)
+            if number == 0:
+                alpha = min(1.0, max(0.0, alpha - job.weight_rate * along))
+    return problem.whole({**v, WEIGHT: number_of(alpha)}, like=job.params)
+
+
+def number_of(alpha: float) -> Tensor:
+    """Return α as a tensor, without rounding."""
+    return torch.tensor(alpha, dtype=torch.float64)
+
+
+def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> Params:
+    """Return α v + (1 − α) w, over the names of v."""
+    return {name: alpha * p + (1 - alpha) * w[name] for name, p in v.items()}
+
+
+def local_model(work: ClientWork) -> Params:
+    """Return the mixture of v_i with the received model, which alone a new client has."""
+    if work.memory is None:
+        return work.received
+    personal = {name: work.memory[name] for name in work.received}
+    return mixture(personal, work.received, float(work.memory[WEIGHT]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class APFL(Method):
+    """A shared model, and a mixture of it with a personal model on each client.
+
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples.
+
+    Every plan of `DPFedAvg` fits, because the upload depends on no memory: a `ReleasePlan` protects
+    clients, a `RecordLevelPlan` records, also by noise in local steps. v_i and α_i never leave the
+    client.
+
+    Parameters
+    ----------
+    personal_weight : float
+        α in [0, 1], with which a client begins. At 0 it uses the shared model, at 1 a model that
+        only its own data train.
+    weight_learning_rate : float
+        η_α >= 0 of the adaptive α_i; the paper takes η. At 0, α stays as it is.
+    local : LocalTraining
+        Training of w_i and v_i, by plain SGD.
+    **options
+        Fields of `Method`, except ``personal``.
+    """
+
+    client = ClientMethod(
+        name="apfl",
+        local_update=local_update,
+        local_model=local_model,
+        memory=Memory.BESIDE_UPDATES,  # the personal model and its weight
+        upload_phase="local",
+    )
+
+    personal_weight: float = 0.5
+    weight_learning_rate: float = 0.0
+    local: LocalTraining = LocalTraining()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_not_negative("weight_learning_rate", self.weight_learning_rate)
+        if not 0 <= self.personal_weight <= 1:
+            raise InvalidValue(
+                f"personal_weight={self.personal_weight!r}: expected α, a number in [0, 1]"
+            )
+        self.local.require_plain_sgd("local", "APFL's steps are plain SGD")

@@ -1,0 +1,82 @@
+"""FedPer: shared base layers and personal layers, which train together.
+
+Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers"
+(2019), Algorithms 1 and 2.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+W_B                   base layers: the shared model (``arrays``)
+W_P_j                 personal layers: the client's memory
+e, b, η_j             ``local.epochs`` (or ``steps``), ``.batch_size``, ``.learning_rate``
+γ_j                   ``weighting="examples"`` of a `NonPrivatePlan`; otherwise 1/N
+====================  =====================================================
+
+The paper draws a client's first personal layers at random; here all clients begin with those of the
+run's initial model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Method,
+    Steps,
+    personal_part,
+)
+from flower_ext.training import LocalTraining, Params
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Train base and personal layers together; upload the base (Algorithm 1)."""
+    shared, personal = work.received, personal_part(work)
+    model = yield work.train("local", {**shared, **personal})
+    memory = {name: model[name] for name in personal}
+    return LocalResult(model={name: model[name] for name in shared}, memory=memory)
+
+
+def local_model(work: ClientWork) -> Params:
+    """Return the received base layers with the client's own personal layers."""
+    return {**work.received, **personal_part(work)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPer(Method):
+    """A shared base and personal layers, trained jointly by local SGD.
+
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples, as the paper does.
+
+    A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
+    records. Both bound and noise what the client sends of the base. A `RecordLevelPlan` with noise
+    in local steps is refused, because an upload depends on records through personal layers, too.
+
+    Parameters
+    ----------
+    personal : Sequence[str]
+        Names of the modules that are personal; ``*`` matches any part of a name. They never leave
+        the client, nor do their running statistics.
+    local : LocalTraining
+        Training of the whole model on a client.
+    **options
+        Fields of `Method`.
+    """
+
+    client = ClientMethod(name="fedper", local_update=local_update, local_model=local_model)
+
+    personal: Sequence[str] = ("head",)
+    local: LocalTraining = LocalTraining()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.personal:
+            raise InvalidValue(
+                f"personal=(): expected the names of {self.name}'s personal layers, for example "
+                f"{type(self).personal}"
+            )

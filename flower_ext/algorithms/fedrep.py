@@ -1,0 +1,37 @@
+"""FedRep: a shared representation, under which each client first trains a head of its own.
+
+Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized
+Federated Learning" (ICML 2021), Algorithm 1.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+φ, h_i                shared representation (``arrays``), head (client memory)
+n, r                  ``plan.sampling``: ``population``, ``sampling_rate``
+τ_h                   ``head.epochs`` (or ``steps``), with φ frozen
+τ_φ                   ``extractor.epochs`` (or ``steps``), with h_i frozen
+α                     ``head.learning_rate``, ``extractor.learning_rate``
+====================  =====================================================
+
+CENTAUR adds client-level DP to these rounds, so `FedRep` is `Centaur` by its first name. With a
+`NonPrivatePlan` it is the paper's method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flower_ext.algorithms.dp2_fedsam import Centaur
+from flower_ext.training import LocalTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(Centaur):
+    """A shared representation by plain SGD and personal heads: equal to `Centaur`.
+
+    Only the defaults differ: ten epochs of the head, one of the representation. The same client
+    side answers both, and the same plans fit (see `FedPer`).
+    """
+
+    head: LocalTraining = LocalTraining(epochs=10)
+    extractor: LocalTraining = LocalTraining(epochs=1)
