@@ -254,10 +254,10 @@ class NonPrivatePlan(PlainAverage):
         ValueError
             The method combines the single updates in another way.
         """
-        if self.weighs_examples and method.needs_each_update:
+        if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
-                f"weighting='examples': expected 'clients', because {method.name} weighs single "
-                "updates by a rule of its own"
+                f"weighting='examples': expected 'clients', because clients count in the "
+                f"server's step of {method.name} by a rule of its own"
             )
         return self
 

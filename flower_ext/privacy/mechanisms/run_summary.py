@@ -18,6 +18,8 @@ class MethodTraits:
     name : str
     bounds_units : bool
         A client's upload is a sum over units, and the method bounds each unit.
+    weighs_updates : bool
+        True if clients count in its step by a rule of the method's own.
     needs_each_update : bool
         The server needs every single update, not only their noised sum.
     keeps_memory : bool
@@ -34,6 +36,7 @@ class MethodTraits:
 
     name: str
     bounds_units: bool = False
+    weighs_updates: bool = False
     needs_each_update: bool = False
     keeps_memory: bool = False
     memoryless: bool = True
