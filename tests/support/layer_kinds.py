@@ -436,16 +436,16 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
 INTRODUCTION = """# Layers of your own model
 
-`python -m tests.support.layer_kinds docs/layers.md` measures every cell of this table, and writes the
-page. The columns are for a client that trains alone, for a batch of clients that train together, and for
-DP-SGD. The cells say how a model with such layers trains:
+`python -m tests.support.layer_kinds docs/layers.md` measures every cell of this table, and writes
+the page. The columns are for a client that trains alone, for a batch of clients that train
+together, and for DP-SGD. The cells say how a model with such layers trains:
 
 * *equal*: the trained model equals that of a plain loop of PyTorch, up to rounding. For DP-SGD, the
   sum of clipped gradients equals the sum over single examples.
 * *one by one*: the package trains the clients of a batch, or the examples of DP-SGD, one after
   another, which takes longer.
-* *in one pass* and *by vmap*: DP-SGD computes the gradients of all examples of a mini-batch together,
-  either by formulas for these layers or by `torch.func.vmap`.
+* *in one pass* and *by vmap*: DP-SGD computes the gradients of all examples of a mini-batch
+  together, either by formulas for these layers or by `torch.func.vmap`.
 * *refused (1)*: the package refuses such a model. The list below the table has the error."""
 
 
