@@ -1,6 +1,6 @@
 """Guarantees: an ε with its unit, relation, view, δ, accountant and assumptions.
 
-Published and provable claims have the same form; where they disagree, reports print both.
+Published and provable guarantees have the same fields. Reports show both if they disagree.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Basis = Literal["published", "provable"]
 def epsilon_text(epsilon: float) -> str:
     """Return ε with three significant digits, rounded up so that no text understates the spend.
 
-    An ε of 0 becomes 0.001, because a 0 would read as if nothing were revealed; δ remains. An
-    infinite ε is "inf".
+    An ε of 0 becomes 0.001: a 0 would read as if nothing could be revealed, although δ is above 0.
+    An infinite ε is "inf".
     """
     return _rounded_up(epsilon or 1e-3)
 

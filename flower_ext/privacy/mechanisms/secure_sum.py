@@ -36,13 +36,14 @@ from flower_ext.errors import InvalidValue
 COMPLETE = 64
 """Largest number of members for which all members are neighbours."""
 LEAST_MEMBERS = 3
-"""Least members of a sum. Of two members, each could subtract its vector and see the other's."""
+"""Least members of a sum. With two, each could subtract its own vector and see the other's."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
-"""Probability that colluders break one round of a run, and that one fails for lost members."""
+"""Bounds on the probability that colluders break any round of a run, and that lost members make
+any round fail."""
 _RIPPLE = 16
 """Number of smaller even k that are tried below the k that bisection finds, as t is rounded."""
 _NOISE_STDDEVS = 11.0
-"""Room for a sum's noise: 2⁴⁰ numbers all stay below it except with probability 2⁻⁴⁰."""
+"""Stddevs of room for a sum's noise: 2⁴⁰ numbers all stay below, except with probability 2⁻⁴⁰."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +82,17 @@ class SumParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum:
-    """A sum of uploads; the server sees only the sum, the members that took part, and when.
+    """Settings of sums that show the server only the sum, its members, and when they answered.
 
     Parameters
     ----------
     colluding : float
         γ: share of the population that may collude with the server, rounded up. Cohorts are random,
-        so one of them may hold a larger share. A guarantee against the server counts only the noise
-        of the others.
+        so a cohort may hold a larger share of colluders. A guarantee against the server counts only
+        the noise of honest clients.
     dropouts : float
         δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
-        round is discarded. Clients scale their noise so that the answers of all others suffice.
+        round is discarded. Clients scale their noise so that the remaining answers carry all of it.
     resist_equivocation : bool
         Choose t so large that a server cannot collect both secrets of a client, even if it tells
         some neighbours that the client answered and the others that it was lost. If False, graphs
@@ -146,8 +147,8 @@ class SecureSum:
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(
-                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
-                "more clients, or a larger share of them"
+                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; draw "
+                "larger cohorts"
             )
         population = members if population is None else population
         corrupt = self.colluders_among(population)

@@ -36,12 +36,12 @@ _OF_DATA = (
 )
 OF_SILOS = (
     *_OF_DATA,
-    "silos train, clip and add noise as told, and do not collude",
+    "silos train, clip and add noise as instructed, and do not collude",
     ON_A_GRID,
 )
-OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as told", DISCRETE)
+OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as instructed", DISCRETE)
 """Assumptions about silos that send whole numbers to a secure sum."""
-_OWN_RECORDS = "of a user's records those count that no colluding silo holds"
+_OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees for sums if silos send their uploads without a secure sum."""
 
