@@ -10,7 +10,7 @@ paper                 here
 N, b, d               ``num_clients``, ``num_examples``, ``dimension``
 ρ                     ``feature_energy``
 σ², ζ²                ``label_variance``, ``model_variance``
-σ_u²                  ``upload_variance`` of z_n, of which σ_z² = N σ_u²
+σ_u²                  ``upload_variance``, of z_n; the paper's σ_z² is N σ_u²
 G₁, G₂ − G₁²          ``moments``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================

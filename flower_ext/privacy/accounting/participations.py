@@ -41,8 +41,8 @@ class Participations:
         cohort : Sequence[int]
             Units whose data went into the round.
         answered, asked : int
-            Number of uploads that arrived, and of uploads that were asked for. By default one upload
-            per unit was asked for.
+            Number of uploads that arrived, and of uploads that were asked for. By default one
+            upload per unit was asked for.
         """
         asked = len(cohort) if asked is None else asked
         if not 0 <= answered <= asked:

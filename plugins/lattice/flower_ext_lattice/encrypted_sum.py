@@ -223,7 +223,7 @@ def _add(
     sums: Sequence[LatticeSum],
     group: Group,
 ) -> None:
-    """Add the words of all silos."""
+    """Add the words of all silos to ``first`` and ``second``, in place."""
     for message in sums:
         words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
         raw = np.zeros((len(first), 8), np.uint8)

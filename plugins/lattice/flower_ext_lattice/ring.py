@@ -127,7 +127,8 @@ def add_encoded(
     values : float32 or float64 (GROUP,)
         Alternating coefficients.
     squares : float64 (512,)
-        The squares of scale · values are added to these, which together are their sum.
+        Partial sums. The squares of scale · values are added to them; their total is the sum of
+        squares.
     scratch : float64 (GROUP,)
         Overwritten.
     keys, totals, prime

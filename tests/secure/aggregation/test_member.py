@@ -80,7 +80,7 @@ def test_too_few_neighbours_and_strangers_are_refused():
     with pytest.raises(ProtocolError, match="threshold=3"):
         one.members[0].share(replace(keys[0], keys=few))
     far = next(m for m in range(1, 12) if m not in near)
-    with pytest.raises(InvalidValue, match="expected only neighbours"):
+    with pytest.raises(InvalidValue, match="expected only this member's neighbours"):
         one.members[0].share(replace(keys[0], keys={**keys[0].keys, far: bytes(range(64))}))
 
 
