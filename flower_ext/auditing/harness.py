@@ -52,7 +52,7 @@ class ViewAudit:
         return max(self.bounds, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the results as a JSON-ready dictionary."""
         best = self.best
         return {
             "view": self.view.value,
@@ -89,7 +89,7 @@ class Audit:
         return next(audit for audit in self.views if audit.view is view)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the results as a JSON-ready dictionary."""
         return {
             "name": self.name,
             "trials_per_world": self.trials,

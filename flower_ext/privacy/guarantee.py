@@ -130,7 +130,7 @@ class Guarantee:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, in which an infinite ε is null."""
+        """Return a JSON-ready dictionary, in which an infinite ε is null."""
         fields = asdict(self)
         fields["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}

@@ -67,7 +67,7 @@ class Charge:
     release: Release | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
+        """Return a JSON-ready dictionary."""
         return {**vars(self), "release": None if self.release is None else self.release.to_dict()}
 
 

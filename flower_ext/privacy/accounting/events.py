@@ -120,7 +120,7 @@ class Release:
         return gaussian
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, which `from_dict` reads."""
+        """Return a JSON-ready dictionary, which `from_dict` reads."""
         return {**vars(self), "sampling": sampling_to_dict(self.sampling)}
 
     @classmethod

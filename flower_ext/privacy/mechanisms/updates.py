@@ -152,9 +152,9 @@ def zeros_like(like: Update) -> dict[str, Any]:
 def check_like(update: Update, like: Update) -> None:
     """Refuse an update whose names or shapes differ from those of ``like``."""
     if set(update) != set(like):
-        differing = sorted(set(update) ^ set(like))
+        missing, unexpected = sorted(set(like) - set(update)), sorted(set(update) - set(like))
         raise InvalidValue(
-            f"arrays {differing} are unexpected or missing: expected exactly {sorted(like)}"
+            f"array names differ from the expected ones: add {missing}, leave out {unexpected}"
         )
     for name, array in like.items():
         if tuple(update[name].shape) != tuple(array.shape):

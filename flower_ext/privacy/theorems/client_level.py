@@ -40,7 +40,7 @@ _ALWAYS = (
 _HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
 _MEMORY = (
     "clients keep values between rounds (a personal head), or may keep them (a ClientApp of "
-    "somebody else), and a client's uploads do not reveal who was drawn before: not proven for "
+    "somebody else), and what a client sends does not reveal who was drawn before: not proven for "
     "cohorts of fixed size"
 )
 
@@ -56,7 +56,7 @@ def client_level_guarantees(
       with the noise that clients really supplied; the server knows any noise that it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
 
-    A guarantee says so if cohorts or noise were drawn from a seed. If clients keep memory between
+    A guarantee says so if cohorts or noise were drawn from a seed. If clients keep values between
     rounds, what they send depends on the rounds in which they were drawn. With a fixed cohort size
     that reveals something about who else was drawn, which the amplification of single rounds does
     not cover; the guarantee then lists it as an assumption. Under Poisson sampling clients are

@@ -59,11 +59,10 @@ class _RoundMessage(Message):
         super().check(context)
         for name, value in vars(self).items():
             members = [value] if name == "member" else value if isinstance(value, Mapping) else ()
+            label = "member" if name == "member" else f"{name} of member"
             for member in members:
                 if not 0 <= member < context.members:
-                    raise InvalidValue(
-                        f"{name} has member {member}: expected 0 to {context.members - 1}"
-                    )
+                    raise InvalidValue(f"{label} {member}: expected 0 to {context.members - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
