@@ -58,8 +58,8 @@ def projected(
 ) -> Score:
     """Return a score that projects an observation on the canary's direction.
 
-    No score tells the two worlds apart better under Gaussian noise. In a secure round it projects
-    the sum that the server computes, or an upload of the canary that no mask hides.
+    No score tells the two worlds apart better under Gaussian noise. In a secure round this score
+    projects the sum that the server computes, or an upload of the canary that no mask hides.
 
     Parameters
     ----------
@@ -110,9 +110,9 @@ def projected(
 def of_scores(name: str) -> Score:
     """Return a score for audits of evaluations, in which the canary reports far more than others.
 
-    It rebuilds two noised sums, the number of clients and the sum of their centred scores, from the
-    released count and mean. It projects both on the canary's part, which is at most (1, ½). All
-    other clients report the middle of the bounds, which are 0 and 1.
+    The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
+    from the released count and mean. It projects both on the canary's part, which is at most
+    (1, ½). All other clients report the middle of the bounds, which are 0 and 1.
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:

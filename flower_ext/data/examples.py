@@ -15,7 +15,7 @@ from flower_ext.data.users import choose
 from flower_ext.errors import InvalidValue, tellable
 
 MOST_USERS = 2**24
-"""Most users for which a silo allocates memory, whatever number the server sends."""
+"""Largest number of users for which a silo allocates memory, whatever number the server sends."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def pathological(
     classes_per_partition: int,
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Give each of N clients exactly S = ``classes_per_partition`` classes; share no example.
+    """Give each of N clients exactly S = ``classes_per_partition`` classes, and disjoint examples.
 
     Each of the K classes goes to about N·S/K clients; these numbers differ by at most one. The
     clients of a class share its examples evenly.

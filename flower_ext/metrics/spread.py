@@ -57,7 +57,7 @@ def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
 
 
 def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return metrics that at most half of the clients report, with the number that does.
+    """Return the metrics that at most half of the clients report, with their numbers of clients.
 
     The metric with the largest number comes first.
     A client leaves out a score that failed or that is not finite.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the import takes a second, which clients should not pay: fu
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Largest noise for which RDP can be computed. More noise is accounted as if it were this much."""
+"""Largest noise that is accounted. More noise counts as this much, where RDP is still a number."""
 
 
 @dataclass(frozen=True, kw_only=True)

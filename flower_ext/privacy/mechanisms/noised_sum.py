@@ -188,7 +188,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return noise_grid(self.noise_stddev)
 
     def client_noise_stddev(self, cohort_size: int) -> float:
-        """Return the standard deviation σC/√cohort of one client's share; 0 if the server noises.
+        """Return the stddev σC/√cohort of one client's share; 0 if the server adds the noise.
 
         All shares of a cohort together have σC. The cohort size is the drawn one, also under
         Poisson sampling: with the expected size, a small cohort's sum would carry too little noise.
@@ -200,7 +200,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def cell(self) -> float:
-        """Step of the grid of a secure sum, whose whole numbers count such steps (cells)."""
+        """Step (cell) of the grid on which secure sums are taken, the same in every round."""
         return cell_of(self.noise_stddev)
 
     @property

@@ -147,8 +147,8 @@ class SecureSum:
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(
-                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; draw "
-                "larger cohorts"
+                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
+                "more clients or silos, or draw larger cohorts"
             )
         population = members if population is None else population
         corrupt = self.colluders_among(population)

@@ -233,7 +233,7 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return how many times less noise hides a user in all uploads than in a sum, and its text.
+    """Return the ratio of noise that hides a user in a sum to that in all uploads; also in words.
 
     With weights by records a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.

@@ -35,7 +35,7 @@ _SUM = "sum"
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
-    """Return a unit modulo ``modulus`` per user, which looks random to a party without ``seed``."""
+    """Return units modulo ``modulus``, one per user, uniform to a party without ``seed``."""
 
     def blind(user: int) -> mpz:
         for attempt in count():
@@ -69,7 +69,7 @@ class PaillierSilo(SiloParty):
     def weights(self, message: PaillierWeights) -> list[mpz]:
         """Return Enc(n_su / N_u · C_LCM) of each user with records in this silo.
 
-        Doing this first costs one full exponentiation per user, instead of one per coordinate.
+        Computing it costs one full exponentiation per user, instead of one per coordinate.
 
         Raises
         ------

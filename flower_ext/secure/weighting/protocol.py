@@ -132,8 +132,8 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
     """
     if name not in protocols():
         raise InvalidValue(
-            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; further "
-            f"protocols are separate distributions, to be installed first: flower-ext-{name}"
+            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if it "
+            f"is a separate distribution, install that first: pip install flower-ext-{name}"
         )
     try:
         protocol: type[WeightingProtocol] = protocols()[name].load()
