@@ -101,7 +101,7 @@ def planned_schedules(
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:
-    """Return the condition of Theorem 1 on a round."""
+    """Return the condition of Theorem 1 that a round is one step on all records."""
     if steps is None:
         return Condition("one full-gradient step a round", True)
     batch = steps.batch_size or steps.num_examples

@@ -164,8 +164,9 @@ def dp2_fedsam_provable_bound(
     crossing = p.coupling**2 * head * (2.1 * (1 - r) + 1.05 * pace)
     if head > 1 / 8 or crossing > r / 8:
         raise InvalidValue(
-            f"head_rate={p.head_rate!r}: expected η_h τ_h L_h <= 1/8 ({head:.4g}), and "
-            f"χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ) <= r/8 ({crossing:.4g})"
+            f"head_rate={p.head_rate!r}: expected η_h τ_h L_h <= 1/8 (it is {head:.4g}), and "
+            f"χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ) <= r/8 (it is {crossing:.4g}); lower "
+            "the rate"
         )
     L, e, tau = p.extractor_smoothness, p.extractor_rate, p.extractor_steps
     steep = p.gradient_bound + L * p.radius  # of a gradient at the perturbed model

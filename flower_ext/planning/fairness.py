@@ -58,7 +58,7 @@ class LinearFairness:
         σ² of the noise in labels, and ζ² between the clients' true models.
     given_moments : tuple[float, float], optional
         G₁ and G₂ − G₁²: N² times the mean of ‖û_n − ū‖², and N⁴ times its variance over clients. By
-        default their means over û_n, which need no model.
+        default the means of both over the random û_n, which follow from the fields above.
     """
 
     num_clients: int

@@ -135,7 +135,9 @@ def uldp_avg_bound(
     total += L * server * noise / (2 * c * low * local * Q * S * U**2)
     if bias or squared_bias:
         if math.isinf(problem.gradient_bound):
-            raise InvalidValue("gradient_bound=inf: expected G, because a bias is above 0")
+            raise InvalidValue(
+                "gradient_bound=inf: expected a finite G, because bias or squared_bias is above 0"
+            )
         scale = problem.gradient_bound**2 / (c * low * U)
         total += scale * (bias + 3 / 2 * L * server * local * Q * squared_bias)
     return total

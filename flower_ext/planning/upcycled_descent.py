@@ -149,7 +149,7 @@ def estimate_descent(
     if not ((lengths > 0).all() and (means > 0).all()):  # also refuses NaN
         raise InvalidValue(
             "models and gradients: expected finite numbers, no two models alike, and at every "
-            "model a mean gradient above 0"
+            "model a mean gradient other than 0"
         )
     along = np.einsum("kid,kd->ki", changes, steps) / lengths**2
     return DescentEstimate(

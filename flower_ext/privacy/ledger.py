@@ -173,8 +173,8 @@ class Ledger(LedgerFile):
     def __init__(self, path: Path, *, budget: Budget | None = None) -> None:
         if budget is not None and budget.ledger is not None:
             raise InvalidValue(
-                f"budget.ledger={str(budget.ledger)!r}: expected None, as this is the account of "
-                "one run; for an account of several runs give the strategy Budget(ledger=...)"
+                f"budget.ledger={str(budget.ledger)!r}: expected None, because a Ledger counts one "
+                "run; to count several runs together, give the strategy Budget(ledger=...)"
             )
         super().__init__(path, wait=False)
         self.budget = budget
@@ -276,7 +276,7 @@ class Ledger(LedgerFile):
             raise BudgetExhausted(
                 f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = "
                 f"{delta:.3g}, above the budget of {self.budget.epsilon:g}; "
-                f"{self.releases} releases are on the ledger"
+                f"{self.releases} releases are on the ledger; end the run, or raise the budget"
             )
 
 

@@ -72,7 +72,7 @@ _UNDECIDED = -(2**31)
 _KNOWN, _REST = np.uint64(16), np.uint64(48)
 """Bits of a 64-bit word that decide most draws, and the others."""
 _TOGETHER = 2**15
-"""Numbers that are drawn at a time, so that they stay in the processor's caches."""
+"""Number of draws that are made at a time, so that they stay in the processor's caches."""
 
 
 def share_stddev(total: float, shares: int) -> float:
@@ -169,7 +169,7 @@ def _check(stddev: float) -> None:
     if not LEAST_STDDEV <= stddev <= MOST_STDDEV:
         raise InvalidValue(
             f"stddev={stddev!r} of discrete noise: expected {LEAST_STDDEV:g} to {MOST_STDDEV:g} "
-            "steps of the grid; take a finer or a coarser grid"
+            "steps of the grid; if it is less, take a finer grid, else a coarser one"
         )
 
 

@@ -55,7 +55,7 @@ _FINEST, _COARSEST = 2.0**-32, 2.0**-4
 _MOST_CELLS = 2.0**52
 """Largest value in cells: above it, noise does not fit into whole numbers exact in float64."""
 _TOGETHER = 2**15
-"""Numbers that are noised at a time, so that they stay in the processor's caches."""
+"""Number of values that are noised at a time, so that they stay in the processor's caches."""
 
 
 def noise_grid(stddev: float) -> float:

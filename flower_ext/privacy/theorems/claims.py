@@ -129,8 +129,8 @@ OWN_GRADIENTS = (
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption where a client's answer, or its absence, must not reveal a single record."""
 OUTLIVES = (
-    "no data end a client's process, as a crash in native code or too little memory for the whole "
-    "process may do; an exception does not"
+    "no client's data end its process, as a crash in native code or too little memory for the "
+    "whole process may; an exception in Python does not"
 )
 """The assumption about failures that a client cannot hide. It can hide an exception in training."""
 TELLS = (

@@ -132,7 +132,7 @@ class Member(JsonRecord):
         halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
         if len(set(halves)) != len(halves):
             raise InvalidValue(
-                "keys: the same key occurs twice; expected two keys of its own for each member"
+                "keys: the same key occurs twice; expected two different keys for each member"
             )
         for public in halves:
             check_public(public)

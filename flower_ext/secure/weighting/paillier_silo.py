@@ -115,8 +115,8 @@ class PaillierSilo(SiloParty):
         """Re-randomise, in place, this silo's share of the ciphertexts.
 
         The silos take turns, so a silo's share changes every round. The server made the
-        encryptions. Without this step, it could predict the randomness of the product of all
-        uploads for any guess of the updates.
+        encryptions. Without this step, the server could predict the randomness of the product of
+        all uploads for any guess of the updates.
         """
         silos = self.settings.silos
         turns = range((self.index - number) % silos, len(ciphertexts), silos)

@@ -273,7 +273,10 @@ class SiloParty(JsonRecord, ABC):
         if len(held) != self.settings.users:
             raise InvalidValue(f"counts of {len(held)} users: expected {self.settings.users}")
         if not all(0 <= count <= limit for count in held):
-            raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
+            raise InvalidValue(
+                f"counts: expected 0 to {limit} records of each user in this silo; leave records "
+                "out, or raise the limit of the run"
+            )
         # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
         self.counts = held
         self.save(self.to_bytes())

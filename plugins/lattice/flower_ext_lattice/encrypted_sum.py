@@ -36,7 +36,7 @@ _EXCESS = 1 - MODULUS / 2**96
 
 
 class Group:
-    """Places of the words and coordinates of eight blocks, or of fewer at the end."""
+    """Slices of words and coordinates for eight blocks; the last group may have fewer."""
 
     def __init__(self, settings: LatticeSettings, number: int) -> None:
         self.number = number

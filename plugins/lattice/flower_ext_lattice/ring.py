@@ -120,7 +120,7 @@ def add_encoded(
     totals: Reals,
     prime: int,
 ) -> None:
-    """Do `add_products` with the polynomials count · rint(scale · values).
+    """Add products as `add_products` does, with the polynomials count · rint(scale · values).
 
     Parameters
     ----------
