@@ -248,13 +248,13 @@ class _Cohort:
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if all members that stay keep t neighbours in all rounds."""
+        """Return True if members that stay keep t neighbours in all rounds (up to 2⁻²⁰)."""
         others = self.members - 1
         few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, neighbors)
         return bool(self.rounds * self.members * few <= _FAILED)
 
     def _is_secure(self, neighbors: int, threshold: int) -> bool:
-        """Return True if colluders can unmask nobody, and the graph stays connected."""
+        """Return True if colluders unmask nobody and graphs stay connected (each up to 2⁻⁴⁰)."""
         law, members = _hypergeometric(), self.members
         shares = self._shares(neighbors, threshold)
         unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, neighbors)

@@ -138,17 +138,17 @@ class PaillierSettings(PartySettings):
 
     @property
     def ciphertexts(self) -> int:
-        """Ciphertexts that a silo uploads in a round."""
+        """Number of ciphertexts that a silo uploads in a round."""
         return self.packing.plaintexts(self.coordinates)
 
     @property
     def count_bytes(self) -> int:
-        """Length of a number modulo n."""
+        """Length in bytes of a number modulo n."""
         return (self.key_bits + 7) // 8
 
     @property
     def ciphertext_bytes(self) -> int:
-        """Length of a number modulo n²."""
+        """Length in bytes of a number modulo n²."""
         return (2 * self.key_bits + 7) // 8
 
     def record_limit(self, silo: int) -> int:

@@ -191,12 +191,12 @@ def multiplied(x: Reals, y: Reals, prime: int) -> Reals:
 
 
 def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Add 2^56 · ``high`` + ``low`` and round to the modulus 2^64.
+    """Add 2^56 · ``high`` + ``low`` to numbers modulo q, and round the sums c to the modulus 2^64.
 
     Parameters
     ----------
     residues : float64 (2, count)
-        Nonnegative residues.
+        Nonnegative residues of the numbers.
     high : float64 (count,)
         Whole numbers up to 2^50 in magnitude.
     low : int64 (count,)
