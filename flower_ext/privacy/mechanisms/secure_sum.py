@@ -248,13 +248,16 @@ class _Cohort:
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if members that stay keep t neighbours in all rounds (up to 2⁻²⁰)."""
+        """Return True if staying members keep t neighbours, except with probability 2⁻²⁰ a run."""
         others = self.members - 1
         few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, neighbors)
         return bool(self.rounds * self.members * few <= _FAILED)
 
     def _is_secure(self, neighbors: int, threshold: int) -> bool:
-        """Return True if colluders unmask nobody and graphs stay connected (each up to 2⁻⁴⁰)."""
+        """Return True if colluders unmask nobody and graphs stay connected.
+
+        Each may fail with probability 2⁻⁴⁰ in a run.
+        """
         law, members = _hypergeometric(), self.members
         shares = self._shares(neighbors, threshold)
         unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, neighbors)
