@@ -16,9 +16,10 @@ For each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i by the gradient at 
 −η α_i ∇f_i(v̄_i). If α_i adapts, it moves once a round, at the first mini-batch, by
 −η_α ⟨v_i − w_i, ∇f_i(v̄_i)⟩, and is clamped to [0, 1].
 
-The upload is that of `DPFedAvg`, whatever v_i and α_i are: w_i trains by itself, and then v_i
-beside a second descent of w_i on the same mini-batches, which no plan needs to noise. PFLlib
-differs: there v_i moves by the gradient at v_i, and is replaced by the mixture after each round.
+The upload is that of `DPFedAvg`, because w_i trains without v_i and α_i. Then v_i trains beside a
+second descent of w_i on the same mini-batches. Nothing of this second descent leaves the client, so
+no plan needs to noise it. PFLlib differs: there v_i moves by the gradient at v_i, and is replaced
+by the mixture after each round.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> P
 
 
 def local_model(work: ClientWork) -> Params:
-    """Return the mixture of v_i with the received model, which alone a new client has."""
+    """Return the mixture of v_i with the received model; a new client has only the latter."""
     if work.memory is None:
         return work.received
     personal = {name: work.memory[name] for name in work.received}

@@ -95,7 +95,7 @@ def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
     rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
     training = work.training["weights"]
     if not weights:
-        # Ones begin at the shared layers, from which training moves towards the client's own.
+        # With ones, training begins at the shared layers and moves towards the client's layers.
         weights = {name: torch.ones_like(local[name]) for name in local if name in names}
         training = replace(training, epochs=int(work.settings["first_passes"]))
     job = Aggregation(

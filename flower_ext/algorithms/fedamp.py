@@ -50,7 +50,7 @@ log = getLogger("flwr")
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
 """Groups of the state: w_i and u_i by client, and a mark that the server has warned."""
 _LEAST_SHARE = 0.01
-"""Share of other clients in the cloud model that has most of them, below which the server warns."""
+"""The server warns if other clients' share is below this in every cloud model."""
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:

@@ -122,7 +122,7 @@ def attempt_each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Ex
 
 
 def attempt_in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
-    """Yield the results of `attempt_each`, one client's before the next one's step begins."""
+    """Yield the results of `attempt_each`, each before the next client's step begins."""
     for row in zip(*columns, strict=True):
         for value in row:
             if isinstance(value, Exception):

@@ -121,14 +121,17 @@ def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
             raise RefusedReply(
                 f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
             )
-        # Flower's own strategies average lists. They are no scores, so no reply is lost for one.
+        # Flower's own strategies average lists. A list is no score, so skip it and keep the reply.
         if isinstance(value, list) and name != "num-examples":
             continue
         # Compare, because neither NumPy nor float() accepts every integer.
         if not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise RefusedReply(f"metric {name!r} is {value!r}: expected a finite number")
         if abs(value) > LARGEST_VALUE:
-            raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
+            raise RefusedReply(
+                f"metric {name!r} is {value!r}: expected a number from -{LARGEST_VALUE:g} to "
+                f"{LARGEST_VALUE:g}"
+            )
         merged[name] = float(value)
     size = merged.get("num-examples", 0.0)
     if not (0 <= size <= LARGEST_SIZE and size.is_integer()):

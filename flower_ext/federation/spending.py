@@ -67,7 +67,7 @@ class Spending:
         if self.ledger is not None and mechanism.release is None:
             raise InvalidValue(
                 f"ledger with a {type(mechanism).__name__}: expected a ReleasePlan, whose releases "
-                "a ledger records; to stop a run under any private plan, give budget="
+                "a ledger records; to stop a run under any private plan, give budget= instead"
             )
 
     def check(
@@ -91,8 +91,8 @@ class Spending:
         claims : Callable[[RunSummary], list[Guarantee]]
             Returns the guarantees after the rounds of a summary.
         query : VectorQuery, optional
-            The query whose answer is released; the account lists these as a run of their own. None
-            for a training round.
+            The query whose answer is released; None for a training round. The account lists the
+            answers to a query as a separate run.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class Spending:
 
 
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
-    """Refuse a budget whose δ does not fit the plan's, or for a plan that promises no privacy."""
+    """Refuse a budget whose δ does not fit the plan, or a budget for a plan without privacy."""
     if budget.ledger is None and delta != budget.delta:
         raise InvalidValue(
             f"budget.delta={budget.delta!r}: expected the δ of the plan, "

@@ -1,4 +1,4 @@
-"""A training round: the query by which a cohort trains, and what becomes of its updates."""
+"""A training round: ask a cohort to train, add up its updates, and take the server's step."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ class TrainingRound:
             of_round = {records.ROUND: run.round_record(number, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
-        # Such clients go back to the memory of the last round that the server used.
+        # Clients with mirrored memory go back to that of the last round whose reply the server
+        # used.
         mirrored = method.client.memory is Memory.MIRRORED
         contents = {}
         for partition in self.cohort.partitions:
@@ -221,7 +222,8 @@ class TrainingRound:
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use.
 
-        Accepted updates are finite, so a step to numbers that are not is at fault, and no client.
+        Accepted updates are finite, so if the next model is not, the step is at fault and no
+        client.
         """
         step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
@@ -267,7 +269,8 @@ def read_honest_update(
     base : Arrays
         Names, shapes and dtypes of the model.
     requests : Requests
-        Knows the partition that sent a reply, and the model that it received.
+        The messages of the round. They tell which partition sent a reply, and which model it
+        received.
 
     Raises
     ------

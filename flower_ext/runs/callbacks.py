@@ -62,7 +62,8 @@ class Callbacks:
             except Exception as error:
                 if number not in self._failed:
                     log.warning(
-                        "callback %s failed; the run goes on without it wherever it fails: %s: %s",
+                        "callback %s failed; the run continues, and its later errors are not "
+                        "logged: %s: %s",
                         type(callback).__name__,
                         type(error).__name__,
                         error,

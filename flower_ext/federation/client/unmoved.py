@@ -36,14 +36,15 @@ _shown: set[tuple[str, int]] = set()
 
 
 def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
-    """Return a client's data; if they are ``hidden`` and cannot be loaded, no examples.
+    """Return a client's data, or no examples if ``hidden`` is True and the data cannot be loaded.
 
     Raises
     ------
     TypeError
         The task returned something else than ClientData.
     Exception
-        Any error of ``Task.data``. With ``hidden``, the client's log has these errors instead.
+        Any error of ``Task.data``. If ``hidden`` is True, the error is not raised but written to
+        the client's log.
     """
     try:
         with isolated():

@@ -152,7 +152,7 @@ class Checkpoints:
             return []
         file = self._folder() / BEGUN
         lines = whole_lines(file)
-        if file.exists():  # the server asked nobody before a torn last line was durable
+        if file.exists():  # a torn last line was never durable, so the server asked nobody
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):

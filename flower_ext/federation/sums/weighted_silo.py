@@ -173,7 +173,9 @@ def open_part(
     with _protocol_errors():
         _, weights = single_message(message, WEIGHTS)
         if users != silo.settings.users:
-            raise ProtocolError(f"{users} users: expected {silo.settings.users}")
+            raise ProtocolError(
+                f"a round with {users} users: expected {silo.settings.users}, as in the set-up"
+            )
         return SiloPart(silo, number, weights, clipping_norm)
 
 
