@@ -88,7 +88,7 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute one of the noise, ε, the rounds and the sampling rate from the other three.
+    """Compute the noise, ε, the rounds or the sampling rate: the one that is not given.
 
     The noise multiplier σ is the standard deviation of the noise on a round's sum, divided by the
     clipping norm C. The privacy unit is one client. With --unit user --group-size 8, it is one
@@ -159,7 +159,7 @@ def _answers(
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
             raise typer.BadParameter(
-                "with --unit user the command computes --epsilon or --noise-multiplier: leave out "
+                "with --unit user, the command computes --epsilon or --noise-multiplier: leave out "
                 "one of these, and give all others"
             )
         target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")

@@ -207,8 +207,8 @@ def _declared(app: Path, named: str) -> dict[str, Declaration]:
     """Return the declarations of the class ``module:Class`` in an app's folder."""
     module, _, kind = named.partition(":")
     file = app.absolute() / Path(*module.split(".")).with_suffix(".py")
-    # Two apps may have packages of one name, and dataclasses look modules up by name: so add the
-    # folder.
+    # Dataclasses look modules up by name, and two apps may have packages of one name, so the name
+    # includes the folder.
     name = f"{module} of {app.absolute()}"
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():

@@ -20,7 +20,10 @@ log = getLogger("flwr")
 
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 _FEWEST_RANDOM = 8
-"""Arrays with more than half as many distinct numbers as this are equal only if one is a copy."""
+"""Twice the number of distinct values above which arrays are equal only if one is a copy.
+
+More than half of an array's values must also be distinct.
+"""
 
 
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:

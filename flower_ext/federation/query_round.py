@@ -1,7 +1,7 @@
 """Rounds without training: queries and evaluations.
 
-A query releases one noised sum of the clients' vectors. In an evaluation, the server either asks
-such a query, or each client reports its scores.
+A query releases one noised sum of the clients' vectors. An evaluation is such a
+query, or a round in which each client reports its scores.
 """
 
 from __future__ import annotations

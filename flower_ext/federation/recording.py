@@ -1,4 +1,4 @@
-"""Record the run of a strategy: open a run directory first, write outcome and report at its end."""
+"""Record the run of a strategy: open a run directory first, and write outcome and report last."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
 """Seconds until the log first says how to add nodes, and until it repeats that.
 
-The nodes of a simulation are connected before the first time.
+The nodes of a simulation are connected sooner.
 """
 
 

@@ -163,12 +163,14 @@ class Spending:
 
 
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
-    """Refuse a budget whose δ does not fit the plan, or a budget for a plan without privacy."""
-    if budget.ledger is None and delta != budget.delta:
+    """Refuse a budget whose δ does not fit the plan, or one for a plan without privacy."""
+    if budget.ledger is None and delta is None:
         raise InvalidValue(
-            f"budget.delta={budget.delta!r}: expected the δ of the plan, "
-            f"{'which promises no privacy' if delta is None else delta!r}"
+            f"budget of epsilon={budget.epsilon!r}: expected budget=None, because the plan "
+            "promises no privacy"
         )
+    if budget.ledger is None and delta != budget.delta:
+        raise InvalidValue(f"budget.delta={budget.delta!r}: expected the δ of the plan, {delta!r}")
     if delta is not None and delta > budget.delta:
         raise InvalidValue(
             f"budget.delta={budget.delta!r}: expected at least the δ of the plan, {delta!r}"

@@ -3,11 +3,16 @@
 =====================  ====================================================================
 file                   content
 =====================  ====================================================================
-``run.json`` configuration, versions, starts and status ``metrics.jsonl`` metrics, one line per
-round ``missing.jsonl`` clients that gave no usable answer to a request ``ledger.jsonl`` the ledger
-of releases ``guarantee.json`` guarantees ``clients.csv`` the last evaluation, one row per client
-``model.safetensors`` the global model ``use.json`` what a client needs to build its own model
-``checkpoints/`` state from which the run can be resumed ``report.md, .html`` the report
+``run.json``           configuration, versions, starts and status
+``metrics.jsonl``      metrics, one line per round
+``missing.jsonl``      clients that gave no usable answer to a request
+``ledger.jsonl``       the ledger of releases
+``guarantee.json``     guarantees
+``clients.csv``        the last evaluation, one row per client
+``model.safetensors``  the global model
+``use.json``           what a client needs to build its own model from the global one
+``checkpoints/``       state from which the run can be resumed
+``report.md, .html``   the report
 =====================  ====================================================================
 
 All files but the model are for the server's user alone (mode 0600): they reveal which clients were

@@ -9,7 +9,8 @@ same form::
     dataset = "cifar10"
     clients = 1000
 
-    [where.method.dp-fedavg] # only for runs with method = "dp-fedavg" local-epochs = 4
+    [where.method.dp-fedavg]    # only for runs with method = "dp-fedavg"
+    local-epochs = 4
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class LocalProblem:
     rest: Params
     device: torch.device
     still: Callable[[], AbstractContextManager[None]]
-    """Returns a context that restores the model's buffers at its end, such as running means."""
+    """Returns a context manager that restores buffers of the model, such as running means."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
         """Return the whole model with its trained part replaced; devices and types as ``like``."""

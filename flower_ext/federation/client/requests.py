@@ -137,7 +137,7 @@ def _check_received(params: Params, task: Task) -> None:
 
 
 class _Named(dict[str, T]):
-    """A part of the server's message by name; the server may read the error of a missing name."""
+    """A part of the server's message, by name; the error of a missing name may reach the server."""
 
     def __missing__(self, name: str) -> T:
         raise tellable(InvalidValue(f"the server's message has no {name!r}"))

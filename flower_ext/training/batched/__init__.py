@@ -1,1 +1,1 @@
-"""Many trainings at once: which jobs may share a batch, and forms, the ways to train them."""
+"""Many trainings at once: which jobs may share a batch, and the forms (ways) to train them."""

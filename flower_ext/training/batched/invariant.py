@@ -2,7 +2,7 @@
 
 How a library rounds a number depends on the shape of its array, and on its position there. In these
 batches a job alone determines both, except for two things: the number of models in the batch, and
-the position of the job's model among them.
+the position of the job's model among them. Three rules see to that:
 
 * The rows of a mini-batch are padded to a number that follows from the job alone.
 * There are 4, 8, 16 or 32 models. Copies of a job fill a batch up, and models whose training has

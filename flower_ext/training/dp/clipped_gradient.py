@@ -53,7 +53,7 @@ _TOGETHER, _FEWEST = 64, 4
 Libraries have other kernels for one, two and three rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
-"""Most examples that pass together if no gradient is stored, and the numbers in a register."""
+"""Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms, whose shortest sums are in single precision."""
 

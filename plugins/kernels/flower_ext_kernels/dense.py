@@ -47,7 +47,7 @@ def multiply(
     count: int,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Write x Wᵀ + b for ``count`` rows x, which begin at ``below`` in ``values``, to ``above``.
+    """Write x Wᵀ + b for ``count`` rows x: they begin at ``values[below]``, outputs at ``[above]``.
 
     Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """

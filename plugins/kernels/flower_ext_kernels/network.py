@@ -91,7 +91,7 @@ class CompiledNetwork:
         return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """Return groups of the jobs that it `takes`, each as large as its models' memory permits.
+        """Return groups of the jobs that it `takes`, each with as many models as may be returned.
 
         Jobs that need too much memory while they train are left out.
         """
@@ -164,7 +164,7 @@ class CompiledNetwork:
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
-        """Return (pull, offset): the terms' gradient is pull · w + offset; `_NONE` without terms."""
+        """Return pull and offset: the terms' gradient is pull · w + offset; `_NONE` without any."""
         if not (terms := job.objective):
             return 0.0, _NONE
         pull, offset = 0.0, torch.zeros(self.size)
