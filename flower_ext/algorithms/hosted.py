@@ -34,7 +34,7 @@ class Hosted(DPFedAvg):
     FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
     package never reach it. The Flower strategy receives round numbers that count its own steps from
     1, because FedAdam's bias correction needs that. A round that is discarded, or abandoned and
-    repeated, has no number.
+    repeated, does not count as a step.
 
     Any plan but a `ReleasePlan` fits, without Poisson sampling, because Flower's strategies wait
     for a cohort of a fixed size.

@@ -193,7 +193,7 @@ class Requests:
                 refused |= {partition} & waiting  # stop waiting for it, though it may answer again
             else:
                 waiting.remove(partition)
-            # Hand on the longest run of partitions without a gap, and keep only what waits.
+            # Yield answers up to the first gap in the order of partitions, and keep only the rest.
             while due and (due[0] in early or due[0] in refused):
                 if (first := due.popleft()) in early:
                     missing.remove(first)

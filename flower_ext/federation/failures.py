@@ -1,4 +1,4 @@
-"""Errors of clients: each is reported for its client only, and reveals nothing about its data.
+"""Errors of clients: each is reported for its client only, and reveals nothing about the data.
 
 The message of an exception, and even its type, may depend on a record. So the reply carries a fixed
 sentence, and the exception itself stays in the log of the client's own process. Errors of checks
@@ -32,7 +32,7 @@ TOLD = 100
 """Error code of a reply whose text does not depend on the client's data."""
 STAYS_THERE = "the client failed; the reason is in its own log"
 _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
-"""For each app or mod, the lines of code whose tracebacks the log has already."""
+"""For each app or mod, the lines of code whose tracebacks are logged already."""
 
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:

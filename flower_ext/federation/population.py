@@ -121,7 +121,7 @@ class UsersInSilos(Population):
 
 
 class HiddenUsers(UsersInSilos):
-    """Users whose parts silos mask, so that anybody sees only the sum over all silos.
+    """Users in silos that mask their parts of a sum: every party sees only the sum over all silos.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
     ("run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered", "query")
 )
-"""Entries of a round's record besides its protection."""
+"""Entries of a round's record that do not belong to its protection."""
 
 
 def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class QueryRound:
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
-        # Counted before anybody is asked: from here on, clients may have sent their vectors.
+        # Count before asking any client: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
         run.mechanism.count_answer(query, run.participations)
         nodes = [*run.clients.nodes]

@@ -22,7 +22,7 @@ from flower_ext.federation.uploads import UPDATE, Update, UploadReply
 LARGEST_VALUE = 1e15
 """Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
 LARGEST_SIZE = 2**40
-"""Largest number of examples that a client may report."""
+"""Largest number of examples that a client may report; a reply with more is refused."""
 LONGEST_NAME = 100
 """Most characters of a metric's name."""
 LONGEST_REASON = 1_000
@@ -33,7 +33,7 @@ _WRAPPED = (
     "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
     "state_dict of the model itself"
 )
-"""Likely reason why a ClientApp returns arrays of other names."""
+"""Likely reason why a ClientApp returns arrays under other names."""
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
 
 

@@ -101,7 +101,8 @@ class Roster:
     first_error : str
         Last line of the first error that a node sent in place of an answer.
     foreign : bool
-        True if the ClientApp is not of this package; it then gets plain messages.
+        True if the ClientApp is not of this package; it then gets messages as Flower's own
+        strategies send them.
     protects : bool
         True if a foreign ClientApp has a mod that bounds and noises its uploads.
     """
@@ -215,7 +216,7 @@ def asks_identity(message: Message) -> bool:
 
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
-    """Return what a plain message says to the mods of this package."""
+    """Return the entries of a plain message that are for the mods of this package."""
     config = message.content.get(_CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {

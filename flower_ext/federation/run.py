@@ -102,7 +102,7 @@ class Run:
     """The reason why a budget ended the run; None if none did."""
     _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
-    """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
+    """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
 
     def __post_init__(self, directory: RunDirectory | None, timeout: float) -> None:
         self.spending.check_plan(self.mechanism)
@@ -287,7 +287,7 @@ class Run:
             The message says by how much.
         """
         if self.spending.budget is not None:
-            # All may answer, and the ε after that must not exceed the budget.
+            # Every client may answer, and the ε after that must not exceed the budget.
             ahead, size = deepcopy(self.population), len(cohort.partitions)
             ahead.count(cohort.units, size, requests=size)
             self.check_spending(server_round, ahead.participations)

@@ -169,7 +169,7 @@ class RunLoop:
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
-        """If the block fails, write guarantees that cover everything that was asked until then."""
+        """If the block fails, write guarantees that cover all requests until then."""
         try:
             yield
         except BaseException as error:

@@ -31,7 +31,7 @@ class Spending:
     ledger : Ledger, optional
         Records every release before it is made.
     budget : Budget, optional
-        Limit: a round that would exceed it is refused.
+        Limit of the provable ε: a round that would exceed it is refused.
     exposed : Sequence[str]
         Names of what the run reveals about clients' data beyond any ε; the population's account
         records them.
@@ -43,7 +43,7 @@ class Spending:
     identity: Mapping[str, str] = field(default_factory=dict, init=False)
     """Names of the run, its method and its directory in the population's account."""
     repeatable: bool = field(default=False, init=False)
-    """True if a repetition of a round is the same release."""
+    """True if a repeated round makes the same release as the first attempt."""
     _reservation: Reservation = field(default_factory=Reservation)
     _release: ExitStack = field(default_factory=ExitStack)
 

@@ -194,7 +194,9 @@ class FederatedStrategy(Strategy):
         If scores are summed under noise, return their means only, each with the standard error due
         to noise.
         """
-        if self._evaluation is None:  # nobody was asked, but Flower's own loop calls nevertheless
+        if (
+            self._evaluation is None
+        ):  # no client was asked, but Flower's own loop calls this method nevertheless
             return None
         scores = dict(self._evaluation.close(replies))
         return records.metrics_record(scores) if scores else None

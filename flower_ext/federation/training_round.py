@@ -87,7 +87,7 @@ class TrainingRound:
         )
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
-        # The spend, then the units that may be exposed, are on disk before any data are used.
+        # First the spend and then the units that it covers are on disk before clients use any data.
         identity = same if run.repeats else None
         run.spending.reserve(run.mechanism.release, server_round, identity)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
@@ -106,7 +106,7 @@ class TrainingRound:
             log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
             run.progress.row["discarded"] = 1
         mirrored = run.method.client.memory is Memory.MIRRORED
-        # Mirrored memory counts only if the server took the counterpart of it into its state.
+        # Mirrored memory counts only if the server has stored its counterpart.
         if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates, run.participations.rounds)
         return None if mean is None else self._step(mean, updates)

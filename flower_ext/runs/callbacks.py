@@ -48,7 +48,7 @@ class Callback:
 
 
 class Callbacks:
-    """Call several callbacks in order, and keep their errors away from the run."""
+    """Call several callbacks in order; their errors do not end the run."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = [*callbacks]

@@ -1,4 +1,4 @@
-"""Figures of a run: each is an SVG, with the same numbers as CSV beside it."""
+"""Figures of a run: each is an SVG file, beside a CSV file with the same numbers."""
 
 from __future__ import annotations
 

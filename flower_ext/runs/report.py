@@ -22,7 +22,7 @@ from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
 
 _MOST_SHOWN = 10
-"""Largest number of rare scores that the report names."""
+"""Most scores reported by few clients that the report names."""
 
 
 def write_report(run: RunDirectory) -> Path:

@@ -48,12 +48,12 @@ class Task:
     Parameters
     ----------
     model : Callable[[], nn.Module]
-        Builds a fresh model. All models must be of one kind, because facts found about the first
-        are reused for the others; use another function for other settings. The model is called
-        with features as `Examples` says. Its parameter names matter, since ``personal``
-        prefixes refer to them. Parameters without ``requires_grad`` are frozen: they neither
-        train nor travel nor count in a norm. Every node takes them from its own ``model()``,
-        and the buffers beside them stay constant.
+        Builds a fresh model. All its models must have the same architecture and settings, because
+        facts found about the first are reused for the others. Use another function for other
+        settings. The model is called with features as `Examples` says. Its parameter names matter,
+        since ``personal`` prefixes refer to them. Parameters without ``requires_grad`` are frozen:
+        they neither train nor travel nor count in a norm. Every node takes them from its own
+        ``model()``, and the buffers beside them stay constant.
     data : Callable[[int], ClientData]
         Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]

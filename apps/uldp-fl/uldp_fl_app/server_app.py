@@ -56,7 +56,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def method_of(settings: Settings) -> Method:
-    """Return the method; every method gets the same settings where it has them."""
+    """Return the method that the settings name."""
     method = settings.method
     fields = configured.server(settings, learning_rate=server_learning_rate(settings))
     if method == "uldp-group":

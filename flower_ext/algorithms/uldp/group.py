@@ -125,7 +125,7 @@ class UldpGroup(Method):
         size_of(np.ones((1, 1), dtype=np.int64), self.group_size)  # refuses an invalid size
 
     def plan(self, delta: float) -> GroupPlan:
-        """Return the plan of a run, with the δ at which it reports ε."""
+        """Return the plan of a run; ``delta`` is the δ at which the plan reports ε."""
         return GroupPlan(
             sampling=FullParticipation(self.num_silos),
             one_round=self.local,

@@ -101,7 +101,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return, for each silo, the round's users as bits and their weights in this silo."""
+    """Return for each silo a record: the round's users as bits, and their weights in that silo."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)

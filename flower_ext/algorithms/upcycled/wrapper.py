@@ -69,7 +69,7 @@ def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
 
 
 class Upcycled(Strategy):
-    """A strategy that trains with its base strategy in odd rounds, and extrapolates in even ones.
+    """A strategy that trains by its base strategy in odd rounds, and extrapolates in even rounds.
 
     A base strategy of Flower sees the odd rounds numbered 1, 2, 3, …, because FedAdam's bias
     correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of

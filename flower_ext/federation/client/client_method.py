@@ -185,8 +185,8 @@ def shared_model(work: ClientWork) -> Params:
 class ClientMethod:
     """The client side of a method: two functions of one client's work.
 
-    They may yield `ClientWork.train` any number of times. They must depend on their argument only,
-    because they run side by side with those of other clients.
+    Each function may yield `ClientWork.train` any number of times. It must depend on its argument
+    only, because the functions of other clients run side by side with it.
 
     Parameters
     ----------
@@ -202,9 +202,9 @@ class ClientMethod:
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
-        The phase of training that alone turns the received model into the update, with other terms
-        that depend on no record. Noise in this phase then protects the update. None if there is no
-        such phase.
+        The phase of training whose result is the whole update. No other phase may change the
+        uploaded model, and no term of this phase may depend on a record. Noise in the steps of this
+        phase then protects the update. None if there is no such phase.
     takes_weighted_sums : bool
         True if ``local_update`` opens a `ClientWork.weighted_part`. Clients of other methods refuse
         the set-up of a weighted sum, which counts the records of their users.

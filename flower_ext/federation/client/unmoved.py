@@ -30,9 +30,9 @@ log = getLogger("flwr")
 
 _NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
 NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
-"""The data of a client without examples, under any method."""
+"""Data of a client without examples, which every method accepts."""
 _shown: set[tuple[str, int]] = set()
-"""Lines of code whose tracebacks the log of this process has already."""
+"""Lines of code whose tracebacks this process has logged already."""
 
 
 def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:

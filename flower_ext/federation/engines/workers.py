@@ -68,7 +68,7 @@ class Workers:
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
     def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Return replies in the order of ``messages``; those of other processes come later.
+        """Return replies in the order of ``messages``; replies of other processes arrive later.
 
         This process answers its share before the function returns, while the others work. The
         iterator waits for another process when the caller takes the first of its replies.
@@ -123,7 +123,7 @@ class Workers:
         """Divide messages among the processes, with about as much work for each.
 
         A client with a state goes to the process that holds it. Most other clients go to the same
-        process every time, which may hold their data already.
+        process every time, because it may hold their data already.
         """
         by_node: dict[int, list[Message]] = defaultdict(list)
         for message in messages:

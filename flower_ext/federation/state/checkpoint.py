@@ -31,7 +31,7 @@ log = getLogger("flwr")
 FOLDER, BEGUN = "checkpoints", "begun.jsonl"
 _KEPT = 2
 QUERY = "query"
-"""Name in ``begun.jsonl`` of a query beside the rounds."""
+"""Key of the entries in ``begun.jsonl`` that record a query, not a training round."""
 
 
 @dataclass

@@ -82,7 +82,7 @@ class ClientMemory:
         OSError
             The memory could not be written, so nothing of this round may leave the client.
         """
-        # A view would keep a whole batch alive.
+        # Clone, because a view would keep a whole batch in memory.
         self._versions.write(version, {name: value.clone() for name, value in params.items()})
         kept = _EARLIER if isinstance(self._versions, _InFolder) else int(and_before)
         # Versions above this one are of rounds that a resumed run repeats.

@@ -60,7 +60,7 @@ class HiddenSum:
 def answer(
     message: Arrays, data: ClientData, partition: int, vault: ClientVault, *, may_simulate: bool
 ) -> ArrayRecord:
-    """Take this silo's part of the set-up, or of a secret draw: one step per message.
+    """Answer one step of the set-up of a weighted sum, or of a secret draw.
 
     Parameters
     ----------
