@@ -35,7 +35,7 @@ from flower_ext.runs.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of ``flower-ext run``, which explains them.
+    """Options of ``flower-ext run``; its help explains them.
 
     Raises
     ------
@@ -76,7 +76,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A run that can start.
+    """A run whose options and settings are checked, ready to start.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
-    """Set the places of a run; return its directory, if the command or the settings name it."""
+    """Set the paths of a run's files; return its directory if the command or the settings name it."""
     is_local = options.superlink is None
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")

@@ -373,7 +373,7 @@ class RunDirectory:
             return dict(json.loads(text or "{}"))
 
     def note(self, **entries: str) -> None:
-        """Add entries to ``run.json`` that the run itself does not know, such as the app's folder."""
+        """Add entries to ``run.json`` that only the caller knows, such as the app's folder."""
         self._write_json("run.json", {**self.metadata, **entries})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:

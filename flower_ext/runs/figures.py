@@ -192,7 +192,7 @@ def draw_lines(
 def _histogram(
     folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw how many clients have which score, from each client's (partition, score)."""
+    """Draw a histogram of the clients' scores, given each client's (partition, score)."""
     figure, axes = _canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
     # The same bins for every run, so that histograms can be compared, unless a score needs more.

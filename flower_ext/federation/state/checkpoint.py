@@ -84,7 +84,7 @@ class Checkpoints:
             self.directory.accounted = False
 
     def begin_query(self, query: str, number: int) -> None:
-        """Note, durably, that a query is about to be asked for the ``number``-th time.
+        """Record durably that the server is about to ask a query for the ``number``-th time.
 
         Raises
         ------

@@ -195,7 +195,7 @@ class WeightedSum(Summation):
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Keep the larger costs of the run's set-ups."""
+        """Raise the costs to those in ``state`` if these are larger."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
@@ -206,7 +206,7 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
+        """Set up fresh keys, seeds and counts; raise the run's costs if this set-up costs more."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
