@@ -89,8 +89,8 @@ class Scaffold(Method):
         super().__post_init__()
         if self.local.num_steps(1) == 0:
             raise InvalidValue(
-                "local.epochs=0: expected at least one epoch or step, from which SCAFFOLD computes "
-                "a control variate"
+                f"local.epochs={self.local.epochs!r} with steps={self.local.steps!r}: expected "
+                "at least one epoch or step, from which SCAFFOLD computes a control variate"
             )
         self.local.require_plain_sgd(
             "local",

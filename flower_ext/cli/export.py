@@ -94,8 +94,8 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
     has_ended = status in ("completed", "budget-exhausted")
     if not has_ended or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
-            f"run={run.path}: expected a run that has ended, its status is {status!r}; continue it "
-            "by flower-ext run APP --resume"
+            f"run={run.path}: expected a run that has ended, but its status is {status!r}; "
+            f"continue it by flower-ext run APP --resume {run.path}"
         )
 
 
@@ -107,8 +107,8 @@ def _client_model(
     if not use:
         raise InvalidValue(
             f"run={run.path}: expected a run directory with use.json, which says how a client "
-            "builds its model from the shared one; flower-ext run APP --resume writes it without "
-            "another round"
+            f"builds its model from the shared one; flower-ext run APP --resume {run.path} writes "
+            "it without another round"
         )
     if not 0 <= client < use["clients"]:
         raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")

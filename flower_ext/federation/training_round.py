@@ -259,8 +259,8 @@ def read_honest_update(
 ) -> records.Update:
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
-    The server cannot clip uploads that clients have noised without changing the noise, so it
-    refuses them. `Protection.largest_upload` says what this check protects.
+    Clipping an upload that a client has noised would change the noise, so the server refuses such
+    an upload if it is too large. `Protection.largest_upload` says what this check protects.
 
     Parameters
     ----------

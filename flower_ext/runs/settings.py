@@ -228,7 +228,7 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     Raises
     ------
     UnfitSetting
-        The nodes would not have a whole number of clients each.
+        The number of clients is not a multiple of ``clients-per-node``.
     """
     name = clients_setting(config)
     if name is None:

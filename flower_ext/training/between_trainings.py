@@ -2,8 +2,8 @@
 
 A model may keep what it likes in itself, because every training builds or copies its own model. But
 trainings share class attributes, global variables and the variables that hooks enclose. Through
-these, one user's records would change the updates of other users, or of other clients, which no
-clipping of each update bounds.
+these, one user's records would change the updates of other users, or of other clients. Clipping
+each update does not bound such a change.
 
 The trial compares `snapshots`, and names the place at which they differ. To find what no snapshot
 reaches, it also compares results, which must not depend on the examples that passed before.

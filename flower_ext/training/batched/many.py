@@ -77,9 +77,9 @@ def train_groups(
 ) -> Iterator[tuple[list[int], Params]]:
     """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
 
-    Each parameter has a first dimension of these jobs, and the caller may change it. Parameters and
-    buffers that no job of a batch trains may be absent. A caller that needs only sums over models
-    never holds more than one batch of them.
+    The first dimension of each parameter numbers these jobs, and the caller may change the arrays.
+    Parameters and buffers that no job of a batch trains may be absent. A caller that needs only
+    sums over models never holds more than one batch of them.
 
     Parameters
     ----------
@@ -120,9 +120,9 @@ def attempt_groups(
 ) -> Iterator[tuple[list[int], Params | Exception]]:
     """Train as `train_groups` does, batch-invariantly; for each job that raises, yield its error.
 
-    One record can make a training raise, for example by a label out of range. That changes no other
-    model in any bit: jobs that an error leaves untrained restart, half of them at a time, and no
-    training depends on the jobs beside it.
+    One record can make a training raise, for example by a label out of range. Such an error changes
+    no bit of another model: the jobs that it leaves untrained restart, half of them at a time, and
+    no training depends on the jobs beside it.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Trials of batch invariance: an example's gradient must not depend on the rest of its batch.
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
-others, which no clipping of each gradient bounds. The trials compare the gradients that a pass over
-many examples finds with each example's own gradient, and their bits with those in other batches.
-They use random and unusual examples, which have only the shapes and types of real ones.
+others. Clipping each gradient does not bound such a change. The trials compare the gradients that a
+pass over many examples finds with each example's own gradient, and their bits with those in other
+batches. They use random and unusual examples, which have only the shapes and types of real ones.
 """
 
 from __future__ import annotations
