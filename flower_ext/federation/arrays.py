@@ -142,7 +142,8 @@ def _read_npy(array: Array) -> np.ndarray:
         )
     if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
         raise InvalidValue(
-            f"{len(array.data) - start} bytes: expected the number of bytes of {dtype}{shape}"
+            f"the array has {len(array.data) - start} bytes of numbers: expected as many as "
+            f"{dtype}{shape} takes"
         )
     values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
     return values.reshape(shape, order="F" if fortran_order else "C")
