@@ -135,7 +135,7 @@ def _noised_sum(
     if (
         not isinstance(update, BoundedSum | HiddenSum)
         or not isinstance(protection, ClipUnits | ClipUnitsToCells)
-        or not update.bound <= protection.clipping_norm  # nor NaN
+        or not update.bound <= protection.clipping_norm  # also if it is NaN
         or getattr(update, "cell", None) != cell
     ):
         raise tellable(
