@@ -130,8 +130,8 @@ def local_model(work: ClientWork) -> Params:
 class APFL(Method):
     """A shared model, and a mixture of it with a personal model on each client.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples.
 
     Every plan of `DPFedAvg` fits, because the upload depends on no memory. A `ReleasePlan` protects
     clients. A `RecordLevelPlan` protects records, and may do so by noise in local steps. v_i and

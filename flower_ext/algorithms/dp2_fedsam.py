@@ -66,8 +66,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DP2FedSAM(Method):
     """Partial sharing with sharpness-aware training under client-level DP.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples.
 
     Parameters
     ----------

@@ -76,8 +76,8 @@ class DPDitto(Method):
     With a `RecordLevelPlan` the method is DP-Ditto, with a `NonPrivatePlan` Ditto. A `ReleasePlan`
     protects whole clients instead of records.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples, as FedAvg does.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples, as FedAvg does.
 
     Parameters
     ----------

@@ -56,8 +56,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DPFedAvg(Method):
     """Federated averaging with client-level DP.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples, as FedAvg does.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples, as FedAvg does.
 
     Parameters
     ----------

@@ -142,8 +142,8 @@ def local_model(work: ClientWork) -> Params:
 class FedALA(Method):
     """Adaptive local aggregation: each client mixes the shared model into its own.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples.
 
     Parameters
     ----------

@@ -50,8 +50,8 @@ def local_model(work: ClientWork) -> Params:
 class FedPer(Method):
     """A shared base and personal layers, trained jointly by local SGD.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples, as the paper does.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples, as the paper does.
 
     A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
     records. Both bound and noise what the client sends of the base. A `RecordLevelPlan` with noise

@@ -97,8 +97,8 @@ def minimise_envelope(
 class PFedMe(Method):
     """Personal models that stay on the clients, anchored to a shared model.
 
-    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
-    each client by its number of examples.
+    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
+    counts by its number of examples.
 
     Parameters
     ----------

@@ -247,7 +247,8 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
                 f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, because without an epsilon there is no share of it to spend"
+                "a number > 0, because 0 stands for the noise that evaluation-share of epsilon "
+                "asks for; or set epsilon"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,

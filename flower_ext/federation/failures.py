@@ -88,10 +88,11 @@ def unlogged(*texts: str) -> Iterator[None]:
 
 
 def public_reason(error: Error) -> str:
-    """Return the text of an error reply that the server may repeat.
+    """Return what the server may log about an error reply.
 
-    Flower's engines send the text of any exception of a ClientApp that does not use this package.
-    That text may contain a record, so the server does not repeat it.
+    If a ClientApp raised an exception, this is a fixed sentence: Flower sends the exception's text,
+    which may contain a record if the ClientApp does not use this package. For other errors it is
+    the last line of the reply's text.
     """
     if error.code == CLIENT_APP_RAISED:
         return STAYS_THERE

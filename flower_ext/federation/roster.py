@@ -216,7 +216,7 @@ def asks_identity(message: Message) -> bool:
 
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
-    """Return the entries of a plain message that are for the mods of this package."""
+    """Return what this package's mods read in a message to a ClientApp that does not use it."""
     config = message.content.get(_CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {

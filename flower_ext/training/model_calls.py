@@ -101,16 +101,16 @@ def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
 
 
 def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
-    """Return the least number of rows of a mini-batch: 2 if the model would refuse a last row.
+    """Return the fewest rows that a mini-batch may have.
 
-    Batch normalisation refuses a single row in training. Only the shapes and the number of examples
+    These are 2 if the last mini-batch would have a single row and the model refuses that, as batch
+    normalisation does in training, and otherwise 1. Only the shapes and the number of examples
     matter.
 
     Raises
     ------
     InvalidValue
-        All mini-batches have a single row, and the model refuses it. The message may reach the
-        server.
+        ``batch_size`` is 1, and the model refuses a single row. The message may reach the server.
     """
     if batch_size > 1 and trees.length(features) % batch_size != 1:
         return 1

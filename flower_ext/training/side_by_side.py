@@ -142,12 +142,13 @@ def side_by_side(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[R | Exception]:
-    """Run all functions; return for each the result of ``finish(number, value)``, or its error.
+    """Advance all ``runs``; return for each the result of ``finish(number, value)``, or its error.
 
-    Trainings for which runs wait are batched. Each run is finished as soon as it has ended: its
-    numbers are still in the processor's caches, and the next models do not exist yet. An error of
-    one training is raised in its own run; all others continue. A run without a training is finished
-    before the next one is taken from ``runs``.
+    Trainings that several runs have yielded are batched. As soon as a run returns its value,
+    ``finish`` is called with it, because the value is then still in the processor's caches and the
+    next models do not exist yet. An error of one training is raised in its own run; all others
+    continue. A run that needs no training goes through ``finish`` before the next one is taken from
+    ``runs``.
     """
     results: dict[int, R | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}

@@ -58,7 +58,9 @@ class Request:
 
 
 def reader(task: Task) -> Callable[[Message], Request]:
-    """Return a function that reads requests; it reads and checks shared content only once.
+    """Return a function that reads requests.
+
+    If several messages hold the same record, the function reads and checks it only once.
 
     Raises
     ------

@@ -33,8 +33,9 @@ class Participations:
         """Add a round.
 
         If the clients add the noise, a sum in which ``answered`` of the ``asked`` shares arrived
-        carries only that fraction of the noise, and a single upload carries 1/asked of it. Uploads
-        that were refused or came too late count as seen.
+        carries only that fraction of the noise, and a single upload carries 1/asked of it. An
+        adversary may also see uploads that the server refused or that came too late, so every
+        upload that was asked for counts as seen.
 
         Parameters
         ----------

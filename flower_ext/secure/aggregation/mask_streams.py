@@ -70,9 +70,10 @@ def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
 def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: bytes) -> bytes:
     """Return a hash by which the server recognises the share of a secret that ``holder`` reveals.
 
-    To an adversary with t - 1 shares, all others and the secret itself are known linear functions
-    of one number of 256 unknown bits. Their hashes reveal nothing if HKDF-SHA256 is a random
-    oracle; a pseudorandom function alone need not hide keys that are related.
+    An adversary with t - 1 shares knows how every other share, and the secret, depends linearly on
+    one unknown number of 256 bits. Each share is the key of its own hash, so these keys are
+    related. The hashes reveal nothing if HKDF-SHA256 is a random oracle. That it is a pseudorandom
+    function would not be enough, because this need not hold for related keys.
     """
     return derive(share, "sum: share", digest, owner, holder, kind)
 

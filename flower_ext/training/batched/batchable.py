@@ -107,7 +107,7 @@ def trains_alike(task: Task, job: Job, form: Form) -> bool:
 def _trains_alike(kind: TrainingKind, form: Form) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
-            raise InvalidValue("the form does not take the random jobs of a trial")
+            raise InvalidValue("groups() of the form: expected one batch of all jobs")
         model = in_training(kind.model())
         snapshots = Snapshots(model=model)
         before = snapshots.take()
