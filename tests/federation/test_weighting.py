@@ -118,10 +118,9 @@ def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
 def test_every_method_says_how_clients_count(method):
     words = (
         "count alike",
-        "have the same weight in the mean",
+        "have the same weight",
         "plain mean",
         "weighted by",
-        "weights all clients equally",
         "weights clients in its mean",
         "weights every client equally",
     )
