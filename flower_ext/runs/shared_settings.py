@@ -135,6 +135,16 @@ class ReleaseSettings(PrivacySettings):
     noise_multiplier: NotNegative = setting(
         "sigma, of the sum; 0: as epsilon asks for, which it otherwise overrides", default=0.0
     )
+    clipping: Literal["fixed", "adaptive"] = setting(
+        "adaptive: clipping-norm is that of the first round, and follows a quantile of the norms",
+        default="fixed",
+    )
+    clipping_quantile: ProperFraction = setting(
+        "adaptive: fraction of the updates that should not be longer", default=0.5
+    )
+    clipping_learning_rate: Positive = setting(
+        "adaptive: of the logarithm of the norm", default=0.2
+    )
     noise_placement: Literal["client", "server"] = setting("who adds the noise", default="client")
     aggregation: Literal["plain", "secure"] = setting(
         "whether the server sees uploads, or sums alone, of cohorts of a fixed size",
