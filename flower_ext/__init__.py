@@ -2,10 +2,10 @@
 
 
 def __getattr__(name: str) -> str:
-    """Return ``__version__``, read from the installed package when somebody asks for it.
+    """Return ``__version__``, read from the installed package when the name is used.
 
-    An import never reads it: Flower's simulation changes ``sys.path`` in one thread while another
-    one imports apps, and the search for the package may then miss it.
+    An import does not read it: Flower's simulation changes ``sys.path`` in one thread while another
+    thread imports apps, so the search for the installed package could fail.
     """
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,7 +56,7 @@ def require_below_one(name: str, value: float) -> None:
 
 
 def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
-    """Refuse a word that is not among the ``expected`` ones."""
+    """Refuse a value that is not among ``expected``."""
     if value not in expected:
         words = " or ".join(expected) if len(expected) < 3 else f"one of {', '.join(expected)}"
         raise InvalidValue(f"{name}={value!r}: expected {words}")

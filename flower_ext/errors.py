@@ -1,8 +1,8 @@
 """The package's errors, and the mark of errors whose message may travel to the server.
 
-The message of a client's error, and even its type, may depend on a record. It therefore stays in
-the client's own process unless the error is marked as `tellable`: such an error comes from a check
-that reads no data.
+The message of a client's error, and even its type, may depend on a record. The error therefore
+stays in the client's own process, unless the code that raises it marks it as `tellable`. Only a
+check that reads no client's data may do so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class IncompleteRound(ProtocolError):
 
 
 def tellable(error: E) -> E:
-    """Mark an error whose message depends on no data of a client, and return it."""
+    """Mark an error as safe to send to the server, and return it.
+
+    The caller vouches that the message depends on no client's data.
+    """
     vars(error)[_TELLABLE] = True
     return error
 
@@ -42,7 +45,10 @@ def is_tellable(error: Exception) -> bool:
 
 
 class knowing_no_data:
-    """Mark all errors of a block as `tellable`; the block must not read any client's data."""
+    """Mark every error of a ``with`` block as safe to send to the server, as `tellable` does.
+
+    The block must not read any client's data.
+    """
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Files: written whole, read by their user alone, locked by one run at a time; and TOML."""
+"""Write files whole and readable by their user only, lock them, and read TOML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class InUse(FlowerExtError, RuntimeError):
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
-    """Replace a file; whatever happens, it has either the old or the new content.
+    """Write ``content`` to the file ``path``; an existing file is replaced.
+
+    Whatever happens, the file has either the old or the new content.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ def write_rows(
 
 
 def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
-    """Append a line to a file. A crash may tear this line, but no earlier one.
+    """Append a line to a file. A crash may leave this line incomplete, but no earlier one.
 
     Raises
     ------
@@ -81,7 +83,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, without a last line that a crash tore; empty if it is missing."""
+    """Return a file's lines without an incomplete last one; empty if there is no file."""
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 
@@ -103,7 +105,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Make what was written to a file, or into a folder, survive a power failure."""
+    """Wait until a file, or a folder's list of files, is on disk and survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -113,7 +115,7 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock during the block, and wait for it first; for work of milliseconds."""
+    """Wait for the lock on a file, and hold it during the block. For work of milliseconds."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

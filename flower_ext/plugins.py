@@ -1,8 +1,8 @@
-"""Parts that other distributions offer this package, found by their entry points.
+"""Load plug-ins: objects that other distributions offer to this package by entry points.
 
 A plug-in offers one object in a group of entry points, such as ``flower_ext.forms``. A plug-in that
-cannot be loaded is left out, and the package works as without it. ``FLOWER_EXT_PLUGINS=none`` in
-the environment leaves all of them out.
+cannot be loaded is left out with a warning, and the package works as without it. To leave out all
+plug-ins, set ``FLOWER_EXT_PLUGINS=none`` in the environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = getLogger("flwr")
 
 @lru_cache(maxsize=16)
 def offered(group: str) -> tuple[Any, ...]:
-    """Return what the installed plug-ins offer in a group of entry points, by their names.
+    """Return the objects that plug-ins offer in a group of entry points, in order of their names.
 
     Raises
     ------

@@ -166,7 +166,7 @@ def one_round() -> Drawing:
 def choose() -> Drawing:
     """Draw the decision tree of choose.md."""
     d = Drawing(1000, 800, "Which method: questions from left to right")
-    d.box(14, 355, 150, 76, "Whom must\nthe model not\nshow?", fill=AMBER)
+    d.box(14, 355, 150, 76, "Whom must\nthe training\nhide?", fill=AMBER)
 
     def branch(y: float, text: str, label_y: float) -> None:
         d.arrow(166, 393, 216, y)
@@ -197,16 +197,16 @@ def choose() -> Drawing:
     leaf(316, "the same two, and\nnoise_placement=SecureSum()")
     ask(384, 260, "pretrained model, few\nrecords a client")
     leaf(384, "DPFedAvg on a frozen base\nTask(trainable=), ReleasePlan")
-    ask(466, 500, "silos may tell the server\nnothing of their users")
-    leaf(466, "UldpAvg, equal weights\nReleasePlan(unit=USER)")
+    ask(466, 500, "the server must learn\nnothing about single users")
+    leaf(466, "UldpAvg, equal weights\nReleasePlan, population: users")
     ask(534, 500, "weights by records, and\nnobody learns the counts")
-    leaf(534, "UldpAvg, weighted_sum\nReleasePlan(unit=USER)")
+    leaf(534, "UldpAvg, weighted_sum\nReleasePlan, population: users")
     ask(622, 690, "personal models,\nclients unlike each other")
     leaf(622, "DPDitto\nRecordLevelPlan(steps=)")
     ask(690, 690, "small convex model,\nexact minimiser")
     leaf(690, "Hosted(FedProx), upcycled\nPerturbationPlan")
     ask(758, 690, "first measure: does training\nalone do as well?")
-    leaf(758, "DPDitto(global_weight=0)\nshares nothing, costs nothing", GREEN)
+    leaf(758, "DPDitto(global_weight=0)\nshares nothing, spends nothing", GREEN)
     return d
 
 

@@ -175,6 +175,7 @@ class Apple(Method):
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
     one_model = False
+    weighs_updates = True
     needs_each_update = True
 
     relation_learning_rate: float = 0.01

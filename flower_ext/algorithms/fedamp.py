@@ -109,6 +109,7 @@ class FedAMP(Method):
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=personal_model)
     one_model = False
+    weighs_updates = True
     needs_each_update = True
 
     attention_width: float = 1.0

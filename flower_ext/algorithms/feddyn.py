@@ -37,7 +37,6 @@ from flower_ext.federation import (
     State,
     Steps,
 )
-from flower_ext.privacy import NonPrivatePlan, PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 H = "h"
@@ -74,6 +73,7 @@ class FedDyn(Method):
     """
 
     client = ClientMethod(name="feddyn", local_update=local_update, memory=Memory.MIRRORED)
+    weighs_updates = True  # h is the plain mean of the gradients in the clients' memories
 
     regularization: float = 0.1
     local: LocalTraining = LocalTraining()
@@ -85,14 +85,6 @@ class FedDyn(Method):
             raise InvalidValue(
                 f"server={self.server!r}: expected Sgd without momentum, because h corrects the "
                 "plain mean of the models"
-            )
-
-    def check(self, plan: PrivacyPlan) -> None:
-        """Refuse weights by examples."""
-        if isinstance(plan, NonPrivatePlan) and plan.weighs_examples:
-            raise InvalidValue(
-                "weighting='examples' of the plan: expected 'clients', because h is the plain mean "
-                "of the gradients in the clients' memories"
             )
 
     @property

@@ -58,6 +58,7 @@ class Hosted(DPFedAvg):
         effect beside the server's own.
     """
 
+    weighs_updates = True
     needs_each_update = True
 
     strategy: FedAvg = field(kw_only=False)

@@ -68,7 +68,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging; the mean over a cohort weights every client equally.
+    """Stochastic controlled averaging; c weights every client equally, the mean as the plan says.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 

@@ -59,10 +59,10 @@ def projected(
     partitions: Sequence[int] | None = None,
     whole: bool = False,
 ) -> Score:
-    """Return the best score against Gaussian noise: the projection on the canary's direction.
+    """Return a score that projects an observation on the canary's direction.
 
-    In a secure round it projects the sum that the server computes, or an upload of the canary that
-    no mask hides.
+    No score tells the two worlds apart better under Gaussian noise. In a secure round this score
+    projects the sum that the server computes, or an upload of the canary that no mask hides.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def projected(
         Partitions whose uploads the canary is in, for an adversary that sees each of them; by
         default all.
     whole : bool
-        True if uploads are whole models, from which the sent model must not be subtracted.
+        True if uploads are whole models. The score then undoes the subtraction of the sent model.
     """
     wide = {name: np.asarray(array, dtype=np.float64) for name, array in direction.items()}
 
@@ -111,11 +111,11 @@ def projected(
 
 
 def of_scores(name: str) -> Score:
-    """Return the score of a canary whose reported score in evaluations is far above all others.
+    """Return a score for audits of evaluations, in which the canary reports far more than others.
 
-    It rebuilds the noised sums of clients and of their centred scores from the released count and
-    mean. It projects them on the canary's part, which is at most (1, ½). All other clients report
-    the middle of the bounds, which are 0 and 1.
+    The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
+    from the released count and mean. It projects both on the canary's part, which is at most
+    (1, ½). All other clients report the middle of the bounds, which are 0 and 1.
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:
@@ -130,7 +130,7 @@ def of_scores(name: str) -> Score:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that a run needs. Parts that are equal in both worlds are given twice.
+    """Everything that a run needs, including the parts that are equal in both worlds.
 
     Parameters
     ----------

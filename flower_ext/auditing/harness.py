@@ -1,9 +1,9 @@
 """Run a strategy in two worlds, with and without a canary, and bound its ε from below.
 
-An audit never looks inside a strategy. The adversary sees the uploads on the grid and the models
-that `Strategy.start` returns after each round. It can therefore audit any Flower strategy. It tests
-the ε in the strategy's ``guarantees()``, or the ε that the experiment names. `audit_in_one_run` is
-cheap, and far looser: it includes each of many canaries with probability one half.
+An audit works with any Flower strategy, because it never looks inside. Its adversary sees the
+uploads on the grid and the model after each round of `Strategy.start`. The audit tests the ε in the
+strategy's ``guarantees()``, or the ε that the experiment names. `audit_in_one_run` is cheap but far
+looser: it includes each of many canaries with probability one half.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReportedEpsilon(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewAudit:
-    """The audit of one adversary's view: the bounds on ε that its scores of both worlds prove."""
+    """The audit of one view: lower bounds on ε that the scores in both worlds prove."""
 
     view: AdversaryView
     bounds: tuple[LowerBound, ...]
@@ -52,7 +52,7 @@ class ViewAudit:
         return max(self.bounds, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the results as a JSON-ready dictionary."""
         best = self.best
         return {
             "view": self.view.value,
@@ -89,7 +89,7 @@ class Audit:
         return next(audit for audit in self.views if audit.view is view)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the results as a JSON-ready dictionary."""
         return {
             "name": self.name,
             "trials_per_world": self.trials,
@@ -155,8 +155,8 @@ def audit(
     views = [view for view in experiment.views if math.isfinite(reported[view].epsilon)]
     if not views:
         raise InvalidValue(
-            f"{experiment.name}: no view has a finite ε to audit; expected one, for example by "
-            "more noise"
+            f"{experiment.name}: none of the views has a finite ε to audit; add a view for which "
+            "the strategy reports one, or noise to the plan"
         )
     num_bounds = num_audits * sum(len(reported[view].methods) for view in views)
 
@@ -218,8 +218,8 @@ def audit_in_one_run(
 ) -> LowerBound:
     """Bound ε of a strategy with ``guarantees()`` by one run (Steinke, Nasr, Jagielski 2023).
 
-    It is far looser than `audit`, which takes thousands of runs: canaries disturb each other, and m
-    canaries prove an ε of at most about log m.
+    The bound is far looser than that of `audit`, which takes thousands of runs: canaries disturb
+    each other, and m canaries prove an ε of at most about log m.
 
     Parameters
     ----------

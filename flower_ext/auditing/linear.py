@@ -33,7 +33,7 @@ HUGE = 1e3
 LARGE = 20.0
 """Force above every bound but below the server's limit for noised uploads."""
 BEYOND = 5.0
-"""Force above every bound, by which a secure sum of a few members is no spoiled one."""
+"""Force above every bound, yet too small to make a secure sum of a few members look spoiled."""
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 
@@ -53,7 +53,7 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return one record per force, which says how strongly it pulls the first weight."""
+    """Return one record per force. A force says how strongly its record pulls the first weight."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 

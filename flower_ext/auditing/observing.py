@@ -25,7 +25,10 @@ def observe(
     *,
     trials: int,
 ) -> None:
-    """Call ``take`` with each trial's observation and strategy; clients start anew each time."""
+    """Run trials, and call ``take`` with each trial's observation and strategy.
+
+    Clients remember nothing of earlier trials.
+    """
     grid = _Listener(world.client_app, world.num_clients, world.run_config)
     with _undisturbed():
         for _ in range(trials):
@@ -138,7 +141,7 @@ def _upload(reply: Message, sent: Arrays) -> Arrays | None:
     """Return the model that a client sent minus the one it received; None for other replies."""
     if reply.has_error():
         return None
-    # The content would turn an upload into records, and the server would go another way.
+    # Reading ``content`` would turn the upload into records, which the server reads another way.
     if isinstance(reply, UploadReply) and (update := reply.update) is not None:
         return _wide(update.arrays)
     if records.UPDATE in reply.content:
@@ -157,7 +160,7 @@ def _wide(arrays: Mapping[str, np.ndarray]) -> Arrays:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Silence logs and keep the garbage collector from all modules during thousands of runs."""
+    """Silence logs, and keep the garbage collector from scanning modules, during many runs."""
     log = logging.getLogger("flwr")
     before = log.level
     log.setLevel(logging.ERROR)

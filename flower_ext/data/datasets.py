@@ -1,4 +1,4 @@
-"""Pictures by name: digits come with scikit-learn, all others are read from local files.
+"""Image data sets by name: digits come with scikit-learn, all others are read from local files.
 
 The folder is an argument, or the environment variable FLOWER_EXT_DATA. Nothing is downloaded: the
 errors say which files are missing and which library fetches them.
@@ -28,8 +28,8 @@ class DatasetInfo:
     Parameters
     ----------
     files : tuple of tuple of str
-        Alternatives, each a set of paths below the data folder that suffices. Any data set may
-        also lie in one file ``NAME.npz``. Empty: the data set needs no file.
+        Alternative sets of files, as paths below the data folder; one complete set suffices. Any
+        data set may also lie in one file ``NAME.npz``. Empty if the data set needs no file.
     advice : str
         How to get the files, for the error about missing ones.
     """
@@ -127,7 +127,9 @@ def _read(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     # gzip, zipfile and NumPy raise these for damaged files.
     except (OSError, EOFError, KeyError, ValueError, struct.error, BadZipFile, zlib.error) as error:
         folders = ", ".join(sorted({str(path.parent) for path in paths}))
-        raise InvalidValue(f"{name}: the files in {folders} are damaged: {error}") from error
+        raise InvalidValue(
+            f"{name}: the files in {folders} are damaged: {error}; get them again"
+        ) from error
 
 
 def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +161,9 @@ def _read_idx(path: Path) -> np.ndarray:
     shape = struct.unpack_from(f">{dimensions}I", content, offset=4)
     values = np.frombuffer(content[4 + 4 * dimensions :], dtype=np.uint8)
     if zero != 0 or kind != 8 or values.size != np.prod(shape):
-        raise InvalidValue(f"{path} is not an idx file of unsigned bytes with shape {shape}")
+        raise InvalidValue(
+            f"{path} is not an idx file of unsigned bytes with shape {shape}: get it again"
+        )
     return values.reshape(shape)
 
 

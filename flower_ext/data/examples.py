@@ -15,7 +15,7 @@ from flower_ext.data.users import choose
 from flower_ext.errors import InvalidValue, tellable
 
 MOST_USERS = 2**24
-"""Most users that a silo makes room for, whatever number a server names."""
+"""Largest number of users for which a silo allocates memory, whatever number the server sends."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class SiloData(ClientData):
         owners = self.owners.cpu().numpy()
         if len(owners) and owners.max() >= len(limits):
             raise InvalidValue(
-                f"limits for {len(limits)} users, but one here is {owners.max()}: expected a limit "
-                "for each user of the silo"
+                f"limits for users 0 … {len(limits) - 1}, but the silo has user {owners.max()}: "
+                "expected a limit for each of its users"
             )
         rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
         kept = torch.from_numpy(owners[rows])
@@ -180,7 +180,7 @@ class SiloData(ClientData):
 
 
 def owned(data: ClientData, num_users: int) -> SiloData:
-    """Return the silo's data, whose records have owners.
+    """Return ``data`` if every training example has an owner below ``num_users``.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         The data have no owners, or an owner or ``num_users`` is out of range.
     """
     if not 1 <= num_users <= MOST_USERS:
-        raise tellable(InvalidValue(f"{num_users} users: expected 1 … {MOST_USERS}"))
+        raise tellable(InvalidValue(f"num_users={num_users}: expected 1 … {MOST_USERS}"))
     if not isinstance(data, SiloData):
         raise tellable(
             InvalidValue(
@@ -198,14 +198,14 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise InvalidValue(
-            f"owners: expected users 0 … {num_users - 1}, as the plan's population is "
-            f"{num_users}; one owner is {int(data.owners.max())}"
+            f"owners: one is {int(data.owners.max())}, expected users 0 … {num_users - 1}, because "
+            f"the plan's population is {num_users}; renumber the users or enlarge the population"
         )
     return data
 
 
 def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
-    """Scale every record's features x of the same devices to x / max(1, ‖x‖₂).
+    """Return the clients' data with each record's features x scaled to x / max(1, ‖x‖₂).
 
     Objective perturbation requires features of norm at most 1. Each record is scaled by its own
     norm alone, so changing one record changes no other. A scaled record ends 1e-6 inside the ball,

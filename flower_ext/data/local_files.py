@@ -26,8 +26,8 @@ def find_files(
     name : str
         Name of the data set, for messages.
     files : sequence of sequence of str
-        Alternatives, the preferred one first: each is a set of paths below the folder that
-        suffices. Any file may also be gzipped; its name then ends in ``.gz``.
+        Alternative sets of files, as paths below the folder, the preferred set first. One complete
+        set suffices. Any file may also be gzipped; its name then ends in ``.gz``.
     folder : Path, optional
         By default the folder that the environment variable FLOWER_EXT_DATA names.
     advice : str
@@ -62,6 +62,6 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _plain_or_gzipped(path: Path) -> list[Path]:
-    """Return the path, or that of its gzipped form, if it is a file; at most one of both."""
+    """Return the path if it is a file, else the path with ``.gz`` if that is one, else nothing."""
     candidates = (path, path.with_name(f"{path.name}.gz"))
     return [candidate for candidate in candidates if candidate.is_file()][:1]

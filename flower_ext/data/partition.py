@@ -54,16 +54,16 @@ def pathological(
     classes_per_partition: int,
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Give every client exactly S classes, with disjoint examples and nearly equal sizes: (N, S).
+    """Give each of N clients exactly S = ``classes_per_partition`` classes, and disjoint examples.
 
-    The numbers of clients with one class differ by at most one between classes, about N·S/K each.
-    They share its examples evenly.
+    Each of the K classes goes to about N·S/K clients; these numbers differ by at most one. The
+    clients of a class share its examples evenly.
 
     Raises
     ------
     ValueError
-        S is not between 1 and the number of classes K, N·S is below K (a class would be left out),
-        or a class has too few examples for its clients. The targets are not classes.
+        S is not between 1 and K; N·S is below K (a class would be left out); a class has too few
+        examples for its clients; or the targets are not classes.
     """
     _check_classes(targets)
     classes = np.unique(targets)
@@ -97,7 +97,9 @@ def pathological(
 def _deal_classes(
     num_classes: int, num_partitions: int, classes_per_partition: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return a boolean (clients, classes): S classes per client, all held equally often up to one.
+    """Return a boolean array (clients, classes) that gives S classes to each client.
+
+    The numbers of clients per class differ by at most one.
 
     Each client takes the S classes with the fewest holders so far; ties break at random.
     """
@@ -124,8 +126,8 @@ def dirichlet(
     Raises
     ------
     ValueError
-        ``alpha`` is not above 0, or none of ``attempts`` draws gave every client enough. The
-        targets are no classes.
+        ``alpha`` is not above 0, none of ``attempts`` draws gave every client enough examples, or
+        the targets are not classes.
     """
     _check_classes(targets)
     _check_count(targets, num_partitions)
@@ -157,7 +159,7 @@ def dirichlet(
 
 
 def iid(targets: np.ndarray, *, num_partitions: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide a pool into equal random shares."""
+    """Divide a pool into random shares whose sizes differ by at most one."""
     _check_count(targets, num_partitions)
     return [
         np.sort(share) for share in np.array_split(rng.permutation(len(targets)), num_partitions)

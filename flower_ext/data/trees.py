@@ -36,7 +36,7 @@ def checked(name: str, tree: Tree) -> Tree:
             return _like(tree, parts) if isinstance(tree, tuple) else parts
     raise TypeError(
         f"{name} of type {type(tree).__name__}: expected a torch.Tensor, or a tuple or mapping "
-        "(with names for keys) of at least one"
+        "(with strings as keys) of at least one tensor"
     )
 
 

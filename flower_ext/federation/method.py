@@ -203,6 +203,9 @@ class Method:
     """True if the server sends all clients the same shared model; see `begin_round`."""
     bounds_units: ClassVar[bool] = False
     """True if an upload is a sum over units, and the client side bounds each unit's part."""
+    weighs_updates: ClassVar[bool] = False
+    """True if clients count in `step` by a rule of the method's own. A plan that weighs them by
+    their numbers of examples is then refused."""
     needs_each_update: ClassVar[bool] = False
     """True if `step` needs every single update, which a `ReleasePlan` hides. If False, the server
     adds each update to a sum when it arrives, and drops it."""
@@ -287,6 +290,7 @@ class Method:
         return MethodTraits(
             name=self.name,
             bounds_units=self.bounds_units,
+            weighs_updates=self.weighs_updates,
             needs_each_update=self.needs_each_update,
             keeps_memory=self.client.keeps_memory,
             memoryless=self.client.memoryless,

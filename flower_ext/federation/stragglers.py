@@ -16,15 +16,18 @@ from flower_ext.training import LocalTraining
 class Stragglers:
     """Devices that complete only some of their E local epochs.
 
-    In every round each device straggles with probability ``ratio``, independently of the others,
-    and runs a number of epochs drawn uniformly from 1 … E−1. In the papers an exact share of each
-    cohort straggles. That would let one client change which others straggle, and so their uploads,
-    which no bound on that client's own upload covers.
+    A straggler runs a number of epochs drawn uniformly from 1 … E−1. By default each device
+    straggles with probability ``ratio`` in every round, independently of the others. In the papers
+    a fixed share of each cohort straggles (``exact``). Then one client changes which others
+    straggle, and so their uploads, which no bound on that client's own upload covers: plans that
+    protect anyone refuse it.
 
     Parameters
     ----------
     ratio : float
-        Probability in [0, 1].
+        Probability, or share of a cohort, in [0, 1].
+    exact : bool
+        If True, the share of each cohort is ``ratio``, rounded to a whole number of devices.
 
     Raises
     ------
@@ -33,6 +36,7 @@ class Stragglers:
     """
 
     ratio: float
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -54,17 +58,31 @@ class Stragglers:
             that a client's numbers do not depend on the cohort.
         """
         drawn = rng.random((population, 2))
-        return {i: float(drawn[i, 1]) for i in cohort if drawn[i, 0] < self.ratio}
+        slow = [i for i in cohort if drawn[i, 0] < self.ratio]
+        if self.exact:
+            slow = sorted(cohort, key=lambda i: drawn[i, 0])[: round(self.ratio * len(cohort))]
+        return {i: float(drawn[i, 1]) for i in slow}
 
-    @staticmethod
-    def check(trainings: Iterable[LocalTraining]) -> None:
-        """Refuse trainings that no straggler could stop early.
+    def check(self, trainings: Iterable[LocalTraining], *, protects: bool) -> None:
+        """Refuse trainings that no straggler could stop early, and exact shares under privacy.
+
+        Parameters
+        ----------
+        trainings : Iterable[LocalTraining]
+            The phases of a method's training.
+        protects : bool
+            True if the plan protects anyone.
 
         Raises
         ------
         InvalidValue
-            No training is counted in epochs.
+            No training is counted in epochs, or ``exact`` is True under a plan that protects.
         """
+        if self.exact and protects:
+            raise InvalidValue(
+                "stragglers.exact=True: expected False under a plan that protects, because one "
+                "client would change which others straggle, and so what they upload"
+            )
         if not any(t.steps is None and not t.tolerance for t in trainings):
             raise InvalidValue(
                 "stragglers: expected local training that is counted in epochs, of which a "

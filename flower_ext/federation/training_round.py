@@ -173,7 +173,8 @@ class TrainingRound:
         run = self.run
         if run.stragglers is None:
             return {}
-        run.stragglers.check(run.method.training.values())
+        protects = run.mechanism.delta is not None
+        run.stragglers.check(run.method.training.values(), protects=protects)
         rng = run.generator("stragglers", self.number)
         return run.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
 

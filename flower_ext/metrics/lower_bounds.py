@@ -133,7 +133,7 @@ def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBou
     another mechanism, such as a sub-sampled one, the result may be too large.
 
     Parameters, errors
-        As of `by_rates`; δ must be above 0.
+        As for `by_rates`; δ must be above 0.
     """
     from scipy import special
 
@@ -264,7 +264,8 @@ def _best_threshold(
 ) -> tuple[float, float]:
     """Return the largest value that these trials prove, and the threshold that proves it.
 
-    Extrapolating to more trials would favour thresholds that few of these pass by luck.
+    The rates are bounded for these few trials only. An extrapolation to more trials would favour
+    thresholds that few of these trials pass by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:

@@ -1,4 +1,4 @@
-"""Order of scores: of a rare class against a common one, and of risks against survival times."""
+"""Metrics of the order of scores: for two classes, one of them rare, and for survival times."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the precision-recall curve, as a sum of steps.
 
-    NaN and parameters are as for `roc_auc`. A model that guesses scores the share of class 1, while
-    its ROC-AUC is 0.5.
+    NaN and parameters are as for `roc_auc`. A model that guesses has an average precision equal to
+    the share of class 1, and a ROC-AUC of 0.5.
     """
     return _of_scores("average_precision_score", outputs, targets)
 

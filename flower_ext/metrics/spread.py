@@ -1,4 +1,4 @@
-"""Scores of many clients: the spread of each, and the clients that report it."""
+"""Scores of many clients: the spread of a score, and the number of clients that report it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spread:
 
 
 def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spread:
-    """Summarise over clients, each counting once. ``lower_is_better`` is for losses.
+    """Summarise one value per client. Set ``lower_is_better`` for losses.
 
     Raises
     ------
@@ -50,15 +50,16 @@ def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spre
 
 
 def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
-    """Return the metrics that more than half of the clients report; rarer names are ignored."""
+    """Return the metrics that more than half of the clients report."""
     everyone = list(by_client)
     reported = Counter(name for metrics in everyone for name in metrics)
     return {name for name, count in reported.items() if 2 * count > len(everyone)}
 
 
 def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return all other metrics with the number of clients that report each, largest first.
+    """Return the metrics that at most half of the clients report, with their numbers of clients.
 
+    The metric with the largest number comes first.
     A client leaves out a score that failed or that is not finite.
     """
     everyone = list(by_client)

@@ -14,7 +14,7 @@ from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
 
 PlanOf = Callable[[int, Basis], RecordLevelPlan]
-"""Function that returns the plan which keeps the budget in so many rounds, by one basis."""
+"""Function of a number of rounds and a basis: it returns the plan that keeps the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def planned_schedules(
     *,
     max_rounds: int,
 ) -> list[PlannedSchedule]:
-    """Return a schedule by the provable and, if G₀ and M are known, by the published bound.
+    """Return one schedule by the published bound, if G₀ and M are known, and one by the provable.
 
     ``global_weight`` is λ, or the fairness problem that determines it.
     """
@@ -101,7 +101,7 @@ def planned_schedules(
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:
-    """Return the condition of Theorem 1 on a round."""
+    """Return the condition of Theorem 1 that a round is one step on all records."""
     if steps is None:
         return Condition("one full-gradient step a round", True)
     batch = steps.batch_size or steps.num_examples

@@ -110,7 +110,7 @@ class DittoProblem:
 class ConvergenceBound:
     """Theorem 1 at one λ: both recursions, unrolled.
 
-    ``conditions`` are the conditions of the lemma behind it; each says whether it holds.
+    ``conditions`` are the conditions of Lemma 1; each says whether it holds.
     """
 
     personal_rate: float
@@ -130,8 +130,8 @@ class ConvergenceBound:
     def after(self, rounds: ArrayLike) -> NDArray[np.float64]:
         """Return h(T, λ) for each T >= 0, one number or many.
 
-        The result is infinite where h overflows, or ``personal_rate`` is negative and thus bounds
-        no square.
+        The result is infinite where h overflows. It is also infinite if ``personal_rate`` is
+        negative, because a squared distance cannot be below 0.
         """
         T = np.asarray(rounds, dtype=np.float64)
         if (T < 0).any():
@@ -173,9 +173,9 @@ def convergence_bound(
         λ in [0, 2].
     variance_per_round : float
         σ_u²/T: the variance of the noise on each weight of an upload, divided by the planned
-        rounds. Both calibrations make it a constant.
+        rounds. It is a constant under the published and under the provable calibration.
     basis : {"provable", "published"}
-        The form of Lemma 1.
+        Lemma 1 as published, or as this module proves it.
 
     Raises
     ------
@@ -232,7 +232,8 @@ def _gradient_square(problem: DittoProblem, weight: float) -> float:
     for name, value in (("gradient_bound", G0), ("model_spread", M)):
         if math.isinf(value):
             raise InvalidValue(
-                f"{name}={value!r}: expected a finite number, as the published bound needs it"
+                f"{name}={value!r}: expected a finite number, because the published bound needs "
+                "it; or take basis='provable'"
             )
     return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
 

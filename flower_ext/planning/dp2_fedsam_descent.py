@@ -15,8 +15,9 @@ q, σ, C               ``radius``, ``noise_multiplier``, ``clipping_norm``
 ᾱ, α̃                  ``mean_factor``, ``factor_spread``
 ====================  =====================================================
 
-The published bound drops the bias of clipping, and gains a factor η_φ in the error of SAM, which
-stays of the order q². `docs/proved/dp2-fedsam.md` derives `dp2_fedsam_provable_bound`.
+The published derivation drops the bias of clipping. It also gives the error of SAM a factor η_φ,
+although that error is of the order q² for any η_φ. `docs/proved/dp2-fedsam.md` derives
+`dp2_fedsam_provable_bound`.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def dp2_fedsam_published_bound(
 ) -> float:
     """Return the last inequality of Appendix A.3, from which Eq. 21 takes its orders.
 
-    It is divided by the least of η_φ τ_φ L_φ/8 and η_h τ_h L_h/16. At rates falling as 1/√T its
-    noise term, with d₁² for d₁, grows with √T, and with Theorem 2's σ² ∝ T as T^(3/2).
+    The inequality is divided by the smaller of η_φ τ_φ L_φ/8 and η_h τ_h L_h/16. Its noise term has
+    d₁² where d₁ would be right. If rates fall as 1/√T, the noise term grows as √T for a fixed σ,
+    and as T^(3/2) for Theorem 2's σ² ∝ T.
 
     Parameters
     ----------
@@ -142,7 +144,7 @@ def dp2_fedsam_published_bound(
 def dp2_fedsam_provable_bound(
     problem: PersonalDescent, *, rounds: int, clipped_length: float = 0.0
 ) -> float:
-    """Return a bound that holds, with ᾱ_t = 1 on the left side, which is larger.
+    """Return a provable bound. It bounds more than the published one: its left side has ᾱ_t = 1.
 
     Parameters
     ----------
@@ -162,8 +164,9 @@ def dp2_fedsam_provable_bound(
     crossing = p.coupling**2 * head * (2.1 * (1 - r) + 1.05 * pace)
     if head > 1 / 8 or crossing > r / 8:
         raise InvalidValue(
-            f"head_rate={p.head_rate!r}: expected η_h τ_h L_h <= 1/8 ({head:.4g}), and "
-            f"χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ) <= r/8 ({crossing:.4g})"
+            f"head_rate={p.head_rate!r}: expected η_h τ_h L_h <= 1/8 (it is {head:.4g}), and "
+            f"χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ) <= r/8 (it is {crossing:.4g}); lower "
+            "the rate"
         )
     L, e, tau = p.extractor_smoothness, p.extractor_rate, p.extractor_steps
     steep = p.gradient_bound + L * p.radius  # of a gradient at the perturbed model

@@ -10,7 +10,7 @@ paper                 here
 N, b, d               ``num_clients``, ``num_examples``, ``dimension``
 ρ                     ``feature_energy``
 σ², ζ²                ``label_variance``, ``model_variance``
-σ_u²                  ``upload_variance`` of z_n, of which σ_z² = N σ_u²
+σ_u²                  ``upload_variance``, of z_n; the paper's σ_z² is N σ_u²
 G₁, G₂ − G₁²          ``moments``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================
@@ -58,7 +58,7 @@ class LinearFairness:
         σ² of the noise in labels, and ζ² between the clients' true models.
     given_moments : tuple[float, float], optional
         G₁ and G₂ − G₁²: N² times the mean of ‖û_n − ū‖², and N⁴ times its variance over clients. By
-        default their means over û_n, which need no model.
+        default the means of both over the random û_n, which follow from the fields above.
     """
 
     num_clients: int

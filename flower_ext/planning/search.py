@@ -48,7 +48,17 @@ def best_schedule(
     max_rounds: int,
     basis: Basis = "provable",
 ) -> Schedule:
-    """Return the best number of rounds T* for a given λ, or (T*, λ*) by Eqn 33 of the paper.
+    """Return the schedule with the smallest bound h on the distance of personal models.
+
+    Parameters
+    ----------
+    global_weight : float | LinearFairness
+        A number fixes λ, and only T* is searched. A fairness problem lets λ be found: each T gets
+        its fairest λ*(T), and T* is searched among these pairs (Eqn 33 of the paper).
+    variance_per_round, basis
+        As for `convergence_bound`.
+    max_rounds : int
+        Largest T that is tried.
 
     Raises
     ------
@@ -78,14 +88,14 @@ def best_schedule(
         weight = fairness.best_global_weight(upload_variance=variance, basis=basis)
         return Schedule(rounds=rounds, global_weight=weight, bound=bound_at(weight))
 
-    # No limit T′ as in Section IV: it holds for one λ, and here each T has a λ of its own.
+    # Try every T. The limit T′ of Section IV holds for one λ only, and here each T has its own λ.
     best = min(map(fairest, range(1, max_rounds + 1)), key=lambda schedule: schedule.value)
     return best if best.value < problem.initial_distance else replace(best, rounds=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a short run: mean training loss, and its spread over clients; lower is better."""
+    """Result of a short run: mean training loss, and its spread over clients. Less is better."""
 
     loss: float
     unfairness: float
@@ -112,7 +122,7 @@ def alternating_search(
     global_weights: Sequence[float],
     start: float | None = None,
 ) -> EmpiricalSchedule:
-    """Search T by loss and λ by fairness in turns, until both stay: Section V-C.
+    """Search T by loss, then λ by fairness, and repeat until neither changes (Section V-C).
 
     Parameters
     ----------
@@ -120,7 +130,7 @@ def alternating_search(
         Trains for T rounds at λ under the noise that T rounds need. Called once for each pair. It
         may return NaN or infinity for a run that diverged, which then loses every comparison.
     rounds, global_weights : Sequence
-        Candidates. The first of equal ones wins.
+        Candidates. Of equally good candidates, the first wins.
     start : float, optional
         The first λ; by default the first of ``global_weights``.
 

@@ -46,7 +46,7 @@ class UldpDescent:
     initial_gap : float
         f(x₀) − f*. The printed f(x₀)/C̲ − f*/C̄ depends on the zero of f; here f* = 0.
     gradient_bound : float
-        G; it enters with the bias of clipping and weighting alone.
+        G. The bound needs it only if a bias of clipping or weighting is above 0.
     gradient_stddev, heterogeneity : float
         σ_l² bounds the variance of a stochastic gradient, σ_g the distance of ∇f_{s,u} from ∇f.
     least_factor, largest_factor : float
@@ -135,7 +135,9 @@ def uldp_avg_bound(
     total += L * server * noise / (2 * c * low * local * Q * S * U**2)
     if bias or squared_bias:
         if math.isinf(problem.gradient_bound):
-            raise InvalidValue("gradient_bound=inf: expected G, because a bias is above 0")
+            raise InvalidValue(
+                "gradient_bound=inf: expected a finite G, because bias or squared_bias is above 0"
+            )
         scale = problem.gradient_bound**2 / (c * low * U)
         total += scale * (bias + 3 / 2 * L * server * local * Q * squared_bias)
     return total
@@ -147,7 +149,7 @@ def uldp_avg_rates(
     """Return (η_g, η_l) of Remark 2: S√(SUQ) and 1/(√T Q L), which give O(1/√(SUQT) + 1/T).
 
     They obey the limits of Theorem 1 from T = 36 S U Q on. The noise term grows with √T. It
-    vanishes only if C falls as 1/√T and σ stays, which at a fixed ε it does not.
+    vanishes only if C falls as 1/√T and σ stays constant; at a fixed ε, σ grows.
     """
     require_at_least_one("rounds", rounds)
     server = num_silos * math.sqrt(num_silos * num_users * local_steps)

@@ -110,11 +110,12 @@ def estimate_descent(
 ) -> DescentEstimate:
     """Estimate L, B and the curvature of clients' losses from their gradients at a few models.
 
-    L and B come out too small and the curvature too large, as extremes over the models seen. C₁ ≤ 0
-    thus means that Theorem 5.6 does not apply; C₁ > 0 does not prove that it does.
+    The estimates of L and B are too small and that of the curvature is too large, because they are
+    extremes over the given models only. C₁ ≤ 0 thus means that Theorem 5.6 does not apply. C₁ > 0
+    does not prove that it applies.
 
-    **This function reads clients' data.** No guarantee covers its arguments or its result: use
-    simulations or public data, or keep both where the data are.
+    **This function reads clients' data.** No guarantee covers its arguments or its result. Use
+    simulations or public data, or keep arguments and result on the machine that holds the data.
 
     Parameters
     ----------
@@ -148,7 +149,7 @@ def estimate_descent(
     if not ((lengths > 0).all() and (means > 0).all()):  # also refuses NaN
         raise InvalidValue(
             "models and gradients: expected finite numbers, no two models alike, and at every "
-            "model a mean gradient above 0"
+            "model a mean gradient other than 0"
         )
     along = np.einsum("kid,kd->ki", changes, steps) / lengths**2
     return DescentEstimate(

@@ -1,6 +1,6 @@
 """Guarantees: an ε with its unit, relation, view, δ, accountant and assumptions.
 
-Published and provable claims have the same form; where they disagree, reports print both.
+Published and provable guarantees have the same fields. Reports show both if they disagree.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Basis = Literal["published", "provable"]
 def epsilon_text(epsilon: float) -> str:
     """Return ε with three significant digits, rounded up so that no text understates the spend.
 
-    An ε of 0 becomes 0.001, because a 0 would read as if nothing were revealed; δ remains. An
-    infinite ε is "inf".
+    An ε of 0 becomes 0.001: a 0 would read as if nothing could be revealed, although δ is above 0.
+    An infinite ε is "inf".
     """
     return _rounded_up(epsilon or 1e-3)
 
@@ -130,7 +130,7 @@ class Guarantee:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, in which an infinite ε is null."""
+        """Return a JSON-ready dictionary, in which an infinite ε is null."""
         fields = asdict(self)
         fields["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}

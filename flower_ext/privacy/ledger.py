@@ -62,7 +62,7 @@ class Budget:
 
 
 class LedgerFile:
-    """A file of JSON lines, which no other process can open before `close`.
+    """A file of JSON lines, locked until `close` so that no other process can write to it.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class LedgerFile:
     Raises
     ------
     InUse
-        Another process has the file open, and the caller does not ``wait`` for it.
+        Another process holds the lock, and ``wait`` is False.
     LedgerCorrupt
         The hash chain is broken; the message names the file and the line.
     """
@@ -86,7 +86,7 @@ class LedgerFile:
             # Only under the lock: another process might be in the middle of a line.
             self.entries, whole = _parse(self.path)
             if os.fstat(self._file).st_size > whole:
-                # A torn last line was not durable, so its release never began.
+                # An incomplete last line was not durable, so its release never began.
                 os.ftruncate(self._file, whole)
                 os.fsync(self._file)
             sync_to_disk(self.path.parent)  # the name of a new file is durable, too
@@ -139,7 +139,7 @@ class LedgerFile:
 
 
 class Reservation:
-    """A reserved release; its notes are written when it closes."""
+    """A reserved release. The ledger writes its notes when the ``with`` block ends."""
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {}
@@ -173,8 +173,8 @@ class Ledger(LedgerFile):
     def __init__(self, path: Path, *, budget: Budget | None = None) -> None:
         if budget is not None and budget.ledger is not None:
             raise InvalidValue(
-                f"budget.ledger={str(budget.ledger)!r}: expected None, as this is the account of "
-                "one run; for an account of several runs give the strategy Budget(ledger=...)"
+                f"budget.ledger={str(budget.ledger)!r}: expected None, because a Ledger counts one "
+                "run; to count several runs together, give the strategy Budget(ledger=...)"
             )
         super().__init__(path, wait=False)
         self.budget = budget
@@ -197,9 +197,10 @@ class Ledger(LedgerFile):
         release : Release
         round : int
         identity : int, optional
-            Identifies everything that determines the release, where a repetition would be the same
-            bit for bit. The first repetition after this ledger was reopened reveals nothing new; it
-            is noted without being counted. None under secure noise, which makes every release new.
+            A number for everything that determines the release, if a repetition has the same bits
+            and so reveals nothing new. After this ledger was reopened, the first repetition of a
+            release is noted and not counted. Pass None under secure noise, because every release is
+            then new.
 
         Raises
         ------
@@ -257,7 +258,7 @@ class Ledger(LedgerFile):
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """Return a ledger's verified entries without locking it; a torn last line is left out.
+        """Return a ledger's verified entries without locking it, less an incomplete last line.
 
         Raises
         ------
@@ -275,7 +276,7 @@ class Ledger(LedgerFile):
             raise BudgetExhausted(
                 f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = "
                 f"{delta:.3g}, above the budget of {self.budget.epsilon:g}; "
-                f"{self.releases} releases are on the ledger"
+                f"{self.releases} releases are on the ledger; end the run, or raise the budget"
             )
 
 

@@ -1,12 +1,12 @@
-"""One account for a population, not for a folder: the joint spend of all runs on it.
+"""An account of the privacy that all runs on one population spend together.
 
-Runs, pilots and searches share one file. Before a run asks for a round, it writes down its spend
-after that round. The file has the form of `Ledger`: append-only, fsynced, hash-chained. The run
-holds a lock while it reads all charges, composes them with the round and checks the budget.
+Runs, pilots and searches share one file. Before each round, a run writes down its spend including
+that round. Like a `Ledger`, the file is append-only, fsynced and hash-chained. The run holds a lock
+while it reads all charges, composes them with the round and checks the budget.
 
-Releases of Gaussian sums compose exactly, across runs. A spend known by its ε alone is added up
-together with its δ (basic composition). Rounds are composed as if every run's plan had been fixed
-beforehand. Data that no ε covers are listed, never counted.
+Releases of Gaussian sums compose exactly, also those of different runs. If a run's spend is known
+only as (ε, δ), both are added up (basic composition). Rounds are composed as if every run's plan
+had been fixed beforehand. Data that no ε covers are listed, never counted.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Charge:
     unit : PrivacyUnit
     relation : NeighboringRelation
     epsilon, delta : float
-        Provable spend of the whole run including this round, apart from other runs.
+        Provable spend of this run alone, including this round.
     release : Release, optional
-        The release of the round, if the spend follows from it alone.
+        The release of the round, if it alone determines the round's spend.
     """
 
     run: str
@@ -67,13 +67,13 @@ class Charge:
     release: Release | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
+        """Return a JSON-ready dictionary."""
         return {**vars(self), "release": None if self.release is None else self.release.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
-    """The privacy that one run of the account spent, counted without the account's other runs.
+    """The privacy that one run of the account spent, without the account's other runs.
 
     ``epsilon`` is None if no ε covers the run.
     """
@@ -90,8 +90,8 @@ class RunSpend:
 def charge(path: Path, new: Charge, budget: Budget) -> None:
     """Write a round's spend durably, before anything of the round is released.
 
-    A round that is charged twice counts twice, because its noise is new, unless it is
-    ``repeatable``.
+    A round that is charged twice counts twice, because its noise is new each time. A
+    ``repeatable`` round counts once.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
         ):
             account.append(REPEAT, {"run": new.run, "training": new.training})
             return
-        # Under the lock, so that of two runs at once only one gets the rest of the budget.
+        # Under the lock, so that two simultaneous runs cannot both take the rest of the budget.
         epsilon = _composed([*charges, line], budget.delta)
         if epsilon > budget.epsilon:
             raise BudgetExhausted(
@@ -130,7 +130,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
-    """Record, once per run, that the run reveals something about people's data beyond any ε.
+    """Record, once per run, that the run reveals something about people's data that no ε covers.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: s
 
 
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
-    """Return ε at ``delta`` of all charges; infinite if their δ's add up to more."""
+    """Return ε at ``delta`` of all charges; infinite if their δ's add up to more than ``delta``."""
     return _composed([entry for entry in entries if entry["kind"] == CHARGE], delta)
 
 
@@ -176,7 +176,7 @@ def _identity(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _composed(charges: Sequence[dict[str, Any]], delta: float) -> float:
     exact, spends = _parts(charges)
-    # Basic composition of spends in ε alone; what they leave of δ is for the exact part.
+    # Basic composition of spends without a release; the exact part gets the rest of δ.
     added = math.fsum(epsilon for epsilon, _ in spends)
     left = delta - math.fsum(spent for _, spent in spends)
     if not exact:  # the runs' δ may add up to this δ, but for rounding
@@ -200,7 +200,7 @@ def _parts(
             exact[Release.from_dict(entry["release"])] += 1
             continue
         stretch = last.get(entry["run"])
-        # A number that comes again has new noise: the earlier rounds were spent for themselves.
+        # A repeated round number means new noise, so the earlier rounds are a separate spend.
         if stretch is None or entry["training"] <= stretch[-1]["training"]:
             stretches.append(stretch := [])
             last[entry["run"]] = stretch

@@ -43,7 +43,8 @@ class AdversaryView(StrEnum):
       subtract its own share of the noise.
 
     Amplification by sampling needs an adversary that does not see *who took part*. It therefore
-    holds for ``RELEASED_MODELS`` only.
+    holds for ``RELEASED_MODELS``, and for another view only if a protocol hides the draw from the
+    server.
     """
 
     EACH_UPLOAD = "each-upload"

@@ -1,8 +1,8 @@
-"""Sums over parties in which no contribution can be read. Uses neither torch nor Flower.
+"""Sums over parties that hide each party's contribution. Uses neither torch nor Flower.
 
-`aggregation` computes the secure sum of one training round; `weighting` is the protocol of Uldp-FL,
-which needs the extra of that name. The other modules serve both: labelled keys, masks of pairs,
-fixed-point numbers, stored states, threads.
+`aggregation` computes the secure sum of one training round. `weighting` is the protocol of Uldp-FL,
+which needs the extra ``weighting``. Other modules serve both: messages, labelled keys, masks of
+pairs, stored states, threads.
 """
 
 from flower_ext.errors import IncompleteRound, ProtocolError

@@ -40,7 +40,9 @@ class JsonRecord:
         except InvalidValue:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue(f"{cls.__name__}: expected bytes that hold one as JSON") from error
+            raise InvalidValue(
+                f"{cls.__name__}: expected the JSON that {cls.__name__}.to_bytes() returns"
+            ) from error
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Self:

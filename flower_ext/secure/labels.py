@@ -1,4 +1,4 @@
-"""Keys that two parties agree on, and keys that serve one purpose each, with a label for it."""
+"""Key agreement of two parties, and derivation of keys that each serve one labelled purpose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ANY_PRIVATE = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 
 
 def derive(key: bytes, *label: str | int | bytes) -> bytes:
-    """Return a 32-byte key for ``label`` only (HKDF-SHA256).
+    """Derive from ``key`` the 32-byte key that serves ``label`` only (HKDF-SHA256).
 
     Each part of the label is encoded with its type and length, so different labels never collide.
     """

@@ -116,7 +116,7 @@ def unpack_numbers(data: bytes, size: int) -> list[int]:
 
 
 def check_length(name: str, data: bytes, size: int) -> None:
-    """Raise an InvalidValue unless a message has ``size`` bytes."""
+    """Raise an InvalidValue unless ``data`` has ``size`` bytes; ``name`` names it in the error."""
     if len(data) != size:
         raise InvalidValue(f"{name} of {len(data)} bytes: expected {size}")
 

@@ -7,8 +7,9 @@ the sum (or product) over all silos, and in no smaller one.
 The numbers come from ChaCha20 under a key for one run, pair, purpose and round. Each draw has 128
 bits more than the modulus, so that its remainder is within 2⁻¹²⁸ of uniform.
 
-The server relays the public keys. A server that swaps them could read every message. Where the
-server is not trusted to relay, compare `PairKeys.fingerprint` over another channel.
+The server relays the public keys. A server that swaps them could read every message. If silos do
+not trust the server to relay keys unchanged, let them compare `PairKeys.fingerprint` over another
+channel.
 """
 
 from __future__ import annotations
@@ -110,13 +111,15 @@ class PairKeys:
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
     ) -> list[mpz]:
-        """Return numbers modulo ``modulus`` that sum to zero over all silos.
+        """Return this silo's masks: ``count`` numbers modulo ``modulus``.
+
+        At each position, the masks of all silos sum to zero.
 
         Raises
         ------
         ProtocolError
-            Masks for this purpose and round were drawn before. Two values under the same mask would
-            reveal their difference.
+            Masks for this purpose and round were drawn before. Two values under the same mask
+            reveal the difference of the values.
         """
         total = [mpz(0)] * count
         for key, subtracts in self.mask_keys(purpose, round_number):
@@ -127,10 +130,11 @@ class PairKeys:
     def multiplicative_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
     ) -> list[mpz]:
-        """Return units modulo ``modulus`` whose product over all silos is one.
+        """Return this silo's masks: ``count`` units modulo ``modulus``.
 
-        A draw fails to be a unit with a probability of about one over the smallest prime factor of
-        ``modulus``, which is negligible for a product of two large primes.
+        At each position, the product of all silos' masks is one. A draw fails to be a unit with a
+        probability of about one over the smallest prime factor of ``modulus``, which is negligible
+        for a product of two large primes.
 
         Raises
         ------

@@ -8,7 +8,6 @@ import pytest
 from flower_ext.algorithms import FedDyn
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.records import Update
-from flower_ext.federation.round import Updates
 from flower_ext.federation.training_round import TrainingRound
 from flower_ext.privacy import (
     FixedSizeSampling,
@@ -35,9 +34,7 @@ def moved(plan, answered):
     """Return the model after a round of that mean which so many clients answered."""
     run = FederatedStrategy(FedDyn(), plan).run
     run.model = BASE
-    updates = Updates(kept=False)
-    for client in range(answered):
-        updates.add(client, Update({}, {}))
+    updates = {client: Update({}, {}) for client in range(answered)}
     mean = Aggregate(value=MEAN, answered=answered, topped_up_stddev=0.0)
     return TrainingRound(run, 1)._step(mean, updates)
 

@@ -70,8 +70,8 @@ def test_every_app_has_the_licence_of_the_package():
 
 
 def test_flower_bundles_an_app_of_ones_own(tmp_path):
-    copy(templates()["uldp-fl"], tmp_path / "my-app")
-    assert ".my-app." in bundled(tmp_path / "my-app", tmp_path).name
+    copy(templates()["uldp-fl"], tmp_path / "made-app")
+    assert ".made-app." in bundled(tmp_path / "made-app", tmp_path).name
 
 
 @pytest.mark.full

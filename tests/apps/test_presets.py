@@ -158,8 +158,14 @@ def upcycled(name):
     if place.startswith("table"):
         stragglers = {"table1": 0.9, "table3": 0.3}[place]
         values |= {"rounds": 160, "sampling-rate": 0.3, "straggler-ratio": stragglers}
+        values |= {"exact-stragglers": True}
         values |= {"perturbation": "none", "proximal-weight": 0.0, **own_data}
-        return values, {"upcycled": {"false": {"rounds": 80}}}
+        return values, {
+            "upcycled": {"false": {"rounds": 80}},
+            # f = Σ p_i F_i with p_i in proportion to a device's records. Flower's strategies weigh
+            # clients so by themselves, and FedDyn has no such form.
+            "method": {name: {"weighting": "examples"} for name in ("scaffold", "pfedme")},
+        }
     values |= {"rounds": 80, "sampling-rate": 1.0, "straggler-ratio": 0.0}
     if place == "fig3":
         values |= {"perturbation": "output", "delta": 1e-5, "noise-stddev": 0.8}

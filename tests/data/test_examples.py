@@ -112,7 +112,7 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
     assert torch.equal(kept.owners, owners[rows])
     again = data.limited(np.array([5, 0, 1_000]), np.random.default_rng(1))
     assert again.train.targets.tolist() != rows.tolist()
-    with pytest.raises(ValueError, match="limits for 2 users, but one here is 2"):
+    with pytest.raises(ValueError, match="limits for users 0 … 1, but the silo has user 2"):
         data.limited(np.array([5, 5]), np.random.default_rng(0))
 
 

@@ -7,6 +7,7 @@ import pytest
 from flwr.app import ConfigRecord
 
 from flower_ext.algorithms import DPFedAvg
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, Stragglers
 from flower_ext.federation.stragglers import shortened
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
@@ -92,8 +93,29 @@ def test_a_ratio_that_is_no_share_is_refused(ratio):
 @pytest.mark.parametrize("counted", [{"steps": 5}, {"tolerance": 1e-6, "proximal_weight": 0.1}])
 def test_training_that_no_straggler_could_stop_early_is_refused(counted):
     with pytest.raises(ValueError, match="give epochs .* or stragglers=None"):
-        Stragglers(ratio=0.5).check([LocalTraining(**counted)])
-    Stragglers(ratio=0.5).check([LocalTraining(epochs=5), LocalTraining(**counted)])
+        Stragglers(ratio=0.5).check([LocalTraining(**counted)], protects=True)
+    both = [LocalTraining(epochs=5), LocalTraining(**counted)]
+    Stragglers(ratio=0.5).check(both, protects=True)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "size", "slow"), [(0.9, 9, 8), (0.3, 9, 3), (1, 7, 7), (0, 7, 0)]
+)
+def test_an_exact_share_of_each_cohort_straggles_and_each_client_as_often(ratio, size, slow):
+    rng = np.random.default_rng(1)
+    stragglers = Stragglers(ratio=ratio, exact=True)
+    draws = [stragglers.draw(list(range(size)), 20, rng) for _ in range(1000)]
+    assert {len(each) for each in draws} == {slow}
+    counts = np.bincount([client for each in draws for client in each], minlength=size)
+    # A share of 1000 draws: five standard deviations are at most 80.
+    assert abs(counts[:size] - 1000 * slow / size).max() <= 80
+
+
+def test_an_exact_share_is_refused_under_privacy():
+    stragglers = Stragglers(ratio=0.5, exact=True)
+    stragglers.check([LocalTraining(epochs=5)], protects=False)
+    with pytest.raises(InvalidValue, match="stragglers.exact=True: expected False"):
+        stragglers.check([LocalTraining(epochs=5)], protects=True)
 
 
 def test_a_round_refuses_training_that_no_straggler_could_stop_early_before_it_asks_anybody():

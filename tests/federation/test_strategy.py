@@ -460,7 +460,7 @@ def test_guarantees_of_a_run_say_whether_clients_remember_something(method):
     strategy = strategy_of(method, plan=plan(), evaluate_every=0)
     strategy.start(grid_of(method.client_app(task())), initial(), num_rounds=1)
     models = strategy.guarantees()[1]
-    assert ("clients keep memory" in models.statement()) == (method is DP2FedSAM)
+    assert ("clients keep values between rounds" in models.statement()) == (method is DP2FedSAM)
 
 
 def test_without_privacy_there_is_no_guarantee_and_the_mean_is_plain():

@@ -251,7 +251,7 @@ def test_weights_against_the_clipping_lower_the_bias():
     [
         ({"learning_rate": 0.14}, "learning_rate=0.14: expected a number below"),
         ({"server_rate": 50.0}, "server_rate=50.0: expected at most"),
-        ({"gradient_bound": math.inf}, "gradient_bound=inf: expected G"),
+        ({"gradient_bound": math.inf}, "gradient_bound=inf: expected a finite G"),
         ({"num_silos": 0}, "num_silos=0"),
         ({"least_factor": 0.0}, "least_factor=0.0"),
         ({"heterogeneity": -1.0}, "heterogeneity=-1.0"),

@@ -482,7 +482,7 @@ def test_estimates_from_clients_data_tell_whether_theorem_5_6_can_apply():
         ([[0.0]], [[[1.0]]], None, "at least two models"),
         ([[0.0], [1.0]], [[[1.0]]], None, "expected .models, dimension"),
         ([[0.0], [0.0]], [[[1.0]], [[1.0]]], None, "no two models alike"),
-        ([[0.0], [1.0]], [[[1.0], [-1.0]], [[1.0], [1.0]]], None, "mean gradient above 0"),
+        ([[0.0], [1.0]], [[[1.0], [-1.0]], [[1.0], [1.0]]], None, "mean gradient other than 0"),
         ([[0.0], [1.0]], [[[1.0]], [[2.0]]], [1.0, 2.0], "weights: expected"),
         ([[0.0], [1.0]], [[[1.0]], [[2.0]]], [-1.0], "weights: expected"),
         ([[0.0], [math.nan]], [[[1.0]], [[2.0]]], None, "expected finite"),

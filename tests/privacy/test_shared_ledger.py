@@ -183,5 +183,5 @@ def test_nothing_is_released_where_the_charge_cannot_be_written(path, monkeypatc
 
 
 def test_a_runs_own_ledger_refuses_the_budget_of_a_population(path, tmp_path):
-    with pytest.raises(ValueError, match="account of one run"):
+    with pytest.raises(ValueError, match="a Ledger counts one run"):
         Ledger(tmp_path / "own.jsonl", budget=Budget(epsilon=1.0, delta=DELTA, ledger=path))

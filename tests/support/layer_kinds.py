@@ -436,10 +436,17 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
 INTRODUCTION = """# Layers of your own model
 
-Written by `python -m tests.support.layer_kinds docs/layers.md`, which runs every cell. *Equal*
-means equal up to rounding to a plain loop of PyTorch; for DP-SGD, to the sum of each example's own
-clipped gradient. *One by one* (clients or examples) takes longer. Numbers in brackets refer to the
-refusals below."""
+`python -m tests.support.layer_kinds docs/layers.md` measures every cell of this table, and writes
+the page. The columns are for a client that trains alone, for a batch of clients that train
+together, and for DP-SGD. The cells say how a model with such layers trains:
+
+* *equal*: the trained model equals that of a plain loop of PyTorch, up to rounding. For DP-SGD, the
+  sum of clipped gradients equals the sum over single examples.
+* *one by one*: the package trains the clients of a batch, or the examples of DP-SGD, one after
+  another, which takes longer.
+* *in one pass* and *by vmap*: DP-SGD computes the gradients of all examples of a mini-batch
+  together, either by formulas for these layers or by `torch.func.vmap`.
+* *refused (1)*: the package refuses such a model. The list below the table has the error."""
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
         task,
         method_of(plan, settings),
         plan,
-        stragglers=Stragglers(ratio=ratio) if ratio else None,
+        stragglers=Stragglers(ratio=ratio, exact=settings.exact_stragglers) if ratio else None,
         wrapper=partial(Upcycled, coefficient=coefficient) if settings.upcycled else None,
         notes={"data-source": data_facts(settings).source, "model": model_name(settings)},
     )

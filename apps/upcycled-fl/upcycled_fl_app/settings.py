@@ -51,6 +51,9 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
     straggler_ratio: NotNegative = setting(
         "share of a cohort that completes only some local epochs"
     )
+    exact_stragglers: bool = setting(
+        "the same number of stragglers in every cohort, as in the paper; only without perturbation"
+    )
 
     # Privacy: the unit is one record, against a server that sees every upload.
     perturbation: Literal["none", "output", "objective"] = setting("of the local models")

@@ -1,9 +1,9 @@
-"""Account for releases: compute (ε, δ) of what was released, through dp-accounting.
+"""Compute the privacy loss (ε, δ) of a run's releases, through dp-accounting.
 
 The result is the least of all upper bounds on ε that apply. Usually this is the bound of the PLD
 accountant. For a tiny δ or very many rounds, PLD's Fourier transforms lose precision, and the RDP
-accountant gives the lesser bound. Where sampling hides nothing, the bound that ignores sampling is
-the least. With a δ of at least the chance that a unit is ever drawn, ε is 0 with any noise.
+accountant gives the lesser bound. If sampling hides nothing, the bound that ignores sampling is the
+least. If δ is at least the probability that a unit is ever drawn, ε is 0 with any noise above 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from flower_ext.privacy.units import NeighboringRelation
 Accountant = Literal["pld", "rdp"]
 
 SELDOM_DRAWN = "chance of being drawn"
-"""Unless a unit is drawn, runs with and without it are equal; δ is no less than that chance."""
+"""Name of the accountant if δ is at least the probability that a unit is ever drawn; ε is then 0.
+Runs with and without the unit are the same unless it is drawn."""
 
 _LARGEST_GRID_EPSILON = 1e6
 """Limit of PLD: beyond this ε a grid of privacy losses would not fit into memory, and sampling no
@@ -52,8 +53,9 @@ def privacy_loss_of(
     delta : float
         In (0, 1).
     accountant : {"pld", "rdp"}
-        "pld" takes the least of all bounds that apply (RDP for sampling without replacement).
-        The result names the accountant that gave it.
+        "pld" returns the least of all bounds that apply, "rdp" the RDP bound. PLD does not cover
+        sampling without replacement; both then return the least of the other bounds. The result
+        names the accountant that gave it.
 
     Raises
     ------
@@ -64,7 +66,7 @@ def privacy_loss_of(
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
     for count in counts.values():
         require_count("count of a release", count)
-    counts = +counts  # without releases that were never made
+    counts = +counts  # drops releases with a count of 0
     relations = {release.relation for release in counts}
     if len(relations) > 1:
         raise InvalidValue(
@@ -100,7 +102,7 @@ def _loss(
     renyi = renyi_loss(counts, delta)
     if accountant == "rdp":
         return renyi
-    # PLD's grid must be as fine as ε asks for, so a cheaper bound comes first.
+    # The width of PLD's grid depends on ε, so a cheaper bound estimates ε first.
     rough = _least(renyi, without_amplification(counts, delta))
     if not 0 < rough.epsilon <= _LARGEST_GRID_EPSILON:
         return rough
@@ -108,7 +110,7 @@ def _loss(
 
 
 def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the chance that a unit is in any cohort, rounded up; 1 if its draws are no secret."""
+    """Return the probability that a unit is ever drawn, rounded up; 1 if draws are not secret."""
     never = 0.0
     for release, count in counts:
         secret = (

@@ -1,9 +1,10 @@
-"""Extra cost in privacy of sums that are not exactly an accountant's sampled Gaussians.
+"""Extra privacy cost of sums that are not exactly the sampled Gaussians of the accountant.
 
-A protocol that computes sums under encryption moves each of them by a little, and may leave a trace
-of units that were not drawn. `with_approximation_error` adds this cost to the accountant's.
-Walk from the run with a unit to the run without it in four steps. In all but the accountant's step,
-the two runs are Gaussians that differ by a shift of norm μ, in standard deviations of the noise:
+A protocol that computes sums under encryption changes each sum a little. Units that were not drawn
+may also move a sum a little; this is their trace. `with_approximation_error` adds the cost of both
+to the accountant's. The proof goes from the run with a unit to the run without it in four steps.
+Step 2 is the accountant's. In each other step, the two runs are Gaussians whose means lie at a
+distance μ, in standard deviations of the noise:
 
 1. from the run with a unit to a run with exact sums, except for the unit's trace;
 2. from there to the exact run with only the unit's trace: the accountant's step, (ε₁, δ₁);
@@ -25,7 +26,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 _STEPS = 3
 _SPARED = (2.0**-10, 2.0**-5, 0.5)
-"""Shares of δ to try for the Gaussian steps, the smaller first."""
+"""Shares of δ to try for the Gaussian steps, smallest first."""
 
 
 def with_approximation_error(

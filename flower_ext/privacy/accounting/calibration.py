@@ -46,19 +46,20 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
 
-    The search ends at a noise multiplier of 0.001, which hides nothing. It gets there only if
+    The search ends at a noise multiplier of 0.001, which hides nothing. It gets that far only if
     ``delta`` is at least the chance that a unit is ever drawn; choose a smaller ``delta``.
 
     Parameters
     ----------
     besides : Mapping[Release, int], optional
-        Other releases of the same run, with their numbers: the ε is that of all together.
+        Other releases of the same run, with their counts. ``epsilon`` is the target of all
+        releases together.
 
     Raises
     ------
     TargetOutOfReach
-        The target needs more noise than `MAX_NOISE_MULTIPLIER`, or the releases ``besides`` exceed
-        it by themselves.
+        The target needs more noise than `MAX_NOISE_MULTIPLIER`, or the releases in ``besides``
+        alone exceed the target.
     ValueError
         ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
@@ -118,7 +119,7 @@ def calibrate_rounds(
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
     A number above 100,000 may be too small by a thousandth, but is never too large. The search ends
-    where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
+    once more than half of `MAX_ROUNDS` rounds fit; even more rounds might then fit.
     """
     _check_target(epsilon, rounds=1)
     release = Release(
@@ -173,7 +174,8 @@ def calibrate_sampling_rate(
         if safe * population < 1e-3:
             raise TargetOutOfReach(
                 f"epsilon={epsilon!r} at delta={delta!r} is out of reach with "
-                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise it"
+                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise "
+                "noise_multiplier, epsilon or delta"
             )
     return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=1e-3)
 

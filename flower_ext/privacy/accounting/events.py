@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the import takes a second, which clients should not pay: fu
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Limit of accounting: more noise is accounted as this much, where RDP is still a number."""
+"""Largest noise that is accounted. More noise counts as this much, where RDP is still a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Release:
 
     @property
     def relative_noise(self) -> float:
-        """Standard deviation of the noise, divided by the largest L2 distance of neighbours."""
+        """Standard deviation of the noise, divided by the largest distance of neighbouring sums."""
         return min(self.noise_multiplier / self.relation.sensitivity_factor, MOST_NOISE)
 
     @property
@@ -120,7 +120,7 @@ class Release:
         return gaussian
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, which `from_dict` reads."""
+        """Return a JSON-ready dictionary, which `from_dict` reads."""
         return {**vars(self), "sampling": sampling_to_dict(self.sampling)}
 
     @classmethod

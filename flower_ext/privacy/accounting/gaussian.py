@@ -19,11 +19,11 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     Parameters
     ----------
     noise_multiplier : float
-        Standard deviation of the noise, divided by the largest L2 distance of neighbours.
+        Standard deviation of the noise, divided by the largest L2 distance of neighbouring sums.
     releases : float
-        Number of releases. A release whose noise was σ_t instead of σ counts (σ/σ_t)² times.
-        Against an adversary who sees who took part, count the releases to which the unit that took
-        part most contributed. The number must not depend on anybody's data.
+        Number of releases. A release whose noise was σ_t instead of σ counts (σ/σ_t)² times. If
+        the adversary sees who took part, pass the largest number of releases to which any unit
+        contributed. The number must not depend on anybody's data.
 
     Raises
     ------

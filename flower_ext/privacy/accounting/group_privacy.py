@@ -1,7 +1,7 @@
 """Group privacy of DP-SGD in several silos: from one record to all records of a user.
 
-Every silo trains by the same DP-SGD on its own records; a user has at most ``group_size`` records
-in all silos together. `group_loss` bounds (ε, δ) of adding or removing all of them. The bound is
+Every silo trains by the same DP-SGD on its own records. A user has at most ``group_size`` records
+in all silos together. `group_loss` bounds (ε, δ) of adding or removing all records of a user. It is
 tight: k records sampled with rate γ move a step by Binomial(k, γ) clipping norms, which is a
 mixture of Gaussians (Ganesh 2024), accounted by PLD.
 """
@@ -33,7 +33,7 @@ _NO_PRIVACY = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd:
-    """One silo's DP-SGD as accounting sees it, over one training or several.
+    """One silo's DP-SGD as accounting sees it, for one local training or several.
 
     Parameters
     ----------

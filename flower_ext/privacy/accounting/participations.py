@@ -14,10 +14,10 @@ from flower_ext.errors import InvalidValue
 
 
 class Participations:
-    """Counts of the releases to which each unit contributed; less noise gives more weight.
+    """Weighted counts, by unit, of the releases to which the unit contributed.
 
-    A weight is measured in fully noised sums: a Gaussian of noise σ/√w counts w times as much as
-    one of noise σ, because their precisions add up.
+    The unit of a weight is one fully noised sum. A Gaussian of noise σ/√w has weight w, because it
+    reveals as much as w Gaussians of noise σ.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,8 @@ class Participations:
         cohort : Sequence[int]
             Units whose data went into the round.
         answered, asked : int
-            Uploads that arrived, and uploads asked for; by default one per unit was asked for.
+            Number of uploads that arrived, and of uploads that were asked for. By default one
+            upload per unit was asked for.
         """
         asked = len(cohort) if asked is None else asked
         if not 0 <= answered <= asked:
@@ -76,10 +77,9 @@ class Participations:
         return max(self._in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Give each of ``units`` the counts of the unit that took part most.
+        """Give each of ``units`` the largest count and the largest weights of any unit.
 
-        Use it for units whose own counts are lost, because the server no longer knows which is
-        which.
+        Use it if the server no longer knows which counts belong to which unit.
         """
         units = list(units)
         most = max(self.uploads.values(), default=0)

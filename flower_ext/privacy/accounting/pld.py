@@ -18,7 +18,7 @@ _ROUNDING = 1e-15
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
 """Limits of a grid interval: a finer one loses δ to rounding, a wider one overflows exp."""
 _MOST_CELLS = 50_000
-"""Most grid intervals for the losses of one release, which take half a second."""
+"""Largest number of grid intervals for the losses of one release: so many take half a second."""
 _MOST_AT_ONCE = 4096
 """Most copies of a grid that one Fourier transform composes. The bound by which dp-accounting cuts
 the tails of a composition is loose for more copies, and its transforms become long."""
@@ -36,7 +36,7 @@ def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: floa
 
 
 def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the range of one release's privacy loss within ten standard deviations of the noise.
+    """Return the widest range of any release's privacy loss within ten stddevs of the noise.
 
     Releases that are not sub-sampled are composed to one Gaussian first.
     """

@@ -52,7 +52,7 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the bound at the best order: try every fourth one, then the best one's neighbours."""
+    """Return the bound at the best order: try every fourth order, then those near the best."""
     from dp_accounting import rdp
 
     def best_of(orders: Sequence[float]) -> tuple[float, float]:
@@ -156,7 +156,7 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     power = order * log_ratio
     with np.errstate(over="ignore"):
         u = rate * np.expm1(exponent)
-    # Three forms of one function, each where the others cancel or overflow: a series in u, the
+    # Three formulas for one function, each where the others cancel or overflow: a series in u, the
     # difference itself, and the logarithm of its largest term.
     small = np.abs(u) < 1e-2 / order
     log_value = np.empty_like(z)

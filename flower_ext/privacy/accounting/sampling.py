@@ -115,7 +115,7 @@ _KINDS: dict[str, type[Sampling]] = {
 
 
 def sampling_to_dict(sampling: Sampling) -> dict[str, Any]:
-    """Return a JSON-ready form, which `sampling_from_dict` reads."""
+    """Return a JSON-ready dictionary, which `sampling_from_dict` reads."""
     kind = next(name for name, cls in _KINDS.items() if isinstance(sampling, cls))
     return {"kind": kind, **asdict(sampling)}
 

@@ -54,12 +54,13 @@ class BoundedSum:
     Guarantees
     ----------
     Adding, removing or zeroing one unit moves the sum by at most ``bound``. Replacing one
-    moves it by at most ``2 * bound``. Both hold exactly for a sum in cells.
+    moves it by at most ``2 * bound``. Both hold exactly if ``value`` holds whole numbers.
 
     Parameters
     ----------
     cell : float, optional
-        Width of a cell, if ``value`` is in whole numbers of cells (see `quantization`).
+        Step of a public grid, if ``value`` counts such steps in whole numbers (see
+        `quantization`). None if ``value`` holds real numbers.
     """
 
     value: Update
@@ -68,7 +69,7 @@ class BoundedSum:
     cell: float | None = None
 
     def in_numbers(self) -> Update:
-        """Return the sum in numbers instead of cells."""
+        """Return the sum in real numbers, also if ``value`` counts steps of a grid."""
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
 
@@ -109,7 +110,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedSum:
 
 
 class ClippedSum(RunningSum):
-    """Sum of updates in float64, each of which is clipped when it is added.
+    """Sum of updates in float64 that clips each update when it is added.
 
     Guarantees
     ----------
@@ -118,6 +119,7 @@ class ClippedSum(RunningSum):
     Parameters
     ----------
     like : Update
+        Gives names and shapes of the updates.
     bound : float
         Clipping norm.
 
@@ -171,7 +173,7 @@ def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `clip`; also if the number of weights differs from the rows', or one is outside [0, 1].
+        As `clip`; also if there is not one weight per row, or a weight is outside [0, 1].
     """
     clipped = clip_each_row(rows, clipping_norm)
     first = next(iter(clipped.values()))
@@ -196,7 +198,7 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
 
 
 def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
-    """Clip every row in float64; keep the rows apart, each array of shape (units, …).
+    """Return every row clipped, in float64, as arrays of shape (units, …).
 
     Guarantees
     ----------
@@ -217,7 +219,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     }
     with np.errstate(over="ignore", invalid="ignore"):
         norms = namespace.sqrt(sum(map(_squares, flat.values()))) / clipping_norm
-    # False also for NaN, so that a row with NaN goes to `clip`, which refuses it by its array.
+    # False also for NaN, so that a row with NaN goes to `clip`, whose error names the array.
     usual = (norms > 1e-100) & (norms < 1e100)
     exceeding = usual & (norms > _MARGIN)
     factors = _MARGIN / namespace.where(exceeding, norms, namespace.full_like(norms, _MARGIN))
@@ -225,7 +227,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
         array *= factors[:, None]
     if not bool(namespace.all(usual)):
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
-        # Squares of the other rows overflow or underflow. Each is clipped alone, if it is not zero.
+        # Squares of the other rows overflow or underflow. Clip each such row alone unless it is 0.
         others = api.to_device(~usual & namespace.any(filled, axis=0), "cpu")
         for number in np.flatnonzero(np.asarray(others)).tolist():
             row = clip({name: array[number, ...] for name, array in flat.items()}, clipping_norm)

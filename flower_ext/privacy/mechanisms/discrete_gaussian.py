@@ -1,8 +1,8 @@
 r"""Gaussian noise on whole numbers: its sampler, and what it is worth for the accountant.
 
 The discrete Gaussian N_Z(0, s²) gives a whole number k with a probability ∝ exp(−k²/2s²) (Canonne,
-Kamath, Steinke 2020). Clients that add shares of it to whole numbers can be summed modulo a power
-of two, exactly, and nothing is left that depends on how floats are rounded.
+Kamath, Steinke 2020). If clients add shares of this noise to whole numbers, the server can sum them
+exactly, modulo a power of two. No result then depends on how floats are rounded.
 
 **The worth of a sum of shares.** Let v be a vector of d whole numbers, and let n clients add
 N_Z(0, s²) each to every coordinate. Then the sum is, up to a factor exp(±τ) in every probability,
@@ -56,35 +56,35 @@ from flower_ext.checks import require_at_least_one, require_count
 from flower_ext.errors import InvalidValue
 
 Words = Callable[[int], np.ndarray]
-"""Returns so many uniform 64-bit words, fresh at every call."""
+"""Function that returns the given number of uniform 64-bit words, fresh at every call."""
 
 LEAST_STDDEV, MOST_STDDEV = 16.0, 2.0**18
-"""Of one share, in whole numbers."""
+"""Limits of the standard deviation of one share, in whole numbers."""
 _SMOOTHED = 16.0
 """Variance that step 4 takes from a sum."""
 _TAIL = 13.5
 """Stddevs beyond which a draw has a probability below 2⁻¹³⁰."""
 _BITS = 320
-"""Of the fixed-point numbers in which a table is computed."""
+"""Bits after the point of the fixed-point numbers in which a table is computed."""
 _FINE = 10
-"""Y's variance, in L²."""
+"""Variance of Y, in units of L²."""
 _UNDECIDED = -(2**31)
 _KNOWN, _REST = np.uint64(16), np.uint64(48)
 """Bits of a 64-bit word that decide most draws, and the others."""
 _TOGETHER = 2**15
-"""Numbers that are drawn at a time, so that they stay in the processor's caches."""
+"""Number of draws that are made at a time, so that they stay in the processor's caches."""
 
 
 def share_stddev(total: float, shares: int) -> float:
-    """Return the stddev s of each share, so that ``shares`` of them are worth ``total``.
+    """Return the stddev of each of ``shares`` shares that together give the stddev ``total``.
 
-    Any h ≥ 1 of them are then worth a continuous Gaussian of variance ``total``² h / ``shares``
-    or more (step 5 above), whatever the others do.
+    The sum of any h ≥ 1 shares then protects like a continuous Gaussian of variance
+    ``total``² h / ``shares`` or more (step 5 above), whatever the other clients add.
 
     Parameters
     ----------
     total : float
-        In whole numbers.
+        Standard deviation of the continuous Gaussian that all shares replace, in whole numbers.
 
     Raises
     ------
@@ -122,14 +122,14 @@ def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """The distribution function F of a discrete Gaussian, and what 16 bits say of a draw.
+    """The distribution function F of a discrete Gaussian, and the draws that 16 bits decide.
 
     Parameters
     ----------
     high, low : ndarray
         The two words of 2¹²⁸ F(k), rounded down, for k = −``reach``, …, ``reach`` − 1.
     decided : ndarray
-        By the first 16 of 128 bits, as int32: the draw, or `_UNDECIDED`.
+        For each value of the first 16 of 128 bits, as int32: the draw, or `_UNDECIDED`.
     """
 
     reach: int
@@ -169,7 +169,7 @@ def _check(stddev: float) -> None:
     if not LEAST_STDDEV <= stddev <= MOST_STDDEV:
         raise InvalidValue(
             f"stddev={stddev!r} of discrete noise: expected {LEAST_STDDEV:g} to {MOST_STDDEV:g} "
-            "steps of the grid; take a finer or a coarser grid"
+            "steps of the grid; if it is less, take a finer grid, else a coarser one"
         )
 
 
@@ -183,9 +183,9 @@ def _tables(stddev: float) -> tuple[int, _Table, _Table]:
 
 
 def _table(variance: Fraction) -> _Table:
-    """Return the table of N_Z(0, variance), 2¹²⁸ F exact to 1 and one part in 2²³⁰.
+    """Return the table of N_Z(0, variance). 2¹²⁸ F is exact to within 1 and one part in 2²³⁰.
 
-    Weights are whole numbers of 2⁻³²⁰. Each of the less than 2¹⁴ steps adds an error of at most
+    Weights are multiples of 2⁻³²⁰. Each of the less than 2¹⁴ steps adds an error of at most
     2¹⁵ · 2⁻³²⁰ to a weight, so that all together stay below 2⁻²⁸⁰.
     """
     ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
@@ -196,7 +196,7 @@ def _table(variance: Fraction) -> _Table:
         weight = weight * power >> _BITS
         power = power * square >> _BITS
         weights.append(weight)
-    signed = [*weights[:0:-1], *weights[:-1]]  # the last is what the others leave
+    signed = [*weights[:0:-1], *weights[:-1]]  # the others determine the last one
     # Whole numbers throughout: floats would lose the tail, where an attacker would look.
     whole = sum(signed) + weights[-1]
     summed, words = 0, bytearray()
@@ -213,7 +213,7 @@ def _table(variance: Fraction) -> _Table:
 
 
 def _exp_minus(x: Fraction) -> int:
-    """Return exp(−x) for 0 ≤ x ≤ 1 as a whole number of 2⁻³²⁰ (Taylor's series)."""
+    """Return 2³²⁰ exp(−x) for 0 ≤ x ≤ 1 as a whole number (Taylor's series)."""
     scaled = (x.numerator << _BITS) // x.denominator
     term = total = 1 << _BITS
     for n in range(1, 80):  # 80! is above 2³²⁰

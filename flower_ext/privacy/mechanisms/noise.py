@@ -55,7 +55,7 @@ _FINEST, _COARSEST = 2.0**-32, 2.0**-4
 _MOST_CELLS = 2.0**52
 """Largest value in cells: above it, noise does not fit into whole numbers exact in float64."""
 _TOGETHER = 2**15
-"""Numbers that are noised at a time, so that they stay in the processor's caches."""
+"""Number of values that are noised at a time, so that they stay in the processor's caches."""
 
 
 def noise_grid(stddev: float) -> float:
@@ -82,7 +82,7 @@ class NoiseSource(ABC):
     """A source of noise from NumPy generators; subclasses choose the generator."""
 
     is_secure: bool
-    """True where nobody can reproduce the noise."""
+    """True if nobody can reproduce the noise."""
 
     @abstractmethod
     def _generator(self) -> np.random.Generator:
@@ -101,13 +101,14 @@ class NoiseSource(ABC):
         Parameters
         ----------
         grid : float, optional
-            A public power of two, from 2⁻³² to 2⁻⁴ of ``stddev``; by default `noise_grid`. Name it
-            if ``stddev`` depends on a secret, or if noised values will be added up.
+            A public power of two, from 2⁻³² to 2⁻⁴ of ``stddev``; by default `noise_grid`. Pass a
+            grid if ``stddev`` depends on a secret, or if noised values will be added up.
 
         Raises
         ------
         NonFiniteUpdate
-            An array holds NaN or infinite values, before or after, or values that absorb the noise.
+            An array holds NaN or infinite values, before or after the noise is added, or values so
+            large that float64 would lose the noise.
         TypeError, ValueError
             An array is not floating-point; ``stddev`` is not a finite number >= 0, or is too small
             for a grid; or ``grid`` does not suit ``stddev``.
@@ -122,7 +123,9 @@ class NoiseSource(ABC):
         return {name: _noised(name, array, stddev, chosen, rng) for name, array in update.items()}
 
     def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
-        """Return N(0, stddev² I) in float64, on no grid; the caller must round to a public one.
+        """Return N(0, stddev² I) in float64, not rounded.
+
+        The caller must add it to the value first, and then round the result to a public grid.
 
         Parameters
         ----------

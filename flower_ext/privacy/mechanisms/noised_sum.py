@@ -71,8 +71,8 @@ class ReleaseTerms:
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "
-                "noise_placement=SecureSum(…), as the server would see each client's vector with "
-                "only that client's share of the noise"
+                "noise_placement=SecureSum(…), because otherwise the server would see each "
+                "client's vector with at most that client's share of the noise"
             )
 
     @property
@@ -101,8 +101,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     sampling, clipping_norm, noise_multiplier, …
         As for `ReleasePlan`.
     silos : int, optional
-        Number of clients among which each unit's data may be divided. All of them are asked in
-        every round; they are the members of a secure sum over users. None if each unit is a client.
+        Number of silos, among which each user's data may be divided. The server asks all of them
+        in every round, and they are the members of a secure sum. None if each unit is a client.
     sensitivity : float
         Largest change of a sum due to one unit, in clipping norms. It is at least 1, and more if a
         unit contributes to several uploads.
@@ -132,14 +132,15 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             if self.silos is None and isinstance(self.sampling, PoissonSampling):
                 raise InvalidValue(
                     "noise_placement=SecureSum(…) with Poisson sampling: expected cohorts of a "
-                    "fixed size (FixedSizeSampling), as a sum's noise would reveal the number of "
-                    "drawn clients, which amplification needs to be secret"
+                    "fixed size (FixedSizeSampling), because a sum's noise would reveal how many "
+                    "clients were drawn, and amplification needs that number to be secret"
                 )
-            _ = self.sum_bits  # refuses a cohort without a secure sum
+            _ = self.sum_bits  # refuses a cohort for which there is no secure sum
         if self.queries and self.silos is not None:
             raise InvalidValue(
-                f"queries of {self.queries[0].name} among silos: expected none, as a user's part "
-                "in a silo's vector is not bounded; set evaluate_every=0 to turn evaluations off"
+                f"queries={[query.name for query in self.queries]} with users in silos: expected "
+                "none, because a user's part in a silo's vector is not bounded. Leave the queries "
+                "out; silos then report scores without noise unless evaluate_every=0"
             )
         for query in self.queries:
             self.of_query(query)  # refuses noise that no sum of the query's vectors can carry
@@ -192,10 +193,10 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return noise_grid(self.noise_stddev)
 
     def client_noise_stddev(self, cohort_size: int) -> float:
-        """Return the standard deviation σC/√cohort of one client's share; all shares make σC.
+        """Return the stddev σC/√cohort of one client's share; 0 if the server adds the noise.
 
-        The cohort size is the drawn one, also under Poisson sampling. With the expected size
-        instead, a small cohort's sum would carry too little noise.
+        All shares of a cohort together have σC. The cohort size is the drawn one, also under
+        Poisson sampling: with the expected size, a small cohort's sum would carry too little noise.
         """
         if self.noised_by_server:
             return 0.0
@@ -204,16 +205,17 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def cell(self) -> float:
-        """Width of the cells of a secure sum, the same in every round."""
+        """Step (cell) of the grid on which secure sums are taken, the same in every round."""
         return cell_of(self.noise_stddev)
 
     @property
     def cohort_size(self) -> int:
         """Number of clients in each secure sum, the same in every round.
 
-        With ``silos``, these are all silos. Neither the asked clients, nor a silo's share of the
-        noise, nor the noise of a sum then depends on the number of drawn users. Users may therefore
-        be drawn by Poisson sampling, whose amplification needs this number to be secret.
+        With ``silos``, these are all silos. The number of drawn users then affects neither the
+        asked clients, nor a silo's share of the noise, nor the noise of a sum. Users may therefore
+        be drawn by Poisson sampling, whose amplification needs the number of drawn users to be
+        secret.
         """
         return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
 
@@ -279,7 +281,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         # Shares are sized for the least number of answers, so more answers carry more noise.
         share = self.cells_protection.noise_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
-        # Discrete noise has a least stddev, so no noise is a case of its own.
+        # Discrete noise has a least stddev, so a stddev of 0 is a separate case.
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
         stddev = share * math.sqrt(self.cohort_size)
@@ -289,7 +291,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @staticmethod
     def refuse_spoiled(value: Update, *, bound: float, stddev: float) -> None:
-        """Refuse a noised sum too large for honest answers, except with probability `IMPROBABLE`.
+        """Refuse a noised sum that is too large for honest answers.
+
+        Honest answers give such a sum with probability `IMPROBABLE` at most.
 
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
         that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
@@ -323,7 +327,10 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     def begin_sum(self, like: Update) -> RunningSum:
         """Return an empty sum of uploads, which clips them if the server adds the noise."""
         if self.secure_sum is not None:
-            raise InvalidValue("uploads of a secure sum: expected their sum; call aggregate_sum")
+            raise InvalidValue(
+                "begin_sum with noise_placement=SecureSum(…): the secure sum adds up the uploads; "
+                "pass its result to aggregate_sum"
+            )
         return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
 
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
@@ -336,17 +343,18 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Raises
         ------
         ValueError
-            There are more uploads than asked clients, or the sum did not clip what it had to.
+            There are more uploads than asked clients, or ``summed`` clips to a larger norm than C.
         """
         by_server, answered = self.noised_by_server, summed.count
         if by_server and summed.bound > self.clipping_norm:
             raise InvalidValue(
-                f"uploads of norms up to {summed.bound}: expected at most {self.clipping_norm}, "
-                "the clipping norm; add them to a sum of begin_sum"
+                f"summed.bound={summed.bound}: expected at most {self.clipping_norm}, the clipping "
+                "norm; make the sum with begin_sum(), which clips each upload"
             )
         if answered > cohort_size:
             raise InvalidValue(
-                f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
+                f"{answered} uploads from a cohort of {cohort_size}: expected at most one upload "
+                "per client"
             )
         # Variances of shares add up, so the missing clients' part of σ²C² is left to the server.
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size

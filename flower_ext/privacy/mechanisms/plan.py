@@ -23,7 +23,7 @@ from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 
 
 class RoundDiscarded(RuntimeError):
-    """The round releases nothing: too few replies, and so too little noise, or a spoiled sum."""
+    """The round releases nothing, because too few clients answered or a member spoiled the sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class PrivacyPlan(ABC):
     delta : float, optional
         δ at which ε is reported; None where the plan guarantees nothing.
     rounds : int, optional
-        Number of rounds for which the noise was chosen; None if it was chosen otherwise.
+        Number of rounds for which the noise was chosen; None if the plan does not fix a number.
     """
 
     sampling: Sampling
@@ -55,7 +55,10 @@ class PrivacyPlan(ABC):
     rounds: int | None = None
 
     def num_units(self, run: RunSummary) -> int | None:
-        """Return the number of privacy units, against which δ is judged; None if not known."""
+        """Return the number of privacy units, or None if it is not known.
+
+        Reports warn about a δ that is large for this number.
+        """
         return None
 
     @abstractmethod
@@ -64,7 +67,7 @@ class PrivacyPlan(ABC):
 
     @abstractmethod
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return the mechanism of each round of a method, made once in a run.
+        """Return the mechanism for the rounds of ``method``. A run calls this once.
 
         Raises
         ------
@@ -165,7 +168,7 @@ class RoundMechanism(ABC):
         Parameters
         ----------
         summed : RunningSum
-            The sum of `begin_sum`, with at most one upload per client.
+            A sum from `begin_sum`, with at most one upload per client added.
         cohort_size : int
             Number of clients that were asked.
 
@@ -271,10 +274,10 @@ class NonPrivatePlan(PlainAverage):
         ValueError
             The method combines the single updates in another way.
         """
-        if self.weighs_examples and method.needs_each_update:
+        if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
-                f"weighting='examples': expected 'clients', because {method.name} weighs single "
-                "updates by a rule of its own"
+                f"weighting='examples': expected 'clients', because clients count in the "
+                f"server's step of {method.name} by a rule of its own"
             )
         return self
 

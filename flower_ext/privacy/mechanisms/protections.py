@@ -26,9 +26,9 @@ class Protection:
     bounds_models: ClassVar[bool] = False
     """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """True if the whole upload is bounded, so that no other client's behaviour may move it."""
+    """True if the whole upload is bounded. It must then not depend on clients trained beside it."""
     num_examples: int | None = None
-    """The only number of training examples that the guarantee covers; None if it covers all."""
+    """Number of training examples that a client must have to be covered; None if any will do."""
     hides_failures: ClassVar[bool] = True
     """True if the noise also covers a received model that is sent in place of a failed training."""
     takes_models: ClassVar[bool] = True
@@ -109,8 +109,8 @@ class ClipUpdate(_ClipAndNoise):
     noise_stddev : float
         Standard deviation of this client's share.
     noise_grid : float, optional
-        Noised uploads are whole multiples of it, the same in all clients and rounds. By default
-        the grid of the share.
+        Step of the grid to which uploads are rounded; it must be the same for all clients and
+        rounds. By default `noise_grid` of the share.
     """
 
     noise_grid: float | None = None
@@ -148,14 +148,14 @@ class ClipWithSide(ClipUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
-    """Noise a sum over units, each of which the method clips; otherwise as `ClipUpdate`."""
+    """Add noise to a sum over units, each clipped by the method; otherwise as `ClipUpdate`."""
 
     takes_models = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipToCells(_ClipAndNoise):
-    """Clip the whole update, round it to cells of a public grid, and add discrete Gaussian noise.
+    """Clip the whole update, round it to a public grid, and add discrete Gaussian noise.
 
     The upload is a vector of whole numbers, for a secure sum (see
     `privacy.mechanisms.quantization`).
@@ -165,7 +165,7 @@ class ClipToCells(_ClipAndNoise):
     clipping_norm, noise_stddev : float
         As for `ClipUpdate`.
     cell : float
-        Width of a cell, a power of two.
+        Step of the grid, a power of two. The upload counts such steps.
     """
 
     cell: float
@@ -209,7 +209,7 @@ class OutputPerturbation(_ClipAndNoise):
     noise_stddev : float
         σ > 0, a standard deviation in the unit of the weights.
     num_examples : int, optional
-        The only number of training examples that the guarantee covers.
+        Number of training examples that a client must have for the guarantee to cover it.
     """
 
     bounds_models = True
@@ -249,9 +249,9 @@ class ClipSteps(Protection):
     gradient_clipping_norm : float
         Norm bound of one record's gradient.
     noise_stddev : float
-        Noise of each weight in each step.
+        Standard deviation of the noise that each step adds to each weight.
     num_examples : int, optional
-        The only number of training examples that the guarantee covers.
+        Number of training examples that a client must have for the guarantee to cover it.
     """
 
     bounds_models = True

@@ -1,6 +1,6 @@
-"""Updates as whole numbers of cells of a public grid, so that sums are exact.
+"""Updates as whole numbers that count steps (cells) of a public grid, so that sums are exact.
 
-A client clips its update to C and rounds it to whole multiples of a cell g, a power of two. The
+A client clips its update to C and rounds it to whole multiples of the cell g, a power of two. The
 rounded update has a norm of at most C again, which the client checks exactly in whole numbers. One
 client therefore moves the sum by at most C, as without rounding. Plain rounding of d coordinates
 would raise the sensitivity by √d · g/2. See `discrete_gaussian` for the noise.
@@ -38,12 +38,12 @@ _PER_STDDEV = 16
 _MOST_CELLS = 2.0**30
 """Most cells in a clipping norm, so that squared norms are exact in 64 bits."""
 _ROOM = 4
-"""Cells below its bound to which an exceeding norm is scaled, so that rounding stays within it."""
+"""Cells below its bound to which too large a norm is scaled, to leave room for rounding."""
 _TRIES = 8
 _MARGIN = 1.0 - 1e-9
 """Tolerance for rounding of a weight and of a norm in float64. The result is checked exactly."""
 _TOGETHER = 2**18
-"""Count of numbers that are rounded at a time, so that memory stays bounded."""
+"""Number of values that are rounded at a time, so that memory stays bounded."""
 
 Cells = Mapping[str, np.ndarray]
 """Whole numbers by name, as int64: an update or a sum in cells."""
@@ -65,12 +65,12 @@ def check_cell(cell: float, clipping_norm: float) -> None:
     Raises
     ------
     InvalidValue
-        The cell is refused; the message says which noise multipliers have valid cells.
+        The cell is refused; the message names the noise multipliers that give valid cells.
     """
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
             f"cell={cell!r}: expected a power of two from 2**-30 to 1 times the clipping norm of "
-            f"{clipping_norm:g}; a noise multiplier of 2**-13 to 2**15 has such cells"
+            f"{clipping_norm:g}; choose a noise multiplier from 2**-13 to 2**15"
         )
 
 
@@ -193,7 +193,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         exact *= column(np.minimum(shares * scale / cell, clipped))
     whole, squares = rounded(exact)
     bounds = np.floor(limits).astype(np.int64)  # so that the check below is exact, in integers
-    # Rounding may lengthen a row. A little shorter before rounding, it fits after a try or two.
+    # Rounding may lengthen a row. Shorten it a little and round again: one or two tries suffice.
     for _ in range(_TRIES):
         if not (longer := np.flatnonzero(squares > bounds**2)).size:
             return whole

@@ -18,14 +18,16 @@ class MethodTraits:
     name : str
     bounds_units : bool
         A client's upload is a sum over units, and the method bounds each unit.
+    weighs_updates : bool
+        True if clients count in its step by a rule of the method's own.
     needs_each_update : bool
         The server needs every single update, not only their noised sum.
     keeps_memory : bool
-        Clients store memory between rounds; `memoryless` says if updates depend on it.
+        Clients keep values between rounds; ``memoryless`` says if updates depend on them.
     memoryless : bool
-        Updates do not depend on any client memory.
+        Updates do not depend on anything that a client keeps between rounds.
     upload_phase : str, optional
-        The one phase of training that determines the upload.
+        The one phase of training that determines the upload; None if more than that does.
     num_silos : int, optional
         Number of silos among which each unit's data are divided; None if the units are clients.
     weighting : str
@@ -34,6 +36,7 @@ class MethodTraits:
 
     name: str
     bounds_units: bool = False
+    weighs_updates: bool = False
     needs_each_update: bool = False
     keeps_memory: bool = False
     memoryless: bool = True

@@ -36,14 +36,15 @@ class SecureScores(VectorQuery):
         Planned number of evaluations.
     bounds : tuple of (str, float, float)
         Names of scores, each with its smallest and its largest value. Values outside are clipped. A
-        score that a client cannot compute counts as the middle. Scores that are not named here stay
-        on the clients. A loss has no natural bound, so choose one, such as ``("loss", 0.0, 4.0)``.
+        score that a client cannot compute counts as the middle of its bounds. Scores that are not
+        named here stay on the clients. A loss has no natural bound, so choose one, such as
+        ``("loss", 0.0, 4.0)``.
 
     Raises
     ------
     InvalidValue
-        Noise or times are not above 0; there are no bounds; a name occurs twice; or a largest value
-        is not above the smallest.
+        ``noise_multiplier`` or ``times`` is not above 0; ``bounds`` is empty or has a name twice;
+        or a largest value is not above the smallest.
     """
 
     name = "scores"
@@ -68,7 +69,7 @@ class SecureScores(VectorQuery):
 
     @property
     def size(self) -> int:
-        """1 + k numbers for k scores."""
+        """Number of elements of a client's vector: 1 + k for k scores."""
         return 1 + len(self.bounds)
 
     @property

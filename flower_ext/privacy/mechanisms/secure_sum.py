@@ -36,13 +36,14 @@ from flower_ext.errors import InvalidValue
 COMPLETE = 64
 """Largest number of members for which all members are neighbours."""
 LEAST_MEMBERS = 3
-"""Least members of a sum. Of two members, each could subtract its vector and see the other's."""
+"""Least members of a sum. With two, each could subtract its own vector and see the other's."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
-"""Probability that colluders break one round of a run, and that one fails for lost members."""
+"""Bounds on the probability that colluders break any round of a run, and that lost members make
+any round fail."""
 _RIPPLE = 16
 """Number of smaller even k that are tried below the k that bisection finds, as t is rounded."""
 _NOISE_STDDEVS = 11.0
-"""Room for a sum's noise: 2⁴⁰ numbers all stay below it except with probability 2⁻⁴⁰."""
+"""Stddevs of room for a sum's noise: 2⁴⁰ numbers all stay below, except with probability 2⁻⁴⁰."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +82,17 @@ class SumParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum:
-    """A sum of uploads; the server sees only the sum, the members that took part, and when.
+    """Settings of sums that show the server only the sum, its members, and when they answered.
 
     Parameters
     ----------
     colluding : float
         γ: share of the population that may collude with the server, rounded up. Cohorts are random,
-        so one of them may hold a larger share. A guarantee against the server counts only the noise
-        of the others.
+        so a cohort may hold a larger share of colluders. A guarantee against the server counts only
+        the noise of honest clients.
     dropouts : float
         δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
-        round is discarded. Clients scale their noise so that the answers of all others suffice.
+        round is discarded. Clients scale their noise so that the remaining answers carry all of it.
     resist_equivocation : bool
         Choose t so large that a server cannot collect both secrets of a client, even if it tells
         some neighbours that the client answered and the others that it was lost. If False, graphs
@@ -147,7 +148,7 @@ class SecureSum:
         if members < LEAST_MEMBERS:
             raise InvalidValue(
                 f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
-                "more clients, or a larger share of them"
+                "more clients or silos, or draw larger cohorts"
             )
         population = members if population is None else population
         corrupt = self.colluders_among(population)
@@ -247,13 +248,16 @@ class _Cohort:
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if all members that stay keep t neighbours in all rounds."""
+        """Return True if staying members keep t neighbours, except with probability 2⁻²⁰ a run."""
         others = self.members - 1
         few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, neighbors)
         return bool(self.rounds * self.members * few <= _FAILED)
 
     def _is_secure(self, neighbors: int, threshold: int) -> bool:
-        """Return True if colluders can unmask nobody, and the graph stays connected."""
+        """Return True if colluders unmask nobody and graphs stay connected.
+
+        Each may fail with probability 2⁻⁴⁰ in a run.
+        """
         law, members = _hypergeometric(), self.members
         shares = self._shares(neighbors, threshold)
         unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, neighbors)

@@ -89,12 +89,12 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
 
 
 class RunningSum:
-    """Sum of updates in float64. Each is added when it arrives, and need not be kept.
+    """Sum of updates in float64. The caller adds each update on arrival, and need not keep it.
 
     Parameters
     ----------
     like : Update
-        Names and shapes of the updates; names, shapes and types of what is released.
+        Gives the names and shapes of the updates, and the types of the released average.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ def zeros_like(like: Update) -> dict[str, Any]:
         ``like`` is empty.
     """
     if not like:
-        raise InvalidValue("like={}: name at least one array")
+        raise InvalidValue("like={}: expected at least one array")
     zeros = {}
     for name, array in like.items():
         namespace = api.array_namespace(array)
@@ -152,8 +152,10 @@ def zeros_like(like: Update) -> dict[str, Any]:
 def check_like(update: Update, like: Update) -> None:
     """Refuse an update whose names or shapes differ from those of ``like``."""
     if set(update) != set(like):
-        differing = sorted(set(update) ^ set(like))
-        raise InvalidValue(f"array names differ from the expected ones: {differing}")
+        missing, unexpected = sorted(set(like) - set(update)), sorted(set(update) - set(like))
+        raise InvalidValue(
+            f"array names differ from the expected ones: add {missing}, leave out {unexpected}"
+        )
     for name, array in like.items():
         if tuple(update[name].shape) != tuple(array.shape):
             raise InvalidValue(
@@ -178,7 +180,7 @@ def as_float64(array: Any) -> Any:
 
 
 def scaled_norm(update: Update) -> tuple[float, float]:
-    """Return (m, s) with norm = m·s; m exceeds 1 only where squares might overflow."""
+    """Return (m, s) with norm = m·s. m is 1, or the largest magnitude if squares leave float64."""
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:
         return 1.0, norm
@@ -200,7 +202,10 @@ def scaled_norm(update: Update) -> tuple[float, float]:
 
 
 def plain_norm(wide: Update) -> float:
-    """Return the norm of float64 arrays; inf or NaN if squares overflow, 0 if they underflow."""
+    """Return the L2 norm of all float64 arrays together.
+
+    It is inf or NaN if squares overflow, and 0 if they underflow.
+    """
     flat = [array.reshape(-1) for array in wide.values()]
     with np.errstate(over="ignore", invalid="ignore"):
         return math.sqrt(sum(float(array @ array) for array in flat))

@@ -34,7 +34,7 @@ class LocalView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class VectorQuery(ABC):
-    """A query to all clients, answered by the sum of one vector each.
+    """A query to all clients, answered by the noised sum of one vector per client.
 
     Parameters
     ----------
@@ -46,13 +46,14 @@ class VectorQuery(ABC):
     Raises
     ------
     InvalidValue
-        Noise or times are not above 0.
+        ``noise_multiplier`` or ``times`` is not above 0.
     """
 
     name: ClassVar[str]
     """Name in messages, accounts and logs."""
     schedule: ClassVar[Literal["first", "in evaluations"]] = "first"
-    """Before the first training round, or in each evaluation, in place of the reported scores."""
+    """Time of the query: "first", before the first training round; or "in evaluations", in each
+    evaluation, in place of the scores that clients report."""
 
     noise_multiplier: float
     times: int = 1
@@ -75,8 +76,8 @@ class VectorQuery(ABC):
     def vector(self, client: LocalView) -> NDArray[np.float64]:
         """Return one client's vector, of shape (size,).
 
-        A client whose vector cannot be computed, has another shape or is not finite, takes part
-        with zeros.
+        If the vector cannot be computed, has another shape or is not finite, the client sends
+        zeros instead.
         """
 
     @abstractmethod

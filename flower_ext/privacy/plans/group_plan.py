@@ -27,7 +27,7 @@ class GroupPlan(PlainAverage):
     delta : float
         δ at which the run reports ε.
     users : int, optional
-        Number of users, against which δ is judged.
+        Number of users. Reports warn about a δ that is large for this number.
     """
 
     tells_sizes = False  # the server knows sizes from the histograms
@@ -57,7 +57,7 @@ class GroupPlan(PlainAverage):
         return ProtectedByTraining()
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return `uldp_group_guarantees` for the rounds so far; empty before k is known."""
+        """Return `uldp_group_guarantees` for the rounds so far; empty while k is not known."""
         rounds = run.participations.rounds
         if rounds == 0 or run.group_size is None:
             return []

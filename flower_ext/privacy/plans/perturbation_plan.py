@@ -63,10 +63,10 @@ class PerturbationPlan(PlainAverage):
         )
 
     def _rounding(self, sent: Mapping[str, Any]) -> float:
-        """Return the loss of rounding a trained model to its precision, in clipping norms.
+        """Return how far rounding to its precision moves a trained model, in clipping norms.
 
-        Each number loses half of eps, relatively. A subnormal number loses half of the smallest
-        positive one.
+        Rounding moves a number by half of eps at most, relatively. It moves a subnormal number by
+        half of the smallest positive number at most.
         """
         perturbation = self.perturbation
         norm = (

@@ -63,7 +63,9 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         basis: Basis = "provable",
         steps: ClippedSteps | None = None,
     ) -> RecordLevelPlan:
-        """Return the plan whose ε after ``rounds`` rounds is ``epsilon``, as published or provable.
+        """Return the plan whose ε is ``epsilon`` after ``rounds`` rounds.
+
+        ``basis`` says which ε: that of the published theorem, or the provable one.
 
         Raises
         ------
@@ -120,7 +122,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
                 f"plan.steps: {method.name} uploads more of a record than its gradients in local "
-                "steps, so noise in the steps does not protect it; choose a plan without steps"
+                "steps, and noise in the steps protects only these; choose a plan without steps"
             )
         return self
 
@@ -148,7 +150,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
                 )
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the noise of each client's model, or of each local step."""
+        """Return the protection that noises each client's model or, with ``steps``, each step."""
         if self.steps is None:
             return OutputPerturbation(
                 clipping_norm=self.clipping_norm,

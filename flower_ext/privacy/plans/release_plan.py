@@ -68,14 +68,15 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         By default the relation for which amplification by ``sampling`` is proved.
     noise_placement : {"client", "server"} or SecureSum
         Party that adds the noise. ``"client"``: every client adds its share before it sends, and
-        the server the shares of those that do not answer. ``"server"``: the server adds all of it.
-        A `SecureSum`: uploads are whole numbers, and the server sees only their sum. Each client
-        adds a share of discrete Gaussian noise, so large that the least number of answers carries
-        the whole noise. It needs cohorts of a fixed size, and discards a round with fewer answers.
+        the server adds the shares of clients that do not answer. ``"server"``: the server adds all
+        of it. A `SecureSum`: uploads are whole numbers, and the server sees only their sum. Each
+        client adds a share of discrete Gaussian noise. The shares of the least number of answers
+        together carry the whole noise; a round with fewer answers is discarded. If units are
+        clients, a `SecureSum` needs cohorts of a fixed size.
     queries : tuple of VectorQuery
         Further releases of a run, counted in the same ε: `SecureScores` for the scores of
-        evaluations, or queries of your own, over all clients in secure sums. Without a query in
-        evaluations, clients report their scores without noise, and no ε covers them.
+        evaluations, or queries of your own. Each is a secure sum over all clients. Without a query
+        in evaluations, clients report their scores without noise, and no ε covers the scores.
 
     Examples
     --------
@@ -203,17 +204,20 @@ class ReleaseMechanism(NoisedSum):
         )
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return a run's releases so far, with counts: sums of rounds and of queries."""
+        """Return how often the run made each release so far.
+
+        A release is the noised sum of a training round or of a query.
+        """
         counts = Counter({self.release: participations.rounds})
         for query in self.queries:
             counts[self.of_query(query).release] += participations.answers[query.name]
         return dict(counts)
 
     def count_answer(self, query: VectorQuery, participations: Participations) -> None:
-        """Count one release of a query, of which an adversary may see the sum or the uploads.
+        """Count one release of a query, for adversaries that see sums and that see uploads.
 
-        Participations are counted in training rounds, with noise multiplier σ. A release with
-        noise multiplier σ_q reveals as much as (σ/σ_q)² of them, and therefore counts as many.
+        The unit of the count is a training round with noise multiplier σ. A release with noise
+        multiplier σ_q reveals as much as (σ/σ_q)² training rounds, and counts as that many.
         """
         parameters = self.of_query(query).sum_parameters
         worth = (self.noise_multiplier / query.noise_multiplier) ** 2
@@ -225,7 +229,7 @@ class ReleaseMechanism(NoisedSum):
         )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the provable guarantees against each adversary, if the units are the clients."""
+        """Return the provable guarantee against each adversary. The units must be clients."""
         return client_level_guarantees(self, run, self.releases(run.participations))
 
     def spent(self, run: RunSummary) -> dict[str, float]:

@@ -21,7 +21,7 @@ class Claims:
     unit, relation, delta
         As in `Guarantee`.
     assumptions : tuple of str
-        Assumptions of every provable guarantee. A published one has its theorem's alone.
+        Assumptions of every provable guarantee. A published one has only those of its theorem.
     not_covered : Sequence[str]
         Values that leave the clients without being covered by any provable guarantee.
     """
@@ -108,31 +108,31 @@ SECURE_SUM = (
     "a random oracle"
 )
 ONE_ANSWER = (
-    "resist_equivocation is off: the server calls no client answered to some neighbours and lost "
-    "to others, which could show it that client's upload"
+    "resist_equivocation is off: the server never tells some neighbours that a client answered and "
+    "others that the client was lost, which could show it that client's upload"
 )
 """The assumption about secure sums whose threshold is below the one that prevents this attack."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: one silo or server that lies about counts voids "
     "ε for the users of all silos, whose updates then count up to N_max times"
 )
-"""The assumption about weights that nobody sees, and that nobody can therefore check."""
+"""The assumption about weights that are secret, so that nobody can check them."""
 NONE_OF_THEM = "the adversary is none of those who add noise: each could subtract its own share"
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
-"""The assumption about sums that are protected by noise in their parts."""
+"""The assumption about sums whose noise is in the single uploads."""
 OWN_GRADIENTS = (
-    "each gradient that a step clips belongs to one record alone, to the last bit: trials on usual "
-    "and on odd records confirm it for every place and any company in a pass of a fixed number of "
-    "records, and that model and loss keep nothing of a record, which is evidence and no proof"
+    "each gradient that a step clips depends on one record alone, to the last bit, and model and "
+    "loss keep nothing of a record: trials with usual and odd records found no exception, at any "
+    "position in a pass of a fixed number of records and beside any others (evidence, not proof)"
 )
 """The assumption about DP-SGD on models whose layers do not prove it."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption where a client's answer, or its absence, must not reveal a single record."""
 OUTLIVES = (
-    "no data end a client's process, as a crash in native code or too little memory for the whole "
-    "process may do; an exception does not"
+    "no client's data end its process, as a crash in native code or too little memory for the "
+    "whole process may; an exception in Python does not"
 )
-"""The assumption about failures that no client can hide, as an exception in its training can be."""
+"""The assumption about failures that a client cannot hide. It can hide an exception in training."""
 TELLS = (
     "the server's log and the run directory, except the model, reveal it (metrics.jsonl, "
     "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, checkpoints, report and "

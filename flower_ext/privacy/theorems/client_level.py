@@ -39,8 +39,9 @@ _ALWAYS = (
 )
 _HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
 _MEMORY = (
-    "clients keep memory (a personal head), or may (a ClientApp of somebody else), and what "
-    "one sends does not reveal who was drawn before: not proven for cohorts of fixed size"
+    "clients keep values between rounds (a personal head), or may keep them (a ClientApp of "
+    "somebody else), and what a client sends does not reveal who was drawn before: not proven for "
+    "cohorts of fixed size"
 )
 
 
@@ -55,7 +56,7 @@ def client_level_guarantees(
       with the noise that clients really supplied; the server knows any noise that it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
 
-    A guarantee says so if cohorts or noise were drawn from a seed. If clients keep memory between
+    A guarantee says so if cohorts or noise were drawn from a seed. If clients keep values between
     rounds, what they send depends on the rounds in which they were drawn. With a fixed cohort size
     that reveals something about who else was drawn, which the amplification of single rounds does
     not cover; the guarantee then lists it as an assumption. Under Poisson sampling clients are
@@ -111,7 +112,7 @@ def client_level_guarantees(
 
     def most_exposed(weight: float) -> PrivacyLoss:
         """Return the loss of the most exposed client to a server that sees who took part."""
-        # Cohorts that are known, in which a client is or is not, amplify nothing.
+        # The server knows the cohorts, so sampling amplifies nothing.
         return gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=mechanism.delta)
 
     return [

@@ -61,8 +61,8 @@ class ClippedSteps:
         """Refuse a number of examples other than the one that the steps are planned for."""
         if num_examples != self.num_examples:
             raise InvalidValue(
-                f"num_examples={num_examples!r}: expected {self.num_examples}, as in the clipped "
-                "steps"
+                f"num_examples={num_examples!r}: expected {self.num_examples}, the number in "
+                "ClippedSteps"
             )
 
     @property

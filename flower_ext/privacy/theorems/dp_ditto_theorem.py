@@ -61,8 +61,8 @@ class RecordLevelTerms:
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, FullParticipation):
             raise InvalidValue(
-                f"sampling={self.sampling!r}: expected FullParticipation: every client uploads in "
-                "every round"
+                f"sampling={self.sampling!r}: expected FullParticipation, because every client "
+                "uploads in every round"
             )
         require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_stddev", self.noise_stddev)
@@ -124,7 +124,7 @@ def dp_ditto_guarantees(
         loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=delta)
         source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
     else:
-        # Both bounds hold: the clipped model's diameter, and the way that clipped steps can go.
+        # Two bounds hold: the diameter of the ball of models, and the length of clipped steps.
         moved = min(moved, steps.upload_sensitivity)
         loss = steps.loss(terms.noise_stddev, delta=delta, rounds=rounds)
         source = (
@@ -148,7 +148,7 @@ def dp_ditto_guarantees(
         ),
         not_covered=not_covered,
     )
-    # By Eqns 7–8 noise and ε are inverse, so the noise for ε = 1 tells the ε of any noise.
+    # By Eqns 7–8 noise and ε are inverse, so the noise for ε = 1 gives the ε of any noise.
     for_one = dp_ditto_noise_stddev(
         epsilon=1.0,
         delta=delta,

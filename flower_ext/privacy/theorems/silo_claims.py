@@ -36,12 +36,12 @@ _OF_DATA = (
 )
 OF_SILOS = (
     *_OF_DATA,
-    "silos train, clip and add noise as told, and do not collude",
+    "silos train, clip and add noise as instructed, and do not collude",
     ON_A_GRID,
 )
-OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as told", DISCRETE)
+OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as instructed", DISCRETE)
 """Assumptions about silos that send whole numbers to a secure sum."""
-_OWN_RECORDS = "of a user's records those count that no colluding silo holds"
+_OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees for sums if silos send their uploads without a secure sum."""
 
@@ -92,7 +92,7 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return the most exposed user's weight in sums, and in uploads that an adversary sees."""
+    """Return the largest weight of any user in sums, and in uploads (see `Participations`)."""
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
     if mechanism.secure_sum is None:

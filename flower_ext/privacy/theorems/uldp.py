@@ -233,9 +233,10 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return by how much less noise than a sum's hides a user in all uploads, also in words.
+    """Return the ratio of noise that hides a user in a sum to that in all uploads; also in words.
 
-    With weights by records a user may have all its weight in one silo, whose share hides it.
+    With weights by records a user may have all its weight in one silo. Only that silo's share of
+    the noise then hides the user.
     """
     if run.method.weighting == "equal":
         return 1.0, ""
@@ -291,5 +292,7 @@ def check_user_plan(plan: PrivacyPlan, num_silos: int) -> None:
             "silos, which are the clients, add the noise"
         )
     if isinstance(plan.sampling, FixedSizeSampling):
-        raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")
+        raise InvalidValue(
+            f"sampling={plan.sampling!r} of the plan: expected FullParticipation or PoissonSampling"
+        )
     require_at_least_one("num_silos", num_silos)

@@ -114,7 +114,7 @@ def upcycled_theorem_6_3(
 def sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, num_examples: int | None
 ) -> float:
-    """Return how far one record can move the noised model (L2): min(2τ, stability).
+    """Return how far one record can move the model before noise (L2): min(2τ, stability).
 
     Clipping projects onto a ball and thus moves no two models further apart. Rounding may move each
     of them by its ``rounding``, which is counted `_ROUNDINGS` times.

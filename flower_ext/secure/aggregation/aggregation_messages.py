@@ -41,7 +41,7 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundMessage(Message):
-    """A message of one round. ``sizes`` holds the length of each field of bytes, or of an entry."""
+    """A message of one round. ``sizes`` has the length in bytes of a field, or of its entries."""
 
     sizes: ClassVar[Mapping[str, int]] = {}
 
@@ -52,15 +52,17 @@ class _RoundMessage(Message):
         return {"digest": _DIGEST_BYTES, **cls.sizes}
 
     def check(self, context: RoundContext) -> None:
-        """Refuse a message of another round, and members or lengths that the round lacks."""
+        """Refuse a message of another round, with unknown members, or with wrong lengths."""
         if self.digest != context.digest:
             name, number = type(self).__name__, context.round_number
             raise ProtocolError(f"message: expected {name} of round {number} of this run")
         super().check(context)
         for name, value in vars(self).items():
             members = [value] if name == "member" else value if isinstance(value, Mapping) else ()
-            if any(not 0 <= member < context.members for member in members):
-                raise InvalidValue(f"{name}: expected members below {context.members}")
+            label = "member" if name == "member" else f"{name} of member"
+            for member in members:
+                if not 0 <= member < context.members:
+                    raise InvalidValue(f"{label} {member}: expected 0 to {context.members - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)

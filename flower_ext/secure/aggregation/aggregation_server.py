@@ -260,7 +260,7 @@ class SumServer:
                 f"{what} of member {member}: {len(shares)} right shares, expected "
                 f"{self._context.threshold}; the round is discarded"
             )
-        # Hashes bound single shares; a dealer can still have shared another secret than it used.
+        # Hashes check each share. The member may still have shared another secret than it used.
         with suppress(InvalidValue):  # shares of no secret
             secret = combine(shares, self._context.threshold)
             if self._fits(member, kind, secret):

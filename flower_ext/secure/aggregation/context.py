@@ -105,7 +105,7 @@ class RoundContext(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Invitation(JsonRecord):
-    """The first message of a round to one member: the context, and the member's place in it.
+    """The first message of a round to one member: the context, its number and its neighbours.
 
     Parameters
     ----------
@@ -133,7 +133,10 @@ class Invitation(JsonRecord):
         if not 0 <= index < context.members:
             raise InvalidValue(f"index={index}: expected 0 to {context.members - 1}")
         if index in near or not all(0 <= other < context.members for other in near):
-            raise InvalidValue(f"neighbours: expected members below {context.members}, not {index}")
+            raise InvalidValue(
+                f"neighbours={sorted(near)}: expected members from 0 to {context.members - 1}, "
+                f"without {index}, the member itself"
+            )
         if not len(self.neighbours) == len(near) == context.neighbours:
             raise InvalidValue(
                 f"{len(near)} different neighbours: expected {context.neighbours}, "

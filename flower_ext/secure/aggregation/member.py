@@ -132,7 +132,7 @@ class Member(JsonRecord):
         halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
         if len(set(halves)) != len(halves):
             raise InvalidValue(
-                "keys: the same key occurs twice; expected two keys of its own for each member"
+                "keys: the same key occurs twice; expected two different keys for each member"
             )
         for public in halves:
             check_public(public)
@@ -266,7 +266,10 @@ class Member(JsonRecord):
     def _check_neighbours(self, members: set[int]) -> None:
         neighbours = set(self.invitation.neighbours)
         if not members <= neighbours:
-            raise InvalidValue(f"members {sorted(members - neighbours)}: expected only neighbours")
+            raise InvalidValue(
+                f"members {sorted(members - neighbours)}: expected only this member's neighbours, "
+                f"{sorted(neighbours)}"
+            )
         if len(members) < self.context.threshold:
             raise ProtocolError(
                 f"{len(members)} neighbours: expected at least threshold={self.context.threshold}"
@@ -279,7 +282,7 @@ class Member(JsonRecord):
         )
 
     def _open(self, other: int, sealed: bytes) -> bytes:
-        """Return the shares of seed and key from a neighbour, or nothing if they are no shares."""
+        """Return a neighbour's shares of seed and key, or no bytes if they cannot be opened."""
         cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:

@@ -26,7 +26,8 @@ This package departs from the paper in six points:
   the updates.
 * A silo adds a dither to its noise, uniform over one step of the encoding. The paper's noise is a
   multiple of C_LCM, so the decrypted sum modulo C_LCM would depend on the updates alone, and its
-  greatest common divisor with C_LCM would reveal factors of the N_u. With the dither it is uniform.
+  greatest common divisor with C_LCM would reveal factors of the N_u. With the dither, the
+  decrypted sum modulo C_LCM is uniform.
 * Users may be drawn so that no party knows who takes part. For each user the server encrypts the
   weight k times and zero P - k times, and the silos take one of these P by oblivious transfer. All
   silos take the same one, because they derive the choice from their seed. In the paper each silo
@@ -38,7 +39,7 @@ secret order it drew. A silo learns nothing about other silos. A silo computes o
 records in it, so its running time reveals their approximate number.
 
 `PaillierServer` and `PaillierSilo` are the parties; their methods are the steps of the protocol,
-in order. What does not depend on the scheme is in `ServerParty` and `SiloParty`, so that another
-scheme adds its arithmetic only. `agreement` and `paillier_settings` define the messages between
-them. This package uses neither torch nor Flower.
+in order. `ServerParty` and `SiloParty` hold everything that does not depend on the scheme, so that
+another scheme adds its arithmetic only. `agreement` and `paillier_settings` define the messages
+between them. This package uses neither torch nor Flower.
 """

@@ -1,6 +1,6 @@
 """The settings that all parties of a run agree on, the steps of their dialogue, and their sums.
 
-They are the same under every scheme. The steps come before and between the sums:
+They are the same under every scheme. The server and the silos take these steps before a sum:
 
 =========  ==================================  =====================================================
 step       message of the server               answer of a silo
@@ -40,7 +40,7 @@ OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 
 @dataclass(frozen=True, kw_only=True)
 class PartySettings(JsonRecord, ABC):
-    """Public facts of one run. Each scheme adds its own. Checked at construction.
+    """Public settings of one run. Each scheme adds its own. Checked at construction.
 
     The ``kind`` is the name of the protocol.
 
@@ -138,4 +138,4 @@ class SumMessage(Message):
 
 
 Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
-"""Steps that the server takes one by one: it yields each, and receives the silos' answers."""
+"""A generator of the server: it yields each step, and receives the silos' answers to it."""

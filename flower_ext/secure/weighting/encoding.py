@@ -24,7 +24,7 @@ _SPARE_BITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint:
-    """Multiples of ``step`` of magnitude at most ``bound``.
+    """Encoding of numbers up to ``bound`` in magnitude, as multiples of ``step``.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def from_residue(residue: mpz, modulus: mpz) -> mpz:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """``slots`` signed coordinates of ``slot_bits`` bits each.
+    """Layout of a plaintext that holds ``slots`` signed coordinates of ``slot_bits`` bits each.
 
     Packing is exact as long as every coordinate of the *sum* is at most ``bound`` in magnitude.
 

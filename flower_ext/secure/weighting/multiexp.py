@@ -57,12 +57,13 @@ def column_products(
         )
     if not np.abs(exponents).max(initial=0) <= largest <= LARGEST_EXPONENT:
         raise InvalidValue(
-            f"exponents: expected integers from {-largest} to {largest}, of at most 2**61"
+            f"exponents: expected integers from {-largest} to {largest}, and largest={largest} to "
+            "be at most 2**61"
         )
     mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
 
     def powers(some: Sequence[mpz]) -> list[list[mpz]]:
-        """Return the powers of each base that one digit can ask for."""
+        """Return each base's powers, one for every value of a digit."""
         tables = []
         for base in some:
             table = [mpz(1)]

@@ -1,4 +1,4 @@
-"""1-out-of-P oblivious transfer: the receiver opens one of P texts; the sender learns not which.
+"""1-out-of-P oblivious transfer: the receiver opens one of P texts, unknown to the sender.
 
 Source: Chou and Orlandi, "The Simplest Protocol for Oblivious Transfer" (LATINCRYPT 2015), for
 honest-but-curious parties. The group is the subgroup of prime order ℓ of the curve Ed25519, by
@@ -186,7 +186,7 @@ class Receiver:
         ]
 
     def keys(self) -> list[bytes]:
-        """Return the key of the chosen text of each transfer, of `Sender.keys`."""
+        """Return the key of each transfer's chosen text: one of the P keys in `Sender.keys`."""
         return [
             _key(
                 _label(self._run, self._public, answer, at),

@@ -55,12 +55,12 @@ class PublicKey:
 
     @cached_property
     def n_squared(self) -> mpz:
-        """Modulus of ciphertexts."""
+        """n², the modulus of ciphertexts."""
         return self.n * self.n
 
     @property
     def bits(self) -> int:
-        """Length of n."""
+        """Length of n in bits."""
         return int(self.n.bit_length())
 
     def check(self, key_bits: int, *, coprime_to: int) -> None:

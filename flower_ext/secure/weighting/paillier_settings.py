@@ -23,7 +23,7 @@ _MOST_RECORDS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class PaillierSettings(PartySettings):
-    """Public facts of one run of the protocol. Checked at construction, before any encryption.
+    """Public settings of one run of the protocol. Checked at construction, before any encryption.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ class PaillierSettings(PartySettings):
     max_records_per_user, allowed_totals, silo_record_limits, precision, key_bits
         As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of
         totals has a small least common multiple, so that many coordinates fit one plaintext.
-        Without limits of silos the server notices an excess over all silos in the decrypted sum
-        (see `PaillierServer.close_round`).
+        Without ``silo_record_limits``, the server notices a user with too many records over all
+        silos only in the decrypted sum (see `PaillierServer.close_round`).
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
@@ -115,7 +115,7 @@ class PaillierSettings(PartySettings):
 
     @property
     def insecurity(self) -> str:
-        """Reason why the keys protect nobody, if they may be short."""
+        """Reason why the keys protect nobody; empty if short keys are not allowed."""
         if not self.allow_insecure_key_size:
             return ""
         return f"keys of {self.key_bits} bits that may be insecure"
@@ -138,17 +138,17 @@ class PaillierSettings(PartySettings):
 
     @property
     def ciphertexts(self) -> int:
-        """Ciphertexts that a silo uploads in a round."""
+        """Number of ciphertexts that a silo uploads in a round."""
         return self.packing.plaintexts(self.coordinates)
 
     @property
     def count_bytes(self) -> int:
-        """Length of a number modulo n."""
+        """Length in bytes of a number modulo n."""
         return (self.key_bits + 7) // 8
 
     @property
     def ciphertext_bytes(self) -> int:
-        """Length of a number modulo n²."""
+        """Length in bytes of a number modulo n²."""
         return (2 * self.key_bits + 7) // 8
 
     def record_limit(self, silo: int) -> int:
@@ -187,8 +187,8 @@ class PaillierWeights(Message):
     """The weights of one round, for all silos; a user that takes no part has a weight of zero.
 
     Without a secret draw, ``weights`` holds one ciphertext per user, and ``offer`` is empty. With
-    one, it holds P sealed ciphertexts per user, of which the silos can open one, and ``offer`` is
-    the server's offer for which silo 0 made all silos' choices.
+    one, it holds P sealed ciphertexts per user, of which the silos can open one. ``offer`` is then
+    the server's message of the oblivious transfer that silo 0 answered for all silos.
     """
 
     kind = b"PPew"

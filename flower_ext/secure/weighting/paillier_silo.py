@@ -35,7 +35,7 @@ _SUM = "sum"
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
-    """Return a unit modulo ``modulus`` for every user, uniform to a party without ``seed``."""
+    """Return units modulo ``modulus``, one per user, uniform to a party without ``seed``."""
 
     def blind(user: int) -> mpz:
         for attempt in count():
@@ -67,9 +67,9 @@ class PaillierSilo(SiloParty):
         return PaillierOpenSum(self, message)
 
     def weights(self, message: PaillierWeights) -> list[mpz]:
-        """Return Enc(n_su / N_u · C_LCM) of each user with records here.
+        """Return Enc(n_su / N_u · C_LCM) of each user with records in this silo.
 
-        Each takes one full exponentiation, instead of one for each coordinate.
+        Computing it costs one full exponentiation per user, instead of one per coordinate.
 
         Raises
         ------
@@ -112,9 +112,10 @@ class PaillierSilo(SiloParty):
         return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
 
     def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
-        """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round.
+        """Re-randomise, in place, this silo's share of the ciphertexts.
 
-        The server made the encryptions. It could otherwise predict the randomness of the product of
+        The silos take turns, so a silo's share changes every round. The server made the
+        encryptions. Without this step, the server could predict the randomness of the product of
         all uploads for any guess of the updates.
         """
         silos = self.settings.silos
@@ -145,7 +146,7 @@ class PaillierSilo(SiloParty):
 
 
 class PaillierOpenSum:
-    """A silo's sum of one round. It keeps all encoded updates, because it works by coordinates."""
+    """A silo's sum of one round. It keeps all encoded updates, to add them up by coordinates."""
 
     def __init__(self, silo: PaillierSilo, weights: PaillierWeights) -> None:
         self._silo, self._settings, self._weights = silo, silo.settings, weights
@@ -177,7 +178,7 @@ class PaillierOpenSum:
         )
         ciphertexts = _packed(products, settings, public)
         noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
-        # Only what follows draws masks. Until here an error leaves the round unused.
+        # Masks are drawn from here on. Until here an error leaves the round unused.
         masks = silo.use_round(number, len(ciphertexts))
         for at, mask in enumerate(masks):
             # The noise needs no encryption of its own: the mask hides the whole product.

@@ -35,10 +35,11 @@ class PrivateWeighting(WeightingProtocol):
         work.
     silo_record_limits : tuple of int, optional
         The most records of one user in each silo, with a sum of at most N_max, so that no user can
-        exceed N_max. Without them, an excess spoils every sum, and the run ends after three.
+        exceed N_max. Without them, a user with more records spoils every sum, and the run ends
+        after three spoiled sums.
     precision : float
-        P: largest rounding error of a coordinate of the sum over silos. It must be fine against the
-        silos' noise.
+        P: largest rounding error of a coordinate of the sum over silos. It must be small against
+        each silo's noise.
     draw_choices : int, optional
         As for `WeightingProtocol`.
     key_bits : int

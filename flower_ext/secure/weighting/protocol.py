@@ -132,8 +132,8 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
     """
     if name not in protocols():
         raise InvalidValue(
-            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; another "
-            f"protocol is a distribution of its own: pip install flower-ext-{name}"
+            f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if it "
+            f"is a separate distribution, install that first: pip install flower-ext-{name}"
         )
     try:
         protocol: type[WeightingProtocol] = protocols()[name].load()
@@ -157,5 +157,5 @@ def protocol_of(data: bytes) -> type[WeightingProtocol]:
     """
     values = json.loads(data)
     if not isinstance(values, dict) or "kind" not in values:
-        raise InvalidValue("settings: expected the name of a protocol")
+        raise InvalidValue("settings: expected JSON that names a protocol as its 'kind'")
     return load_protocol(str(values["kind"]))

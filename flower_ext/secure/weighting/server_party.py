@@ -33,9 +33,9 @@ SumT = TypeVar("SumT", bound=SumMessage)
 class ServerParty(ABC, Generic[SettingsT, SumT]):
     """The party with the secret key: it relays messages and decrypts sums.
 
-    Take all steps of `set_up` once, then of `begin_round` for every round; call `read_sum` for each
-    silo's sum, and `close_round` when all are there. Keys last for one process: after a restart,
-    set up anew.
+    Take all steps of `set_up` once. For every round, take the steps of `begin_round`, call
+    `read_sum` for each silo's sum, and call `close_round` when all sums are there. Keys last for
+    one process, so repeat the set-up after a restart.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @abstractmethod
     def _take_counts(self, answers: Mapping[int, bytes]) -> None:
-        """Keep what follows from the silos' answers to the step ``count``, or refuse them."""
+        """Keep what weights need from the silos' answers to step ``count``; refuse bad answers."""
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -210,9 +210,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
 
 def _check_keys(keys: Mapping[int, bytes]) -> None:
-    """Raise a ValueError that names the first silo whose public key nobody can agree with.
+    """Raise a ValueError that names the first silo whose public key is unusable.
 
-    A key that two silos sent is such a key: one of them repeats what the other said.
+    A key that two silos sent is unusable, because one of the silos copied it from the other.
     """
     first: dict[bytes, int] = {}
     for silo, public in keys.items():

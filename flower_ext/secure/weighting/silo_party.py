@@ -52,20 +52,23 @@ class SiloSum(Protocol):
     """A silo's sum of one round, which takes updates while other users still train."""
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates (coordinates,) of users with records here, each once.
+        """Add clipped updates, each of shape (coordinates,), by user.
+
+        Every user must have records in this silo, and may be added once.
 
         Raises
         ------
         ValueError
-            A user has no records here, a shape is wrong, or a value is not finite or out of bounds.
+            A user has no records in this silo, a shape is wrong, or a value is not finite or out of
+            bounds.
         """
         ...
 
     def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum with this silo's share of the noise; the round is then used.
+        """Return the masked sum with this silo's share of the noise, and mark the round as used.
 
-        A user with records here and without an update counts as zero. A missing sum would reveal
-        that this silo holds an unusual record.
+        A user with records in this silo but without an update counts as zero: if the silo sent no
+        sum instead, that would reveal that it holds an unusual record.
 
         Raises
         ------
@@ -151,8 +154,8 @@ class SiloParty(JsonRecord, ABC):
         question : bytes
             The server's message.
         counts : Sequence[int]
-            The number of records of each user in this silo, zero for a user without records here,
-            for the step ``count``.
+            For the step ``count`` only: the number of records of each user in this silo, which may
+            be zero.
 
         Raises
         ------
@@ -232,7 +235,7 @@ class SiloParty(JsonRecord, ABC):
         if self.stage is not stage:
             raise ProtocolError(
                 f"silo {self.index} is {self.stage.name.lower()}: expected it to be "
-                f"{stage.name.lower()}"
+                f"{stage.name.lower()}; take the steps of the set-up in order, each once"
             )
 
     def _take_keys(self, question: bytes) -> bytes:
@@ -270,7 +273,10 @@ class SiloParty(JsonRecord, ABC):
         if len(held) != self.settings.users:
             raise InvalidValue(f"counts of {len(held)} users: expected {self.settings.users}")
         if not all(0 <= count <= limit for count in held):
-            raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
+            raise InvalidValue(
+                f"counts: expected 0 to {limit} records of each user in this silo; leave records "
+                "out, or raise the limit of the run"
+            )
         # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
         self.counts = held
         self.save(self.to_bytes())
@@ -297,7 +303,8 @@ class SiloParty(JsonRecord, ABC):
         """
         if self.settings.draw_choices is None:
             raise ProtocolError(
-                "the settings have no draw_choices: expected weights of users that the server named"
+                "the settings have no draw_choices: expected no step 'draw', because the server "
+                "names the users"
             )
         return Receiver(
             offer,

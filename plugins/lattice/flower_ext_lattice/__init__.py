@@ -41,9 +41,9 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
-An epoch lasts until other users are drawn. ``server.begin_round`` and ``silo.open_sum`` make both
-calls at once. A silo that restarted accepts the weights of its last epoch again if they are the
-same to the last bit.
+An epoch lasts until other users are drawn. ``server.begin_round`` makes the server's calls for
+epoch and round at once, ``silo.open_sum`` those of a silo. A silo that restarted accepts the
+weights of its last epoch again if they are the same to the last bit.
 
 A silo never needs to hold all users' updates at once.
 

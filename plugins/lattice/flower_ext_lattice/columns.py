@@ -46,7 +46,9 @@ def draw_columns(settings: LatticeSettings) -> Columns:
 def seal_columns(
     settings: LatticeSettings, columns: Columns, sender: Sender, answer: bytes
 ) -> bytes:
-    """Return P sealed columns of each user, of which the silos can open one.
+    """Return P sealed texts per user, of which the silos can open one.
+
+    Each text holds the number and the key of one of the user's columns.
 
     Parameters
     ----------
@@ -68,7 +70,7 @@ def seal_columns(
 
 
 def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
-    """Return the number and the key of each user's column that the silos chose.
+    """Return the number and the key of the column that the silos receive for each user.
 
     Parameters
     ----------
@@ -82,5 +84,5 @@ def open_columns(receiver: Receiver, sealed: bytes) -> list[tuple[int, bytes]]:
     """
     texts = receiver.open(sealed, DRAW_TEXT_BYTES)
     if any(text[0] > 1 for text in texts):
-        raise InvalidValue("weights: expected columns 0 and 1")
+        raise InvalidValue("weights: expected column numbers 0 and 1")
     return [(text[0], text[1:]) for text in texts]

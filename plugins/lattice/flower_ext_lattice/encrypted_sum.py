@@ -36,7 +36,7 @@ _EXCESS = 1 - MODULUS / 2**96
 
 
 class Group:
-    """Places of the words and coordinates of eight blocks, or of fewer at the end."""
+    """Slices of words and coordinates for eight blocks; the last group may have fewer."""
 
     def __init__(self, settings: LatticeSettings, number: int) -> None:
         self.number = number
@@ -223,7 +223,7 @@ def _add(
     sums: Sequence[LatticeSum],
     group: Group,
 ) -> None:
-    """Add the words of all silos."""
+    """Add the words of all silos to ``first`` and ``second``, in place."""
     for message in sums:
         words = np.frombuffer(message.first, np.uint8).reshape(-1, FIRST_WORD_BYTES)
         raw = np.zeros((len(first), 8), np.uint8)

@@ -120,14 +120,15 @@ def add_encoded(
     totals: Reals,
     prime: int,
 ) -> None:
-    """Do `add_products` with the polynomials count · rint(scale · values).
+    """Add products as `add_products` does, with the polynomials count · rint(scale · values).
 
     Parameters
     ----------
     values : float32 or float64 (GROUP,)
         Alternating coefficients.
     squares : float64 (512,)
-        The squares of scale · values are added to these, which together are their sum.
+        Partial sums. The squares of scale · values are added to them; their total is the sum of
+        squares.
     scratch : float64 (GROUP,)
         Overwritten.
     keys, totals, prime
@@ -190,12 +191,12 @@ def multiplied(x: Reals, y: Reals, prime: int) -> Reals:
 
 
 def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Add 2^56 · ``high`` + ``low`` and round to the modulus 2^64.
+    """Add 2^56 · ``high`` + ``low`` to numbers modulo q, and round the sums c to the modulus 2^64.
 
     Parameters
     ----------
     residues : float64 (2, count)
-        Nonnegative residues.
+        Nonnegative residues of the numbers.
     high : float64 (count,)
         Whole numbers up to 2^50 in magnitude.
     low : int64 (count,)

@@ -31,7 +31,7 @@ from flower_ext_lattice.settings import LatticeSettings
 class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
 
-    A round is one of an epoch, which lasts until other users are drawn: see `begin_round`.
+    Each round belongs to an epoch, which lasts until other users are drawn: see `begin_round`.
     """
 
     sum_type = LatticeSum
@@ -62,7 +62,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return self._epoch
 
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
-        """Encrypt the weights of the round's users, in a new epoch if users are drawn."""
+        """Begin a round, in a new epoch if users are drawn; return the weights and the opening."""
         if self.settings.draw_choices is not None and places is None:
             weights = yield from self._draw_epoch()
             self._weights = weights.to_bytes()
@@ -113,7 +113,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         """
         self._expect_set_up()
         if self._epoch is None:
-            raise ProtocolError("open_round: expected open_epoch before it")
+            raise ProtocolError("open_round: expected open_epoch before, to encrypt the weights")
         check_round_number(round_number, self._last_round, self.settings)
         self._last_round = round_number
         self._open_round = round_number
@@ -158,7 +158,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
             raise ProtocolError(f"sum of epoch {message.epoch}: expected epoch {self._epoch}")
 
     def _draw_epoch(self) -> Dialogue[LatticeWeights]:
-        """Return the weights of an epoch of which no party knows who was drawn."""
+        """Begin an epoch in which no party knows who was drawn, and return its weights."""
         self._expect_set_up()
         self._use_epoch()
         sender, choices = yield from self._draw(self._last_epoch)

@@ -52,7 +52,7 @@ _LARGEST_ADDED_DELTA = 1e-7
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeSettings(PartySettings):
-    """Public facts of one run of the protocol. Checked at construction.
+    """Public settings of one run of the protocol. Checked at construction.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class LatticeSettings(PartySettings):
 
     @property
     def table_size(self) -> int:
-        """M = N_max + 1: how many different totals of records, 0 to N_max, a user can have."""
+        """M = N_max + 1: the number of totals of records, 0 to N_max, that a user can have."""
         return 1 + self.max_records_per_user
 
     @property
@@ -207,7 +207,7 @@ class LatticeSettings(PartySettings):
 
     @property
     def columns(self) -> int:
-        """Number of columns of a user's entries: two if nobody may know who is drawn."""
+        """Number of columns of a user's entries: two if the draw is secret, else one."""
         return 1 if self.draw_choices is None else 2
 
     @property
@@ -247,8 +247,8 @@ class LatticeSettings(PartySettings):
         if self.added_delta > _LARGEST_ADDED_DELTA:
             raise InvalidValue(
                 f"noise_stddev={self.noise_stddev!r} adds {self.added_delta:.1g} to δ: expected at "
-                f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer rounds={self.rounds} or "
-                "smaller silo_record_limits"
+                f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer than rounds={self.rounds}, "
+                "or smaller silo_record_limits"
             )
         if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:
             raise InvalidValue(

@@ -1,4 +1,4 @@
-"""A silo's side of private weighting over ring-LWE; the package has the protocol."""
+"""A silo's side of private weighting over ring-LWE; the package describes the protocol."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LatticeSilo(SiloParty):
 
     @property
     def epoch(self) -> int | None:
-        """The epoch whose weights this silo holds in memory."""
+        """The epoch whose weights this silo holds in memory; None without weights."""
         return None if self._weights is None else self._weights.epoch
 
     def receive_weights(self, message: LatticeWeights) -> None:

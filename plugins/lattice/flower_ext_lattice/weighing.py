@@ -47,23 +47,24 @@ class Weighing:
         self._missing = set(counts)
 
     def add(self, updates: Mapping[int, ArrayLike]) -> None:
-        """Add updates of users with records in this silo, each user once.
+        """Add clipped updates, by user.
 
-        Adding a few dozen users at a time is as fast as adding all of them.
+        Every user must have records in this silo, and may be added once. Adding a few dozen users
+        at a time is as fast as adding all of them.
 
         Parameters
         ----------
         updates : Mapping[int, ArrayLike]
-            Clipped updates of some users. Each has shape (coordinates,) and an L2 norm of at most
-            C. Arrays may be memory-mapped.
+            Each update has shape (coordinates,) and an L2 norm of at most C. Arrays may be
+            memory-mapped.
 
         Raises
         ------
         ProtocolError
             The round is finished, or updates were refused before.
         ValueError
-            A user has no records here or was added before, a shape is wrong, a value is not finite,
-            or an update is longer than C. After a refused update, begin the round again.
+            A user has no records in this silo or was added before, a shape is wrong, a value is not
+            finite, or an update is longer than C. After a refused update, begin the round again.
         """
         total = self._open()
         unknown = set(updates) - self._missing
@@ -91,7 +92,7 @@ class Weighing:
     def finish(self, noise: ArrayLike) -> bytes:
         """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
 
-        A user without an update counts as zero. The round then counts as used.
+        A user without an update counts as zero. After this call the round counts as used.
 
         Parameters
         ----------
@@ -103,7 +104,7 @@ class Weighing:
         ProtocolError
             The round is finished, updates were refused, or another round was finished meanwhile.
         ValueError
-            The noise is not plausible. The round can continue.
+            The noise is not plausible. The round is not used, so call again with other noise.
         """
         self._open()
         noise_array = self._checked_noise(noise)

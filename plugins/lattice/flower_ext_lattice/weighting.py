@@ -37,8 +37,9 @@ _TRANSFER = (
     "of Ed25519, and BLAKE2b acts as a random oracle and, keyed, as a pseudorandom function"
 )
 _CHANNELS = (
-    "channels between silos and server are confidential and authenticated: who reads what one silo "
-    "receives, and colludes with the other silos, learns its numbers of records"
+    "channels between silos and server are confidential and authenticated: an eavesdropper who "
+    "reads what one silo receives, and colludes with the other silos, learns that silo's numbers "
+    "of records"
 )
 _LARGEST_APPROXIMATION_ERROR = 1e-3
 """Largest distance of all sums of a run from exact ones, in standard deviations of their noise."""
@@ -92,7 +93,7 @@ class LatticeWeighting(WeightingProtocol):
         if view is AdversaryView.SUM_ONLY:
             return common
         if view is AdversaryView.RELEASED_MODELS:
-            hints = f"{_RING}, also for who sees the released models (hint-RLWE)"
+            hints = f"{_RING}, also if an adversary sees the released models (hint-RLWE)"
             return _EXPERIMENTAL, hints, _TRANSFER, "ChaCha20 is not broken", *common
         return _EXPERIMENTAL, *common
 
@@ -138,6 +139,6 @@ class LatticeWeighting(WeightingProtocol):
             raise InvalidValue(
                 f"noise_multiplier={mechanism.noise_multiplier:g} of the plan: protocol='lattice' "
                 f"needs {least:.2g} at least to hide its errors in {mechanism.rounds} sums; "
-                "expected more noise, fewer rounds, smaller silo_record_limits, or 'paillier'"
+                "use more noise, fewer rounds, smaller silo_record_limits, or protocol='paillier'"
             )
         return settings

@@ -3,12 +3,13 @@
 The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u, where y_u is 1 if the user was drawn and
 0 otherwise. It sends b_u = e_u - a_u · s without the constant word β_u. For every i = 0, …, M - 1
 it sends the word β_u + y_u · W[x_u - i] under a key of its own. The silos hold only the key at
-i = ρ_u = x_u - N_u. If nobody may know who is drawn, every entry has two columns (see `draw`), and
-opening an entry takes the key of its column as well.
+i = ρ_u = x_u - N_u. If no party may know who is drawn, every entry has two columns (see
+`columns`), and opening an entry takes the key of its column as well.
 
-The a_u and all pads depend on 32 random bytes that every set of weights carries. Two sets of one
-epoch, of a server that was restored from an older state, then have nothing in common: under the
-same a_u and pads, their difference would be y_u · ⌊2^k / N_u⌋ with an error, which shows N_u.
+The a_u and all pads depend on 32 random bytes that every set of weights carries. A server that was
+restored from an older state may encrypt two sets for one epoch. The random bytes keep them apart:
+under the same a_u and pads, the difference of the sets would be y_u · ⌊2^k / N_u⌋ with a small
+error, which shows N_u.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class OpenedWeights:
         self._label = label = _label(message.epoch, message.nonce)
         users = settings.users
         shape = (2, users, DEGREE - 1)
-        ring.from_words(message.words, shape, name="weights")  # refuses
+        ring.from_words(message.words, shape, name="weights")  # refuses large words
         self._words = np.frombuffer(message.words, np.uint8).reshape(*shape, RESIDUE_BYTES)
         opened = bytearray()
         for place, (key, shift) in enumerate(zip(keys, shifts, strict=True)):

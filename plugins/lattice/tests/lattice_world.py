@@ -75,7 +75,7 @@ class LatticeWorld:
         return self.silos[0]._order
 
     def draw(self, rng: np.random.Generator, scale=1.0) -> tuple[np.ndarray, np.ndarray]:
-        """Updates (silos, users, coordinates) of length ``scale`` C, noise (silos, coordinates)."""
+        """Draw updates (silos, users, coordinates) of norm ``scale`` C, and noise by silo."""
         facts = self.settings
         updates = rng.standard_normal((facts.silos, facts.users, facts.coordinates))
         updates *= scale * facts.clipping_norm / np.linalg.norm(updates, axis=2, keepdims=True)
@@ -83,7 +83,7 @@ class LatticeWorld:
         return updates, noise
 
     def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
-        """Updates of the users that have records in ``silo``."""
+        """Return the updates of the users that have records in ``silo``."""
         return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
     def open_epoch(self, places=None):
@@ -106,7 +106,7 @@ class LatticeWorld:
         return self.server.close_round(sums)
 
     def plain(self, updates, noise, users=None) -> np.ndarray:
-        """The same sum in the open, one product at a time."""
+        """Return the same sum without encryption, one product at a time."""
         total = np.zeros(self.settings.coordinates)
         for silo in range(self.settings.silos):
             for user in range(self.settings.users) if users is None else users:
@@ -118,7 +118,7 @@ class LatticeWorld:
 
 
 def draw_counts(rng: np.random.Generator, settings: LatticeSettings) -> np.ndarray:
-    """Records of each user in each silo, up to the silo's limit; some users have none."""
+    """Draw each user's number of records in each silo, up to the silo's limit; often 0."""
     limits = np.array(settings.silo_record_limits)[:, None]
     counts = rng.integers(0, limits + 1, (settings.silos, settings.users))
     return counts * (rng.random((settings.silos, settings.users)) < 0.7)

@@ -50,7 +50,7 @@ def opened_columns(silo, message):
 
 
 class Watch:
-    """Columns that the server made; only a test, which acts for all parties, knows who is drawn."""
+    """Record the server's columns: only a test, which acts for all parties, knows the draw."""
 
     def __init__(self, monkeypatch):
         self.made = None
@@ -99,7 +99,7 @@ def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices, watc
 
 @pytest.mark.full
 def test_where_the_server_puts_the_drawn_column_says_nothing_of_who_is_drawn(monkeypatch, watch):
-    """A server that always lets the first choices win draws every user equally often, too."""
+    """Each user is drawn equally often even if the server always lets the first choices win."""
     first = type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])})
     monkeypatch.setattr("secrets.SystemRandom", first)
     world = LatticeWorld(facts(users=8, silos=2), np.full((2, 8), 3))
@@ -166,7 +166,7 @@ def test_a_silo_does_not_see_by_the_column_who_is_drawn(monkeypatch):
 
 
 def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
-    """Its keys open no other entry: what it would find there is no candidate of the table."""
+    """Other entries, opened with the silo's keys, give numbers that are not in the table."""
     message = open_epoch(world)
     silo, own = world.silos[0], world.settings
     q, constants = ring.PRIMES[0].value, silo._weights._constants[0]

@@ -1,4 +1,4 @@
-"""Private weights over ring-LWE: the plain sum, and what the two ends do with losses and lies."""
+"""Private weights over ring-LWE in runs: correct sums, lost messages and forged messages."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def party(strategy):
 
 
 class Watch:
-    """Everything that went into a run's sums, and the sums."""
+    """Record everything that enters a run's sums, and the sums."""
 
     def __init__(self, monkeypatch):
         self.added, self.drawn, self.sums = [], [], []
@@ -359,7 +359,7 @@ def test_a_silo_refuses_every_message_that_is_repeated(sampling):
 
 
 def test_a_silo_refuses_other_weights_of_a_known_epoch():
-    """Two draws of one epoch would show a silo N_u exactly."""
+    """Two sets of weights of one epoch would show a silo N_u exactly."""
     grid, _ = start(strategy := lattice_of(sampling=SOME, evaluate_every=0), Recorder, rounds=2)
     server = party(strategy)
     server._last_epoch -= 1
@@ -371,7 +371,7 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
 
 
 def test_silos_go_on_from_one_protocol_to_the_other():
-    """A new run of the same silos, whose vaults hold what the former protocol stored."""
+    """The silos start a new run while their vaults hold the state of another protocol."""
     grid, _ = start(make(protocol=SMALL))
     initial = ArrayRecord(task().initial_params(SEED))
     for protocol in (LATTICE, SMALL):
@@ -446,7 +446,7 @@ def test_what_the_protocol_adds_to_a_sum_is_paid_for(tmp_path):
 
 
 def test_the_residue_covers_what_a_sum_differs_by_from_the_exact_one(monkeypatch):
-    """A planted fault: without re-randomising's and the errors' share it would be too small."""
+    """Without the parts for re-randomising and for errors e_u, the bound would be too small."""
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=SOME))
     approximation_error = strategy.run.summation.server.settings.approximation_error * NORM

@@ -28,7 +28,7 @@ def rng():
 
 @pytest.fixture(scope="module")
 def shared():
-    """A world whose rounds tests may use up."""
+    """A world whose rounds are used up by several tests."""
     rng = np.random.default_rng(0)
     facts = lattice_settings()
     counts = np.array([[20, 0, 1, 7], [20, 0, 0, 0], [20, 0, 0, 3]])  # N_max, 0, 1 and 10 records
@@ -38,7 +38,7 @@ def shared():
 
 
 def largest_error(world) -> float:
-    """Half a step for each user, each noise and each dither, and somewhat more for the sum."""
+    """Return half a step for each user, noise and dither, and somewhat more for the sum."""
     return world.settings.step * (world.settings.users + 2 * world.settings.silos + 3) / 2
 
 
@@ -258,7 +258,7 @@ def test_all_silos_or_nothing(shared):
 
 
 def test_each_silo_checks_its_own_limit():
-    """Totals within M do not help: nobody could see which silo holds how many."""
+    """Checking totals would not help, because no party sees how many records a silo holds."""
     facts = lattice_settings(silo_record_limits=(1, 20, 20))
     with pytest.raises(InvalidValue, match="expected 0 to 1 records of each user"):
         LatticeWorld(facts, np.array([[2, 0, 0, 0], [0] * 4, [0] * 4]))
@@ -338,7 +338,7 @@ def test_the_server_sends_all_silos_the_same_key_or_they_agree_on_nothing():
 
 
 def _known_bytes(monkeypatch):
-    """Let the operating system's randomness be known, and count from one."""
+    """Replace the operating system's randomness by known bytes."""
     drawn = itertools.count()
 
     def token_bytes(count):

@@ -15,7 +15,7 @@ RECORDS = 7
 
 
 def halfway(settings) -> np.ndarray:
-    """An update of full norm, with slack, whose coordinates are halfway between two steps."""
+    """Return an update of full norm, with slack, whose coordinates lie halfway between steps."""
     longest = settings.clipping_norm * (1 + CLIPPING_SLACK)
     steps = np.floor(longest / np.sqrt(COORDINATES) / settings.step) - 0.5
     signs = np.where(np.arange(COORDINATES) % 3, 1, -1)
@@ -23,7 +23,7 @@ def halfway(settings) -> np.ndarray:
 
 
 def effect(monkeypatch, settings, update, *, drawn=True) -> float:
-    """L2 norm by which a user moves the sum, all randomness being the same with and without it."""
+    """Return the L2 norm by which a user moves the sum under the same randomness."""
     world = LatticeWorld(settings, np.array([[RECORDS], [0]]))
     world.open_epoch(None if drawn else [])
     silo, results = world.silos[0], []

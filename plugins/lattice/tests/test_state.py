@@ -17,7 +17,7 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Keeps the last state; kills who stores it once ``left`` states are stored."""
+    """Keep all states; raise `Killed` after storing one more than ``left`` states."""
 
     def __init__(self, left=None):
         self.left, self.states = left, []
@@ -48,7 +48,7 @@ def weigh_first(world, opening):
 
 
 def test_silos_go_on_from_their_states_at_every_step():
-    """Every silo is replaced by what its state makes of it after each step of a whole run."""
+    """After each step of a whole run, every silo is replaced by one restored from its state."""
     facts = lattice_settings(silos=2, users=2)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
 
@@ -102,7 +102,7 @@ def test_a_silo_killed_in_a_round_never_sends_under_its_masks_again(world):
 
 
 def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
-    """So the same round may go on after the restart."""
+    """The same round may therefore continue after the restart."""
     weights = world.open_epoch()
     opening, state = world.server.open_round(1), world.silos[0].to_bytes()
     weighing = world.silos[0].begin(opening)

@@ -43,7 +43,7 @@ def world():
 
 
 def first_words(message: LatticeSum) -> np.ndarray:
-    """Words of c0 as numbers of 64 bits; the two lowest bytes did not travel."""
+    """Return the words of c0 as 64-bit numbers; silos do not send their two lowest bytes."""
     raw = np.zeros((len(message.first) // 6, 8), np.uint8)
     raw[:, 2:] = np.frombuffer(message.first, np.uint8).reshape(-1, 6)
     return raw.view("<u8")[:, 0]
@@ -54,7 +54,7 @@ def second_words(message: LatticeSum) -> np.ndarray:
 
 
 def opened(world, messages) -> np.ndarray:
-    """C0 + C1 · s of some silos' words, of all words of c0 there are: the server's whole view."""
+    """Return c0 + c1 · s of some silos' sums, at all words of c0: the server's whole view."""
     group = encrypted_sum.Group(world.settings, 0)
     total = np.sum([first_words(message) for message in messages], axis=0, dtype=np.uint64)
     second = np.sum([second_words(message) for message in messages], axis=0, dtype=np.uint64)
@@ -63,13 +63,13 @@ def opened(world, messages) -> np.ndarray:
 
 
 def below_a_step(world, messages) -> np.ndarray:
-    """The eight highest bits of the whole sum below a step, in units of 2^-k."""
+    """Return the eight highest bits of the sum below a step, in units of 2^-k."""
     found = opened(world, messages)
     return (found - np.rint(found * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
 
 
 def round_of(world, updates=None, noise=None) -> list[LatticeSum]:
-    """Sums of the next round."""
+    """Return all silos' sums of the next round."""
     opening = world.server.open_round(world.server._last_round + 1)
     return world.weigh(
         opening,
@@ -86,7 +86,7 @@ def label_of(message: LatticeWeights) -> bytes:
 
 
 def errors_of(world, message: LatticeWeights) -> np.ndarray:
-    """e_u of every place, as the server knows them: b_u + a_u · s, but for the constant word."""
+    """Return e_u of every place as the server knows it: b_u + a_u · s without constant word."""
     users = world.settings.users
     words = np.zeros((2, users, DEGREE))
     words[:, :, 1:] = ring.from_words(message.words, (2, users, DEGREE - 1), name="x")
@@ -153,7 +153,7 @@ def test_words_of_padding_would_show_who_took_part_and_none_is_sent():
 
 
 def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[int]:
-    """N_u of all places, from two sets of weights, the first for everyone, the second for no one.
+    """Return N_u of all places from two sets of weights: one for all users, one for none.
 
     The silo subtracts what it opened. The errors of an entry are small against the weights.
     """
@@ -180,9 +180,9 @@ def read_totals(silo, kept: LatticeWeights, repeated: LatticeWeights) -> list[in
 
 @pytest.mark.parametrize("constant", [False, True], ids=["fresh bytes", "constant bytes"])
 def test_a_silo_that_keeps_both_messages_of_a_repeated_epoch_reads_no_total(monkeypatch, constant):
-    """A server of which somebody keeps a copy opens an epoch twice.
+    """A server that was restored from a copy opens an epoch twice.
 
-    Planted: weights without fresh bytes, whose difference is that of the draws.
+    The planted fault: weights without fresh bytes, whose difference shows the drawn weights.
     """
     world = world_of([[3, 0], [5, 9]])
     silo = world.silos[0]
@@ -220,7 +220,7 @@ def weight_sums(world) -> np.ndarray:
 
 
 def test_a_user_beyond_the_limits_would_weigh_more_than_one_and_is_refused(monkeypatch):
-    """A silo that checks totals only lets N_u reach M, where it means another user's weight."""
+    """If silos checked totals only, N_u could reach M, and the table would give a wrong weight."""
     world = world_of([[20, 3], [20, 2]])
     assert weight_sums(world) == pytest.approx([1, 1])
     with pytest.raises(InvalidValue, match="expected 0 to 20 records"):
@@ -274,7 +274,7 @@ def test_single_uploads_and_sums_of_all_silos_but_one_are_uniform(monkeypatch):
 
 
 def test_every_round_has_fresh_randomness(world, monkeypatch):
-    """Without masks: what the key holder would see of one silo in two rounds of the same input."""
+    """Without masks, the key holder sees one silo's words in two rounds of the same input."""
     monkeypatch.setattr(PairKeys, "mask_keys", lambda *_: [])
 
     def two_rounds():

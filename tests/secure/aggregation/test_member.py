@@ -80,7 +80,7 @@ def test_too_few_neighbours_and_strangers_are_refused():
     with pytest.raises(ProtocolError, match="threshold=3"):
         one.members[0].share(replace(keys[0], keys=few))
     far = next(m for m in range(1, 12) if m not in near)
-    with pytest.raises(InvalidValue, match="expected only neighbours"):
+    with pytest.raises(InvalidValue, match="expected only this member's neighbours"):
         one.members[0].share(replace(keys[0], keys={**keys[0].keys, far: bytes(range(64))}))
 
 
@@ -120,9 +120,9 @@ def test_a_neighbours_key_of_low_order_is_refused_before_anything_is_shared(valu
     [
         ((1, 2, 3), "expected 4"),
         ((1, 2, 3, 3), "expected 4"),
-        ((0, 1, 2, 3), "not 0"),
-        ((1, 2, 3, 6), "below 6"),
-        ((-1, 2, 3, 4), "below 6"),
+        ((0, 1, 2, 3), "without 0"),
+        ((1, 2, 3, 6), "from 0 to 5"),
+        ((-1, 2, 3, 4), "from 0 to 5"),
     ],
 )
 def test_neighbours_that_the_context_does_not_allow_are_refused(neighbours, message):
@@ -142,7 +142,7 @@ def test_a_message_of_another_round_is_refused():
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b"[" * 10_000])
 def test_bytes_that_are_no_state_are_refused(data):
-    with pytest.raises(InvalidValue, match="Member: expected bytes that hold one"):
+    with pytest.raises(InvalidValue, match="Member: expected the JSON"):
         Member.from_bytes(data)
 
 
