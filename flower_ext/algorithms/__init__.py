@@ -1,4 +1,4 @@
-"""Federated-learning methods: one module for each, with its server's step and its client side."""
+"""Federated-learning methods, one module each, with the server's step and the client side."""
 
 from flower_ext.algorithms.apfl import APFL
 from flower_ext.algorithms.apple import Apple

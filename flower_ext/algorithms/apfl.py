@@ -12,13 +12,14 @@ v̄_i                   the mixture α_i v_i + (1 − α_i) w_i, which the clien
 τ, η                  ``local.epochs`` (or ``steps``), ``local.learning_rate``
 ====================  =====================================================
 
-For each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i by the gradient at the mixture, which is
-−η α_i ∇f_i(v̄_i). If α_i adapts, it moves once a round, at the first mini-batch, by
-−η_α ⟨v_i − w_i, ∇f_i(v̄_i)⟩, and is clamped to [0, 1].
+For each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i by the gradient at the mixture, which is −η
+α_i ∇f_i(v̄_i). If α_i adapts, it moves at the first mini-batch of a round, by −η_α ⟨v_i − w_i,
+∇f_i(v̄_i)⟩, and is clamped to [0, 1].
 
-The upload is that of `DPFedAvg`, whatever v_i and α_i are: w_i trains by itself, and then v_i
-beside a second descent of w_i on the same mini-batches, which no plan needs to noise. PFLlib
-differs: there v_i moves by the gradient at v_i, and is replaced by the mixture after each round.
+The upload is that of `DPFedAvg`, because w_i trains without v_i and α_i. Then v_i trains beside a
+second descent of w_i on the same mini-batches. Nothing of this second descent leaves the client, so
+no plan needs to noise it. PFLlib differs: there v_i moves by the gradient at v_i, and is replaced
+by the mixture after each round.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> P
 
 
 def local_model(work: ClientWork) -> Params:
-    """Return the mixture of v_i with the received model, which alone a new client has."""
+    """Return the mixture of v_i with the received model; a new client has only the latter."""
     if work.memory is None:
         return work.received
     personal = {name: work.memory[name] for name in work.received}
@@ -132,15 +133,15 @@ class APFL(Method):
     The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
     each client by its number of examples.
 
-    Every plan of `DPFedAvg` fits, because the upload depends on no memory: a `ReleasePlan` protects
-    clients, a `RecordLevelPlan` records, also by noise in local steps. v_i and α_i never leave the
-    client.
+    Every plan of `DPFedAvg` fits, because the upload depends on no memory. A `ReleasePlan` protects
+    clients. A `RecordLevelPlan` protects records, and may do so by noise in local steps. v_i and
+    α_i never leave the client.
 
     Parameters
     ----------
     personal_weight : float
-        α in [0, 1], with which a client begins. At 0 it uses the shared model, at 1 a model that
-        only its own data train.
+        α in [0, 1], with which a client begins. At 0 the client uses the shared model; at 1 it uses
+        a model that is trained on its own data only.
     weight_learning_rate : float
         η_α >= 0 of the adaptive α_i; the paper takes η. At 0, α stays as it is.
     local : LocalTraining

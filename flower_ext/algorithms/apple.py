@@ -198,7 +198,7 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models: its own as its model, the others by client number."""
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
-        # All messages share these records, so each core becomes one only once.
+        # All messages share these records, so each core is converted only once.
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}
         requests = {
             partition: {

@@ -1,4 +1,4 @@
-"""DP²-FedSAM: a shared extractor trained by SAM, a personal head that never leaves the client.
+"""DP²-FedSAM: a shared extractor trained by SAM, and a personal head that stays on the client.
 
 Source: Zhang, Guo, Gong, "DP²-FedSAM: Enhancing Differentially Private Federated Learning
 Through Personalized Sharpness-Aware Minimization", Algorithm 2.

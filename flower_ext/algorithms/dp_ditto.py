@@ -53,7 +53,7 @@ def train_personal_model(work: ClientWork) -> Steps[Params]:
     start, weight = work.memory or work.received, work.settings["global_weight"]
     if weight == LARGEST_WEIGHT:
         return drawn(start, work)
-    # An equal form of these steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
+    # The same steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
     pull = Proximal(weight=weight / (1 - weight / 2), anchor=work.received)
     trained: Params = yield work.train("personal", start, terms=[pull])
     return trained
@@ -114,7 +114,7 @@ class DPDitto(Method):
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training: the local model, then the personal model."""
-        # At λ = 2 this rate is 0, which no training takes; `drawn` needs none.
+        # At λ = 2 this rate is 0, which `LocalTraining` refuses; `drawn` needs no rate.
         rate = self.personal_training.learning_rate * (1 - self.global_weight / 2)
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}

@@ -13,10 +13,10 @@ s                     ``sample_share``
 η                     ``weight_learning_rate``
 ====================  =====================================================
 
-A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient
-∇_Θ̂ F ⊙ (Θ − Θ_i), clamped to [0, 1], on a new sample of its records. It makes one pass in every
-round and ``first_passes`` passes in its first one, where the paper continues until the loss is
-steady. Under a `RecordLevelPlan` the client clips and noises Θ_i before it uploads it; Θ_i itself
+A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient ∇_Θ̂ F ⊙ (Θ
+− Θ_i), clamped to [0, 1], on a new sample of its records. It makes one pass in every round and
+``first_passes`` passes in its first one, while the paper continues until the loss no longer
+changes. Under a `RecordLevelPlan` the client clips and noises Θ_i before it uploads it; Θ_i itself
 and W_i never leave the client.
 """
 
@@ -95,7 +95,7 @@ def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
     rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
     training = work.training["weights"]
     if not weights:
-        # Ones begin at the shared layers, from which training moves towards the client's own.
+        # With ones, training begins at the shared layers and moves towards the client's layers.
         weights = {name: torch.ones_like(local[name]) for name in local if name in names}
         training = replace(training, epochs=int(work.settings["first_passes"]))
     job = Aggregation(

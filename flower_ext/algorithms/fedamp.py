@@ -1,4 +1,4 @@
-"""FedAMP: the server mixes a cloud model for each client, mostly from models similar to its own.
+"""FedAMP: the server mixes a cloud model for each client, mostly from models like the client's.
 
 Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on
 Non-IID Data" (AAAI 2021), Algorithm 1 with the attention A(x) = 1 − e^{−x/σ}.
@@ -50,7 +50,7 @@ log = getLogger("flwr")
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
 """Groups of the state: w_i and u_i by client, and a mark that the server has warned."""
 _LEAST_SHARE = 0.01
-"""Share of other clients in the cloud model that has most of them, below which the server warns."""
+"""The server warns if other clients' share is below this in every cloud model."""
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -91,8 +91,8 @@ class FedAMP(Method):
     """Attentive message passing between clients with similar models.
 
     Attention sets the weights in the cloud models. The reported shared model is the plain mean of
-    the clients' uploads. Attention fades as models move apart; the server warns, once, if every
-    client's cloud model is made of less than 1 % of other clients' models.
+    the clients' uploads. Attention fades as models move apart. If other clients' models make up
+    less than 1 % of every cloud model, the server warns once.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's model.
 

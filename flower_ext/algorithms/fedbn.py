@@ -11,9 +11,9 @@ w_k of BN layers      the client's memory: weight, bias and running statistics
 E                     ``local.epochs`` (or ``steps``)
 ====================  =====================================================
 
-The method is `FedPer` with the normalisation layers as the personal part. Running statistics are
-data that neither clipping nor noise covers: they stay on the client with their layer, and a run
-whose ``personal`` misses a layer with running statistics ends before its first round.
+The method is `FedPer` with the normalisation layers as the personal part. Neither clipping nor
+noise covers running statistics, so they stay on the client with their layer. If ``personal`` misses
+a layer with running statistics, the run ends before its first round.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 class FedBN(FedPer):
     """Federated averaging with local normalisation layers.
 
-    The method suits clients whose features differ, such as images from different cameras. The plans
-    of `FedPer` fit, and the mean weights clients as there.
+    The method suits clients whose features differ, such as images from different cameras. The same
+    plans fit as for `FedPer`, and the mean weights clients in the same way.
 
     Parameters
     ----------

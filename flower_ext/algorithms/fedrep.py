@@ -1,4 +1,4 @@
-"""FedRep: a shared representation, under which each client first trains a head of its own.
+"""FedRep: in each round a client trains its own head first, then the shared representation.
 
 Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized
 Federated Learning" (ICML 2021), Algorithm 1.
@@ -13,8 +13,8 @@ n, r                  ``plan.sampling``: ``population``, ``sampling_rate``
 α                     ``head.learning_rate``, ``extractor.learning_rate``
 ====================  =====================================================
 
-CENTAUR adds client-level DP to these rounds, so `FedRep` is `Centaur` by its first name. With a
-`NonPrivatePlan` it is the paper's method.
+CENTAUR adds client-level DP to these rounds, so `FedRep` is `Centaur` under the name of the method
+without DP. With a `NonPrivatePlan` it is the paper's method.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flower_ext.training import LocalTraining
 class FedRep(Centaur):
     """A shared representation by plain SGD and personal heads: equal to `Centaur`.
 
-    Only the defaults differ: ten epochs of the head, one of the representation. The same client
-    side answers both, and the same plans fit (see `FedPer`).
+    Only the defaults differ: ten epochs of the head, one of the representation. Both classes have
+    the same client side, and the same plans fit both (see `FedPer`).
     """
 
     head: LocalTraining = LocalTraining(epochs=10)

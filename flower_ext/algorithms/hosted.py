@@ -23,7 +23,7 @@ _BEYOND_MODELS: Mapping[type[FedAvg], str] = {
     FedXgbBagging: "trees",
     FedXgbCyclic: "trees",
 }
-"""Flower's strategies that need more than models, with what they need."""
+"""Flower's strategies that need more than models, and what each of them needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Hosted(DPFedAvg):
     FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
     package never reach it. The Flower strategy receives round numbers that count its own steps from
     1, because FedAdam's bias correction needs that. A round that is discarded, or abandoned and
-    repeated, has no number.
+    repeated, does not count as a step.
 
     Any plan but a `ReleasePlan` fits, without Poisson sampling, because Flower's strategies wait
     for a cohort of a fixed size.
@@ -86,8 +86,8 @@ class Hosted(DPFedAvg):
         """Refuse cohorts that the Flower strategy would not wait for."""
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(
-                "sampling of the plan: expected cohorts of a fixed size, for which Flower's "
-                "strategies wait"
+                "sampling=PoissonSampling of the plan: expected FixedSizeSampling or "
+                "FullParticipation, because Flower's strategies wait for a fixed number of replies"
             )
         needed = max(self.strategy.min_train_nodes, self.strategy.min_available_nodes)
         if plan.sampling.expected_cohort_size < needed:
@@ -121,7 +121,7 @@ class Hosted(DPFedAvg):
         self, config: ConfigRecord, model: records.Arrays, state: State, cohort: int
     ) -> FedAvg:
         """Return a copy of the Flower strategy that has begun a round from ``state``."""
-        # A discarded round, or a resumed run, must find the user's strategy as it was given.
+        # Work on a copy: after a discarded round, the user's strategy must be as it was given.
         server = deepcopy(self.strategy)
         self._restore(server, state)
         if isinstance(server, FedAvgM):  # reads the model in its first round only
@@ -193,7 +193,7 @@ def _steps(state: State) -> int:
 class _Cohort:
     """The part of a Grid that a Flower strategy uses before it configures a round.
 
-    The nodes stand for a cohort that is not drawn yet: the strategy's own messages are not sent.
+    The nodes stand for a cohort that is not drawn yet. The strategy's own messages are not sent.
     """
 
     nodes: Sequence[int]

@@ -68,7 +68,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging; c weights every client equally, the mean as the plan says.
+    """Stochastic controlled averaging. c weights all clients equally, the mean as the plan says.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 
@@ -89,8 +89,8 @@ class Scaffold(Method):
         super().__post_init__()
         if self.local.num_steps(1) == 0:
             raise InvalidValue(
-                "local.epochs=0: expected at least one epoch or step, from which SCAFFOLD computes "
-                "a control variate"
+                f"local.epochs={self.local.epochs!r} with steps={self.local.steps!r}: expected "
+                "at least one epoch or step, from which SCAFFOLD computes a control variate"
             )
         self.local.require_plain_sgd(
             "local",

@@ -100,7 +100,7 @@ def experiment_of(target: str) -> Experiment:
     if not isinstance(experiment, Experiment):
         raise InvalidValue(
             f"target={target!r}: expected a function that returns a flower_ext.auditing.Experiment,"
-            f" it returned a {type(experiment).__name__}"
+            f" but it returned a {type(experiment).__name__}"
         )
     return experiment
 

@@ -64,16 +64,20 @@ class Way:
 def calibrate(
     population: Annotated[int, typer.Option(min=1, help="N: clients, or users, in all.")],
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="T: planned rounds; of a user, steps of DP-SGD.")
+        int | None,
+        typer.Option(min=1, help="T: planned rounds; with --unit user, steps of DP-SGD."),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Target ε.")] = None,
     noise_multiplier: Annotated[
-        float | None, typer.Option(help="σ: stddev of the noise on a round's sum, over C.")
+        float | None, typer.Option(help="σ: stddev of the noise on a round's sum, divided by C.")
     ] = None,
     delta: Annotated[float | None, typer.Option(help="δ; by default 1/N.")] = None,
     sampling_rate: Annotated[
         float | None,
-        typer.Option(help="r: share of the clients in each round; of a user, records a step."),
+        typer.Option(
+            help="r: share of the clients in each round; with --unit user, of the records in "
+            "each step."
+        ),
     ] = None,
     cohort_size: Annotated[int | None, typer.Option(help="rN, in place of the rate.")] = None,
     unit: Annotated[
@@ -84,7 +88,7 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute the noise, ε, the rounds or the sampling rate from the other three.
+    """Compute the noise, ε, the rounds or the sampling rate: the one that is not given.
 
     The noise multiplier σ is the standard deviation of the noise on a round's sum, divided by the
     clipping norm C. The privacy unit is one client. With --unit user --group-size 8, it is one
@@ -143,7 +147,9 @@ def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | No
     if (unit is PrivacyUnit.USER) != (group_size is not None):
         raise typer.BadParameter("give --unit user and --group-size together, or neither")
     if group_size and cohort_size is not None:
-        raise typer.BadParameter("--cohort-size counts clients; of a user, give --sampling-rate")
+        raise typer.BadParameter(
+            "--cohort-size counts clients: with --unit user, give --sampling-rate"
+        )
 
 
 def _answers(
@@ -153,7 +159,8 @@ def _answers(
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
             raise typer.BadParameter(
-                "of a user, the command computes --epsilon or --noise-multiplier; give the others"
+                "with --unit user, the command computes --epsilon or --noise-multiplier: leave out "
+                "one of these, and give all others"
             )
         target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")
         ways = _group_ways(group_size, **known)
@@ -273,7 +280,7 @@ def noise_text(noise_multiplier: float) -> str:
 
 
 def _rounds_text(rounds: int) -> str:
-    """Format the number of rounds; prefix "≥" where the search ended at its limit."""
+    """Format the number of rounds; prefix "≥" if the search ended at its limit."""
     return f"≥{rounds}" if 2 * rounds > MAX_ROUNDS else str(rounds)
 
 

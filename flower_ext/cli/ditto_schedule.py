@@ -83,7 +83,7 @@ class ScheduleSettings(Settings):
             raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
-        """Return the plan that keeps the budget over ``rounds`` rounds, published or provable."""
+        """Return the plan that keeps the budget over ``rounds`` rounds, by the bound ``basis``."""
         return RecordLevelPlan.for_target(
             epsilon=self.epsilon,
             delta=self.delta or 1 / self.num_examples,

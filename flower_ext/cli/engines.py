@@ -29,7 +29,7 @@ from flower_ext.cli.processes import (
 _PROGRAM = "flower_ext.federation.engines.run_app"
 """Module that a run in one process executes.
 
-Its process is not the command's, so that Ctrl-C leaves the run time to write its last files.
+It runs in a process of its own, so that Ctrl-C leaves the run time to write its last files.
 """
 
 PATIENCE = 180
@@ -84,8 +84,8 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     has its own port and home and no database, and ends with the block, so that no other run depends
     on it. Use the function inside `flower_ext.cli.reaper.reaped`, which ends Ray's processes.
 
-    ``env`` are the variables of Flower's processes. The SuperLink's home is a folder below
-    ``FLWR_HOME``.
+    ``env`` holds the environment variables of Flower's processes. The SuperLink's home is a folder
+    below ``FLWR_HOME``.
 
     Raises
     ------
@@ -105,7 +105,8 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
         words = [executable("flower-superlink"), "--insecure", "--simulation"]
         words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
         with log.open("wb") as stream:
-            # A session of its own keeps the terminal's Ctrl-C away, so that the run ends first.
+            # Its own session keeps the terminal's Ctrl-C away from the SuperLink, so that the run
+            # ends first.
             process = subprocess.Popen(
                 words, env=env, stdout=stream, stderr=stream, start_new_session=True
             )
@@ -127,8 +128,9 @@ def on_superlink(
 ) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
-    ``connection`` is empty for the default connection of that configuration. With the number of
-    nodes to simulate, ``simulated``, the SuperLink belongs to this command and ends with it.
+    ``connection`` is empty for the default connection of that configuration. ``simulated`` is the
+    number of nodes to simulate. If it is given, the SuperLink belongs to this command and ends with
+    it.
 
     Raises
     ------
@@ -177,7 +179,7 @@ def _finished(
     env: Mapping[str, str],
     log: RunLog,
 ) -> dict[str, Any]:
-    """Stream a run's log until the run has finished; return what the SuperLink says of it.
+    """Stream a run's log until the run has finished; return the SuperLink's entry for the run.
 
     The function waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
     ServerApp may still be running.

@@ -39,7 +39,7 @@ def export(
             help="Client whose model is exported; by default the shared model after the last round."
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="File to create, in .safetensors.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to create, NAME.safetensors.")] = None,
     app: Annotated[
         Path | None,
         typer.Option(help="Folder of the Flower app; by default the one that the run recorded."),
@@ -66,7 +66,7 @@ def export(
         for name, value in params.items()
         if name not in shared or not torch.equal(value, shared[name])
     ]
-    # A model may tell whether its client ever took part, even where it equals the shared one.
+    # A model may reveal whether its client ever took part, even if it equals the shared one.
     is_secret = bool(personal) or has_memory
     guarantee: dict[str, Any] = {
         "file": file.name,
@@ -77,7 +77,7 @@ def export(
         **_guarantees(directory, _about_client(client, personal, is_secret)),
     }
     tags = {"run": directory.id, "frozen": str(directory.use().get("frozen", ""))}
-    # The guarantee first, so that no model is ever on disk without it.
+    # Write the guarantee first, so that no model is ever on disk without it.
     write_whole(guarantee_file, json.dumps(guarantee, indent=2, ensure_ascii=False).encode())
     write_whole(file, save(params, tags), private=client is not None)
     for line in (f"Model: {file}", f"Guarantee: {guarantee_file}", *guarantee["statements"]):
@@ -86,29 +86,29 @@ def export(
 
 def _check_files(run: RunDirectory, *outputs: Path) -> None:
     if outputs[0].suffix != ".safetensors":
-        raise InvalidValue(f"output={outputs[0]}: expected a name in .safetensors")
+        raise InvalidValue(f"output={outputs[0]}: expected a name that ends with .safetensors")
     for file in outputs:
         if file.exists():
-            raise InvalidValue(f"output={file}: expected the name of a new file, this one exists")
+            raise InvalidValue(f"output={file}: this file exists; name a new one")
     status = run.status
     has_ended = status in ("completed", "budget-exhausted")
     if not has_ended or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
-            f"run={run.path}: expected a run that has ended, its status is {status!r}; continue it "
-            "by flower-ext run APP --resume"
+            f"run={run.path}: expected a run that has ended, but its status is {status!r}; "
+            f"continue it by flower-ext run APP --resume {run.path}"
         )
 
 
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one, and if its memory is in it."""
+    """Return the model that a client builds from the shared one, and True if it has memory."""
     use = run.use()
     if not use:
         raise InvalidValue(
             f"run={run.path}: expected a run directory with use.json, which says how a client "
-            "builds its model from the shared one; flower-ext run APP --resume writes it without "
-            "another round"
+            f"builds its model from the shared one; flower-ext run APP --resume {run.path} writes "
+            "it without another round"
         )
     if not 0 <= client < use["clients"]:
         raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")
@@ -147,7 +147,7 @@ def _client_side(
     if use["method"] not in sides:
         raise InvalidValue(
             f"app={folder}: its ClientApp knows no method {use['method']!r}, which trained this "
-            "run; expected the app of the run, whose client_app comes from flower_ext.federation"
+            "run: expected the app of the run, whose client_app comes from flower_ext.federation"
         )
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 

@@ -47,7 +47,7 @@ class Commands(TyperGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Load the command that the user typed; Click suggests the nearest for a misspelt one."""
+        """Load the command that the user typed; for a misspelt one, Click suggests the nearest."""
         self.suggest_commands = False  # Typer would add a second suggestion
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _loaded(name), rest

@@ -19,7 +19,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?")
-"""A name that Flower accepts for an app, and Python's packaging tools for a project."""
+"""Names that Flower accepts for an app, and that Python's packaging tools accept for a project."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
 """A Markdown link to a file of the checkout, which a copied app does not have."""
@@ -33,7 +33,8 @@ def new(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FOLDER", help="Folder to create; its name is the new app's; by default APP."
+            metavar="FOLDER",
+            help="Folder to create, by default APP; the new app gets the folder's name.",
         ),
     ] = None,
 ) -> None:

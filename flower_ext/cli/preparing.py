@@ -35,7 +35,7 @@ from flower_ext.runs.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of ``flower-ext run``, which explains them.
+    """Options of ``flower-ext run``; its help explains them.
 
     Raises
     ------
@@ -69,13 +69,14 @@ class RunOptions:
             )
         if self.workers > 1 and not self.in_process:
             raise InvalidValue(
-                f"workers={self.workers}: Ray starts its own workers; add --in-process"
+                f"workers={self.workers}: Ray starts its own workers; add --in-process, or leave "
+                "out --workers"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A run that can start.
+    """A run whose options and settings are checked, ready to start.
 
     Parameters
     ----------
@@ -112,7 +113,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # what is set in it is a change
+    config = ChainMap(changes, defaults)  # what is set in this map is written to changes
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes)}
@@ -139,8 +140,8 @@ def _settings_file(options: RunOptions) -> SettingsFile | None:
 def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the names of settings with another value than ``before``.
 
-    A method is a row of a paper's table, and no result depends on how nodes share clients: neither
-    is a change.
+    A method and ``upcycled`` choose a row of a paper's table, and no result depends on
+    ``clients-per-node``, so these do not count as changes.
     """
     rows = ("method", "upcycled", "clients-per-node")
     return [name for name in changes if name not in rows and changes[name] != before[name]]
@@ -149,9 +150,9 @@ def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]
 def checked_settings(
     app: Path, settings: Sequence[str], file: SettingsFile | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an app's default settings, and their overrides: of a file, then ``name=value``.
+    """Return an app's default settings, and what overrides them: a file, then ``name=value``.
 
-    Each override is checked by its declaration, even if the chosen method does not read it.
+    Each override is checked against its declaration, even if the chosen method ignores it.
 
     Raises
     ------
@@ -206,7 +207,8 @@ def _declared(app: Path, named: str) -> dict[str, Declaration]:
     """Return the declarations of the class ``module:Class`` in an app's folder."""
     module, _, kind = named.partition(":")
     file = app.absolute() / Path(*module.split(".")).with_suffix(".py")
-    # The name keeps apart two apps with packages of one name; dataclasses look modules up by name.
+    # Dataclasses look modules up by name, and two apps may have packages of one name, so the name
+    # includes the folder.
     name = f"{module} of {app.absolute()}"
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
@@ -225,7 +227,7 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
     per_node, setting = config.get("clients-per-node"), clients_setting(config)
     if setting is not None and options.clients is not None:
         config[setting] = options.clients
-    # In one process a client is its own node: batches of clients are made by the engine.
+    # In one process each client is its own node, because the engine makes batches of clients.
     if options.in_process and per_node is not None:
         config["clients-per-node"] = 1
     elif options.superlink is None and per_node == 0:
@@ -234,7 +236,7 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
-    """Set the places of a run; return its directory, if the command or the settings name it."""
+    """Set the paths of a run's files; return its directory if the command or a setting names it."""
     is_local = options.superlink is None
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")
@@ -283,8 +285,8 @@ def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, A
     if strange := [name for name in began if name not in {*defaults, *RECORDED}]:
         named = ", ".join(strange[:3]) + (", …" if len(strange) > 3 else "")
         raise InvalidValue(
-            f"resume={str(run)!r}: expected a run of {app}; this run is of another app, with "
-            f"settings that this app lacks ({named})"
+            f"resume={str(run)!r}: expected a run of {app}, but its settings include some that "
+            f"this app lacks ({named}); name the app that made the run"
         )
     directory.check_free()
     known = {name: value for name, value in began.items() if name in defaults}

@@ -1,4 +1,4 @@
-"""Start, follow and end the processes of commands: their logs, ports, signals and errors."""
+"""Start, follow and end the processes of commands, with their logs, ports and signals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def executable(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return variables for Flower's processes, so that they use the packages installed here."""
+    """Return environment variables for Flower's processes, so that they use this one's packages."""
     # The environment of this command has the packages that the app needs. With these variables
     # flwr finds its own commands there and installs nothing.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -99,7 +99,7 @@ class RunLog:
 
 
 class Followed:
-    """A program whose lines a log shows as they come; no signal of the terminal reaches it."""
+    """A program whose output a log shows line by line; no signal of the terminal reaches it."""
 
     def __init__(
         self, command: Sequence[str], log: RunLog, env: Mapping[str, str] | None = None
@@ -178,10 +178,10 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 
 def end_groups(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """End processes with their groups: by SIGTERM, and whatever is left by SIGKILL.
+    """End processes and their groups: by SIGTERM, and after 20 seconds by SIGKILL.
 
-    Each process leads a group of its own and has 20 seconds to end. A descendant in another group,
-    as Ray's daemons are, may outlive it; `flower_ext.cli.reaper` ends those.
+    Each process leads its own group. Descendants in other groups, such as Ray's daemons, may
+    outlive it; `flower_ext.cli.reaper` ends those.
     """
     leaders = [*processes]
     for leader in leaders:

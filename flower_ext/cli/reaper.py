@@ -1,8 +1,9 @@
-"""A process that ends everything a command started, once the command itself has ended.
+"""A process that ends all other processes of a command once the command has ended.
 
 A command cannot clean up after SIGKILL or a crash: its run would continue unseen and spend the rest
 of its ε. The command therefore starts this file as a process of its own and holds the only write
-end of that process's standard input. The system closes it when the command ends, however it ends.
+end of that process's standard input. The system closes that end when the command ends, in whatever
+way.
 
 The reaper finds processes by a variable that all of them inherit, and by their parents. A signal
 that follows a parent's death (``PR_SET_PDEATHSIG``) would reach direct children only, and Linux
@@ -32,15 +33,15 @@ _PATIENCE = 30
 
 @contextmanager
 def reaped() -> Iterator[None]:
-    """End every process that starts in the block when the block or this process ends.
+    """When the block or this process ends, end every process that was started in the block.
 
-    Processes have to inherit the environment as it is inside the block.
+    Only processes that inherit the block's environment are found, and their descendants.
     """
     mark, former = f"{os.getpid()}-{secrets.token_hex(8)}", os.environ.get(_MARK)
     # A session of its own keeps signals to the command's terminal and process group away.
     reaper = subprocess.Popen(
-        # No module beside this file may shadow one of the library's. Not -I, which would hide a
-        # psutil that is installed for this user only.
+        # -P: no module beside this file may shadow a library's module. -I would also hide a psutil
+        # that is installed for this user only.
         [sys.executable, "-P", __file__, mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -59,8 +60,8 @@ def reaped() -> Iterator[None]:
 
 
 def _reap(mark: str) -> None:
-    # A process may hide its environment, as Ray's workers do, but not its parent. SIGKILL leaves no
-    # time to begin another round; run directories and ledgers survive it.
+    # A process may hide its environment, as Ray's workers do, but not its parent. Use SIGKILL,
+    # because it leaves no time to begin another round; run directories and ledgers survive it.
     deadline, doomed = time.monotonic() + _PATIENCE, set[psutil.Process]()
     while time.monotonic() < deadline:
         table = [*psutil.process_iter(["ppid", "environ", "status"])]

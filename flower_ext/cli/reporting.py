@@ -19,7 +19,7 @@ def report(
         "comparison"
     ),
 ) -> None:
-    """Write the report of a run again, or compare several runs.
+    """Write the report of one run anew, or a comparison of several runs.
 
     A comparison treats runs that differ only in their seed as repetitions of one run.
 

@@ -151,7 +151,7 @@ def _run(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
 def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) -> Interrupted:
     """Record that a signal ended the run; return an error that says how to continue it.
 
-    ``named`` is the run directory in the log. It may be on the machine of the ServerApp.
+    ``named`` is the run directory that the log names. It may be on the ServerApp's machine.
     """
     number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
     how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -193,7 +193,7 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 
 
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the words of the command that continues a run: this command, and the run's place."""
+    """Return the command that continues a run: this command, with the path of the run."""
     words = ["flower-ext", *sys.argv[1:]]
     if options.resume is not None:
         return words

@@ -26,8 +26,8 @@ def titled_table(title: str, columns: Iterable[str]) -> Table:
 class Command(TyperCommand):
     """A command that prints an expected error as one message, without a traceback.
 
-    The exit status is 2 for an `InvalidValue`. For any other `FlowerExtError` it is the error's own
-    ``exit_status``, if it has one, or 1, as for a file that cannot be read or written.
+    The exit status is 2 for an `InvalidValue`. For any other `FlowerExtError` it is the error's
+    ``exit_status``, or 1 without one. For a file that cannot be read or written it is 1.
     """
 
     def invoke(self, ctx: click.Context) -> object:

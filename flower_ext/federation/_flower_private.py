@@ -19,7 +19,8 @@ from flwr.supercore.task_identity import TaskIdentity
 SERVER_NODE_ID = 1
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _PART = 0.05, 1.0, 0.1
-"""Pause between two looks for replies: `_PART` of the time so far, within the bounds in seconds."""
+"""Seconds between two polls for replies: `_PART` of the waiting time so far, within these bounds.
+"""
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
 _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
@@ -61,7 +62,7 @@ def message_like(message: Message, content: RecordDict, **other: object) -> Mess
 
 
 def messages_like(message: Message, contents: Mapping[int, RecordDict]) -> dict[int, Message]:
-    """Return a copy of a message for each node, with another content; both by node id."""
+    """Return one copy of a message per node, with that node's content."""
     shared = vars(message.metadata)
     made = {}
     for node, content in contents.items():
@@ -75,8 +76,8 @@ def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -
     """Send messages and return the replies, as ``grid.send_and_receive`` does.
 
     For Flower's own grids the function yields each reply as soon as it arrives. Flower's method
-    would collect all replies first, and sleep for three seconds between two looks at a SuperLink.
-    A message that could not be sent has no id, so nobody waits for its reply.
+    would collect all replies first, and sleep for three seconds between two polls of a SuperLink. A
+    message that could not be sent has no id, so nobody waits for its reply.
     """
     if not type(grid).__module__.startswith("flwr."):
         return grid.send_and_receive(messages, timeout=timeout)
@@ -133,21 +134,21 @@ def _message(metadata: Metadata, content: RecordDict) -> Message:
 
 
 def record_of(kind: type[R], items: Mapping[str, object]) -> R:
-    """Return a record of items without Flower's check of each, because this package made them."""
+    """Return a record of ``items``; skip Flower's check of each, because this package made them."""
     record: R = _EMPTY[kind].copy()
     vars(record)["_data"].update(items)
     return record
 
 
 def in_simulation() -> bool:
-    """Return True if this process simulates clients: here, or by Flower's engine on Ray."""
+    """Return True if this process simulates clients, by this package or by Flower's Ray engine."""
     ray = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", bool)  # Ray may be half imported
     return _simulated_here or bool(is_initialized())
 
 
 def simulates(grid: Grid) -> bool:
-    """Return True if the nodes of a grid are simulated: here, or by Flower's engine on Ray.
+    """Return True if the nodes of a grid are simulated, by this package or by Flower's Ray engine.
 
     Unlike `in_simulation`, the function gives the right answer before Ray has started.
     """

@@ -62,13 +62,19 @@ def _name(dtype: np.dtype) -> str:
 
 
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return tensors or arrays as an ArrayRecord on the CPU, in order. Do not change them later."""
+    """Return tensors or arrays as an ArrayRecord on the CPU, in the given order.
+
+    The record may share the memory of ``params``, so do not change these later.
+    """
     arrays = arrays_of(params)
     return record_of(ArrayRecord, {name: UnsentArray(array) for name, array in arrays.items()})
 
 
 def arrays_of(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> Arrays:
-    """Return tensors or arrays as arrays on the CPU, in order. Do not change them later."""
+    """Return tensors or arrays as arrays on the CPU, in the given order.
+
+    The result may share the memory of ``params``, so do not change these later.
+    """
     # NumPy may turn arrays without dimensions into numbers, but Flower takes only arrays.
     return {
         name: np.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value)
@@ -108,7 +114,8 @@ def read_array(array: Array) -> np.ndarray:
         The bytes do not match their header, or hold Python objects.
     """
     values = array.values if isinstance(array, UnsentArray) else _read_npy(array)
-    # PyTorch reads no other byte order, and arrays of another one differ in dtype from ours.
+    # PyTorch reads only this byte order, and an array in another one would differ in dtype from
+    # ours.
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
@@ -135,7 +142,8 @@ def _read_npy(array: Array) -> np.ndarray:
         )
     if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
         raise InvalidValue(
-            f"{len(array.data) - start} bytes: expected the number of bytes of {dtype}{shape}"
+            f"the array has {len(array.data) - start} bytes of numbers: expected as many as "
+            f"{dtype}{shape} takes"
         )
     values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
     return values.reshape(shape, order="F" if fortran_order else "C")

@@ -71,10 +71,11 @@ from flower_ext.training.isolation import isolated
 def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     """Return a mod that clips and noises the uploads of a ClientApp.
 
-    The mod passes messages other than training on unchanged. It also passes training on unchanged
-    if the plan lets the server add the noise and the node's owner allows that
-    (``least-noise-multiplier``, see `NodePolicy`). It refuses a training message that asks for no
-    protection, as Flower's own strategies send it.
+    The mod hands all messages but training messages to the ClientApp, and does not change them or
+    their replies. It treats a training message in the same way if the plan lets the server add the
+    noise and the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). It
+    refuses a training message that asks for no protection. Flower's own strategies send such
+    messages.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ def _requested(
         name = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {name!r}, expected "
-            "ClipUpdate or ProtectedByServer, as of a ReleasePlan; run "
+            "ClipUpdate or ProtectedByServer, which a ReleasePlan asks for; run "
             "FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
             "remove the mod. If the server does run it, another mod took the settings out: put "
             "this one first"

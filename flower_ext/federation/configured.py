@@ -90,7 +90,7 @@ def settings(kind: type[AppSettings], context: Context) -> AppSettings:
 
 @contextmanager
 def _naming_settings(settings: Settings) -> Iterator[None]:
-    """Name the setting in the refusal of a field that has the setting's name."""
+    """Replace an error about a field by one about the setting of the same name."""
     try:
         yield
     except InvalidValue as error:
@@ -113,7 +113,7 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
-    """Return the local training; ``changes`` are fields of `LocalTraining` that override them."""
+    """Return the local training; ``changes`` override its fields, in place of the settings."""
     same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
     options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
     options["epochs"] = settings.local_epochs
@@ -127,7 +127,7 @@ _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
     """Return the options ``server`` and ``average`` of a method.
 
-    ``learning_rate`` overrides the settings' one.
+    ``learning_rate`` overrides the setting ``server_learning_rate``.
 
     Raises
     ------
@@ -174,8 +174,9 @@ def release_plan(
     """Return the plan under which the server releases noised sums of sampled clients' updates.
 
     Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
-    ``epsilon``. The setting ``calibration`` says by which bound: the provable one, or the published
-    one. A ``delta`` of 0 stands for one over the number of clients, but not for a plan of users.
+    ``epsilon``. The setting ``calibration`` says which bound on ε counts: the provable one or the
+    published one. A ``delta`` of 0 means 1 / ``clients``, except with ``of_users``, where it is
+    passed on as it is.
 
     Parameters
     ----------
@@ -250,7 +251,7 @@ def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
 
 
 def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> SecureScores:
-    """Return how evaluations release scores, by the settings beside ``evaluation``."""
+    """Return the query by which evaluations release scores, from the settings ``evaluation_…``."""
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
         raise UnfitSetting(
@@ -267,7 +268,7 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
                 f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, because evaluations have no share of an epsilon"
+                "a number > 0, because without an epsilon there is no share of it to spend"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,
@@ -303,9 +304,10 @@ def start(
 ) -> None:
     """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
 
-    A run with privacy ends at the provable ε ``budget`` (0: none), at the ``epsilon`` for which its
-    noise is provably calibrated, or at the budget of all runs that share the account
-    ``budget_ledger``. If the plan is a `ReleasePlan`, the run's ledger records its releases.
+    A run with privacy may end early: when its provable ε reaches ``budget`` (0: no budget) or the
+    ``epsilon`` for which its noise is provably calibrated, or when all runs that share the account
+    ``budget_ledger`` have spent the account's budget. If the plan is a `ReleasePlan`, the run's
+    ledger records its releases.
 
     Parameters
     ----------
@@ -385,7 +387,7 @@ def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
     Raises
     ------
     UnfitSetting
-        The account lacks its ε or δ.
+        The settings name an account, but not its ε or not its δ.
     """
     if not isinstance(settings, PrivacySettings):
         return None

@@ -23,7 +23,7 @@ _REHEARSALS = 3
 """Clients that may try to train before round 1, until one can."""
 _BEFORE_OURS = (
     ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
-    "client_level_dp_mod first: the other one would find no metrics, and may change no upload"
+    "client_level_dp_mod first: a mod before it finds no metrics, and must not change an upload"
 )
 
 
@@ -58,7 +58,8 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             model=run.model,
             generator=run.generator,
         )
-        # The method first: it refuses silos without owners, which no sum could count.
+        # Connect the method first: it refuses silos whose records name no users, which no sum could
+        # count.
         run.state = method.connect(connected, run.method_state)
         run.progress.row |= run.summation.connect(run.clients, run.model)
         if mechanism.needs_sizes and run.spending.budget is not None:
@@ -91,7 +92,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
             "others of ClientApp(mods=...), "
         )
         raise FederationNotReady(
-            "the plan leaves noise to the clients, but the ClientApp does not know how: "
+            "under this plan the clients add the noise, but the ClientApp does not know how: "
             f"{mods if mod else ''}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
         )
     log.info("the ClientApp is not of this package: it gets plain train and evaluate messages")

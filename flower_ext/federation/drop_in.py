@@ -147,7 +147,7 @@ def _method(strategy: Strategy) -> str:
 
 
 def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return what identifies a run, as settings: plan, model, options and training."""
+    """Return the settings that identify a run: plan, model, options and training."""
     run, method = base.run, base.method
     plan = {name: _plain(getattr(run.plan, name)) for name in _names(run.plan)}
     plan["planned-rounds"] = plan.pop("rounds", 0)
@@ -187,7 +187,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a value as a setting that is equal in every process."""
+    """Return a value as a plain setting, which is the same in every process."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):

@@ -55,7 +55,7 @@ class Clients:
         self.refusals: list[str] = []
         self.roster: Roster | None = None
         self.grid: Grid | None = None
-        """The grid to which messages beside the rounds go."""
+        """The grid for messages outside the rounds."""
         self.nodes: Mapping[int, int] = {}
         """Node ids by partition, sorted; empty before `connect`."""
         self._partitions: Mapping[int, int] = {}
@@ -169,7 +169,7 @@ class Requests:
         ----------
         read : Callable[[Message], T]
             Reads one reply, or raises `RefusedReply`. Any other error refuses the reply as well:
-            bytes from outside may provoke each of them, and one message must not end a run.
+            bytes from outside may provoke any error, and one message must not end a run.
         """
         clients, refusals = self.clients, list[str]()
         waiting, missing = set(self.by_partition), set(self.by_partition)
@@ -193,7 +193,7 @@ class Requests:
                 refused |= {partition} & waiting  # stop waiting for it, though it may answer again
             else:
                 waiting.remove(partition)
-            # Hand on the longest run of partitions without a gap, and keep only what waits.
+            # Yield answers up to the first gap in the order of partitions, and keep only the rest.
             while due and (due[0] in early or due[0] in refused):
                 if (first := due.popleft()) in early:
                     missing.remove(first)
@@ -230,7 +230,7 @@ def _reason(error: Exception) -> str:
 def _for_any_app(kind: str, content: Content) -> Content:
     """Return what Flower's own strategies send: a model, and one record of settings.
 
-    Some apps and mods refuse a second record, so the settings have what mods of this package read.
+    Some apps and mods refuse a second record, so entries for this package's mods are settings, too.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":

@@ -1,4 +1,4 @@
-"""Errors of clients: each is reported for its client only, and reveals nothing about its data.
+"""Errors of clients: each is reported for its client only, and reveals nothing about the data.
 
 The message of an exception, and even its type, may depend on a record. So the reply carries a fixed
 sentence, and the exception itself stays in the log of the client's own process. Errors of checks
@@ -32,7 +32,7 @@ TOLD = 100
 """Error code of a reply whose text does not depend on the client's data."""
 STAYS_THERE = "the client failed; the reason is in its own log"
 _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
-"""For each app or mod, the lines of code whose tracebacks the log has already."""
+"""For each app or mod, the lines of code whose tracebacks are logged already."""
 
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
@@ -122,7 +122,7 @@ def attempt_each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Ex
 
 
 def attempt_in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
-    """Yield the results of `attempt_each`, one client's before the next one's step begins."""
+    """Yield the results of `attempt_each`, each before the next client's step begins."""
     for row in zip(*columns, strict=True):
         for value in row:
             if isinstance(value, Exception):

@@ -39,9 +39,9 @@ _ASSUMPTIONS = (
     "the server adds the noise, follows the protocol and keeps uploads to itself",
     "the number of clients that a round asks is public; a client's answer, or its absence, depends "
     "on no other client's data",
-    "one client's part in a release is at most one clipping norm over a public constant: updates "
-    "are clipped and finite, all arrays have a dimension (Flower clips no others), all weights are "
-    "equal, and every client that is asked answers",
+    "one client's part in a release is at most one clipping norm divided by a public constant: "
+    "updates are clipped and finite, all arrays have a dimension (Flower clips no others), all "
+    "weights are equal, and every client that is asked answers",
     "the noise of Flower's strategies counts as real Gaussian numbers: it is drawn in floating "
     "point, on no grid, by NumPy's global generator, which is not cryptographic",
 )
@@ -68,7 +68,7 @@ class PldAccountant:
     Raises
     ------
     InvalidValue
-        The configuration asks for amplification, or the ledger has a budget of its own, or it holds
+        The configuration asks for amplification, or the ledger has a budget of its own or holds
         releases of another kind.
     """
 
@@ -122,7 +122,10 @@ class PldAccountant:
         return privacy_loss_of(self._releases, delta=delta).epsilon
 
     def get_delta(self, epsilon: float) -> float:
-        """Return an upper bound on δ of all releases at ``epsilon``, at least 1e-300 if any."""
+        """Return an upper bound on δ of all releases at ``epsilon``.
+
+        The bound is at least 1e-300, or 0 if there are no releases.
+        """
         require_not_negative("epsilon", epsilon)
         if not self._releases:
             return 0.0
@@ -185,7 +188,7 @@ class PldAccountant:
         return {"releases": [{"release": r.to_dict(), "count": count} for r, count in counts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`.
+        """Restore a state that `state_dict` returned.
 
         With a ledger, the accountant keeps the ledger's releases, because the ledger also has
         releases from after the state was saved.
@@ -203,7 +206,10 @@ class PldAccountant:
                 require_at_least_one("count", entry["count"])
                 releases[self._checked(Release.from_dict(entry["release"]))] += entry["count"]
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidValue(f"the state cannot be read: {error}") from error
+            raise InvalidValue(
+                f"state of the accountant: {error}; expected what state_dict of an accountant with "
+                "the same PrivacyConfig returned"
+            ) from error
         if self._ledger is None:
             self._releases = releases
         else:
@@ -226,7 +232,7 @@ class PldAccountant:
         )
 
     def _checked(self, release: Release) -> Release:
-        """Return a stored release; refuse one that no event of this configuration is."""
+        """Return a stored release; refuse one that no event under this configuration could make."""
         if release != self._release_with(release.noise_multiplier):
             raise InvalidValue(
                 f"a release ({release.to_dict()!r}) of another kind than this configuration's: "

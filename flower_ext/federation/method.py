@@ -62,8 +62,8 @@ class State:
     Parameters
     ----------
     everyone : Mapping[str, Mapping[str, ndarray]]
-        Groups that the server sends to all clients beside the model, each as a record of its name.
-        `Upcycled` extrapolates them together with the model.
+        Groups that the server sends to all clients beside the model. Each group is a record, under
+        the group's name. `Upcycled` extrapolates them together with the model.
     server : Mapping[str, Mapping[str, ndarray]]
         Groups that never leave the server.
 
@@ -104,7 +104,7 @@ class State:
         everyone: Mapping[str, Arrays] | None = None,
         server: Mapping[str, Arrays] | None = None,
     ) -> State:
-        """Return the state with these groups in place of, or beside, those that it has."""
+        """Return the state with these groups added; each replaces a group of the same name."""
         return State(
             everyone={**self.everyone, **(everyone or {})}, server={**self.server, **(server or {})}
         )
@@ -120,7 +120,7 @@ def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``, without it."""
+    """Return copies of the groups whose names begin with ``prefix``, under the rest of the name."""
     names = [name for name in groups if name.startswith(prefix)]
     return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 
@@ -184,7 +184,8 @@ class Method:
         Names of modules that never leave the client; the server drops them from the initial
         arrays. ``*`` matches any part of a name, as in ``"*.classifier"``.
     server : ServerOptimizer
-        How the server moves the shared model along the mean update; by default by the whole of it.
+        How the server moves the shared model along the mean update. By default it adds the whole
+        mean update to the model.
     average : ModelAverage, optional
         Average of the models so far, which clients evaluate and the run returns in place of the
         newest one. Training continues from the newest one.
@@ -204,8 +205,10 @@ class Method:
     bounds_units: ClassVar[bool] = False
     """True if an upload is a sum over units, and the client side bounds each unit's part."""
     weighs_updates: ClassVar[bool] = False
-    """True if clients count in `step` by a rule of the method's own. A plan that weighs them by
-    their numbers of examples is then refused."""
+    """True if `step` weights clients by a rule of the method.
+
+    The method then refuses a plan that weights them by their numbers of examples.
+    """
     needs_each_update: ClassVar[bool] = False
     """True if `step` needs every single update, which a `ReleasePlan` hides. If False, the server
     adds each update to a sum when it arrives, and drops it."""
@@ -276,7 +279,7 @@ class Method:
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of this method's rounds, which the plan makes.
 
-        A method overrides this member if its sums differ from those that its traits tell the plan.
+        A method overrides this member if its sums differ from those that its traits describe.
         """
         return plan.mechanism(self.traits)
 
@@ -306,7 +309,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name of what runs, for the log and for errors of the step."""
+        """Name for the log and for errors of the step, such as that of a hosted strategy."""
         return self.name
 
     def check_model(self, model: Arrays) -> None:
@@ -373,7 +376,7 @@ class Method:
     # The guarantees ---------------------------------------------------------------------------
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return what the method reveals about clients' data without a guarantee, a line each."""
+        """Return, one per line, what the method reveals about clients' data without a guarantee."""
         return summation.disclosures
 
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
@@ -404,12 +407,12 @@ class Method:
 
 
 def require_usual_server(method: Method, because: str) -> None:
-    """Refuse an optimiser of the server's, which would have no effect.
+    """Refuse a method whose ``server`` is not `MEAN`, because it would have no effect.
 
     Raises
     ------
     InvalidValue
-        The method has one; ``because`` is the reason in the message.
+        ``server`` is not `MEAN`; ``because`` is the reason in the message.
     """
     if method.server != MEAN:
         raise InvalidValue(f"server={method.server!r}: expected {MEAN!r}, because {because}")

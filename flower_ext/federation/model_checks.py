@@ -20,7 +20,10 @@ log = getLogger("flwr")
 
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 _FEWEST_RANDOM = 8
-"""Fewest numbers, at least half of them different, that are equal only if one is a copy."""
+"""Twice the number of distinct values above which arrays are equal only if one is a copy.
+
+More than half of an array's values must also be distinct.
+"""
 
 
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
@@ -99,11 +102,12 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
 
 
 def refuse_tied(record: ArrayRecord) -> None:
-    """Refuse initial arrays in which one parameter has two names, as a ``state_dict`` has it.
+    """Refuse initial arrays in which one parameter has two names, as tied parameters have.
 
-    Noise would drive the two apart, and norms would count them twice. Arrays show no tie, but equal
-    random numbers do. Layers that begin as copies of one layer, as in ``nn.TransformerEncoder``,
-    have names that differ in numbers only; for them a warning has to do.
+    Noise would make the two differ, and norms would count them twice. Arrays do not show that they
+    are tied, so the function looks for arrays with equal random numbers. Layers that begin as
+    copies of one layer, as in ``nn.TransformerEncoder``, have names that differ only in their
+    numbers. For such names the function only logs a warning.
 
     Raises
     ------
@@ -121,7 +125,8 @@ def refuse_tied(record: ArrayRecord) -> None:
         tie = f"{name!r} begins with the numbers of {other!r}, as if tied to it"
         fix = (
             f"leave {name!r} out of the initial arrays, and let the ClientApp load the model with "
-            "strict=False, which fills both; parameters that are not tied must begin apart"
+            "strict=False, which fills both; parameters that are not tied must begin with "
+            "different numbers"
         )
         if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", other):
             log.warning("%s. If they are tied, noise drives them apart: %s", tie, fix)
@@ -130,7 +135,7 @@ def refuse_tied(record: ArrayRecord) -> None:
 
 
 def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays in which noised uploads do not add up on a common grid.
+    """Refuse arrays in half precision, in which noised uploads do not add up on a common grid.
 
     Raises
     ------

@@ -29,7 +29,7 @@ def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> Record
 
 
 def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
-    """Undo `packed`; contents that held the same records are one object."""
+    """Undo `packed`; contents with the same records become one object."""
     envelope: Mapping[str, Any] = content.config_records[PACKED]
     known: dict[str, RecordDict] = {}
     for names in envelope["records"]:

@@ -23,10 +23,10 @@ class Cohort:
     units : Sequence[int]
         Privacy units whose data the round uses.
     norms : Mapping[int, float]
-        By partition, the largest norm of its upload before noise, in clipping norms. The default
-        is 1; an upload that is a sum over units may have more.
+        By partition, the largest norm that its upload may have before noise, in clipping norms. The
+        default is 1; a sum over several units may have a larger one.
     population : int
-        Number of units from which they were drawn.
+        Number of units from which ``units`` were drawn.
     requests : Mapping[int, Mapping[str, ArrayRecord]]
         By partition, records of the method for that client only.
     """
@@ -39,7 +39,10 @@ class Cohort:
 
 
 class Population:
-    """Clients that are the privacy units, or represent them, with one upload each per round.
+    """Clients from which each round draws a cohort; every drawn client is asked for one upload.
+
+    The drawn clients count as the privacy units. If the unit is a record, the participations of a
+    client count for all of its records.
 
     Parameters
     ----------
@@ -62,11 +65,11 @@ class Population:
         return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
-        """Return numbers of a drawn cohort for the row of its round; none by default."""
+        """Return numbers about a drawn cohort for the metrics of its round; none by default."""
         return {}
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count the participations of a round with that many usable uploads, and requests."""
+        """Count a round: its units, its number of usable uploads, and its number of requests."""
         self.participations.record(units, uploads, asked=requests)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
@@ -118,7 +121,7 @@ class UsersInSilos(Population):
 
 
 class HiddenUsers(UsersInSilos):
-    """Users whose parts silos mask, so that anybody sees only the sum over all silos.
+    """Users in silos that mask their parts of a sum: every party sees only the sum over all silos.
 
     Parameters
     ----------
@@ -158,7 +161,7 @@ class HiddenUsers(UsersInSilos):
         self.forget_order()
 
     def forget_order(self) -> None:
-        """Give every user the count of the user that took part most, where rounds draw users.
+        """Give every user the count of the user that took part most, unless rounds use all users.
 
         The server draws indices in the silos' secret order. Call this when the silos have a new
         order: then any user may have had any of the earlier indices.

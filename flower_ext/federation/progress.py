@@ -52,7 +52,7 @@ class Progress:
     def counted(
         self, kind: str, replies: Iterable[Message], refusals: Sequence[str]
     ) -> Iterator[Message]:
-        """Yield replies and count them; after the last one, log the refusals up to then."""
+        """Yield replies and count them; after the last reply, log ``refusals``."""
         number = size = 0
         for reply in replies:
             number += 1
@@ -127,7 +127,7 @@ class Progress:
         return server_round == self._evaluated
 
     def count_as_query(self) -> None:
-        """Count the row's messages of the kind ``evaluate`` as those of a query."""
+        """Move the row's counts of ``evaluate`` messages to those of ``query`` messages."""
         for name in ("messages", "bytes_down", "bytes_up"):
             self._count(_prefix("query") + name, self.row.pop(_prefix("evaluate") + name, 0))
 

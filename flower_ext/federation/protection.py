@@ -55,7 +55,7 @@ KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
     ("run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered", "query")
 )
-"""Entries of a round's record besides its protection."""
+"""Entries of a round's record that do not belong to its protection."""
 
 
 def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str
     Raises
     ------
     TypeError
-        No message may ask for this protection, so a client would apply another one, or none.
+        Clients do not know this protection, so they would apply another one, or none.
     """
     if protection is None:
         return {}
     name = type(protection).__name__
     if _KINDS.get(name) is not type(protection):
         raise TypeError(f"{name}: no message may ask for it; add it to _KINDS in {__name__}")
-    # Where the server adds the noise, how it draws is no business of the client.
+    # If the server adds the noise, the client need not know how it is drawn.
     by_client = not isinstance(protection, ProtectedByServer)
     entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
     for part in _parts_of(type(protection)):

@@ -1,6 +1,7 @@
-"""Rounds beside the training: a query, which is one noised sum of vectors, and an evaluation.
+"""Rounds without training: queries and evaluations.
 
-An evaluation is such a query, or each client reports its scores.
+A query releases one noised sum of the clients' vectors. An evaluation is such a
+query, or a round in which each client reports its scores.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class QueryRound:
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
             return []
-        # Counted before anybody is asked: from here on, clients may have sent their vectors.
+        # Count before asking any client: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
         run.mechanism.count_answer(query, run.participations)
         nodes = [*run.clients.nodes]
@@ -106,7 +107,8 @@ class QueryRound:
             log.warning("no %s after round %d: %s", name, number, reason)
             return {}
         total = np.asarray(released.value[VECTOR]) * size
-        # The server adds the noise shares of silent clients, so every sum has as many shares.
+        # The server adds the noise shares of silent clients, so every sum has the same number of
+        # shares.
         stddev = self._mechanism.cells_protection.noise_stddev * size**0.5
         answer = self._query.answer(total, stddev)
         self._run.progress.row |= answer
@@ -140,7 +142,7 @@ class ReportedScores:
         return self.requests.messages
 
     def close(self, replies: Iterable[Message]) -> dict[str, float]:
-        """Return mean, worst tenth, spread and Jain's index over clients, which all count alike."""
+        """Return mean, worst tenth, spread and Jain's index over clients of equal weight."""
         run = self._run
         assert self.requests is not None
         replied = sorted(self.requests.accepted(replies, read_scores))

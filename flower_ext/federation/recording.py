@@ -1,4 +1,4 @@
-"""Record the run of a strategy: open a run directory before it, write outcome and report after."""
+"""Record the run of a strategy: open a run directory first, and write outcome and report last."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def recorded_run(
     config : UserConfig
         The run configuration; its ``run-directory`` names the directory, if it is not empty.
     name : str
-        Part of the name of the directory otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
+        Part of the directory's name if ``run-directory`` is empty. The directory is then in the
+        folder ``FLOWER_EXT_RUNS``, or in ``./runs``.
     callbacks : Sequence[Callback]
         Callbacks that follow the run.
 
@@ -182,10 +183,10 @@ def record(
 ) -> Result:
     """Run a strategy, or a wrapper with a ``base``, and record the run in a directory.
 
-    The directory receives metrics and checkpoints during the run; after it, the final model and its
-    use, guarantees and clients' scores. If the plan releases noised sums and the strategy has no
-    ledger yet, the directory receives the ledger, too. ``options`` are those of
-    ``strategy.start``.
+    The directory receives metrics and checkpoints during the run; after it, the final model, the
+    records with which clients use that model, the guarantees and the clients' scores. If the plan
+    releases noised sums and the strategy has no ledger yet, the directory receives the ledger, too.
+    ``options`` are those of ``strategy.start``.
 
     Raises
     ------

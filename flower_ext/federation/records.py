@@ -27,7 +27,7 @@ ROUND = "round"
 SETTINGS = "settings"
 """Record of the method's own numbers (a regularisation weight, …)."""
 FROZEN = "frozen"
-"""Record by which the server asks a client to confirm the frozen part of its model."""
+"""Record with which the server asks a client to confirm the frozen part of its model."""
 SECURE_SUM = "secure-sum"
 """Record of the server's message to a client for a masked sum."""
 WEIGHTED_SUM = "weighted-sum"
@@ -43,7 +43,7 @@ CONFIG = "config"
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
 RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, QUERY})
-"""Names of records beside which a method may send groups of its own."""
+"""Names of records that a method's own groups must not have."""
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:

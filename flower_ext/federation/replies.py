@@ -22,7 +22,7 @@ from flower_ext.federation.uploads import UPDATE, Update, UploadReply
 LARGEST_VALUE = 1e15
 """Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
 LARGEST_SIZE = 2**40
-"""Largest number of examples that a client may report."""
+"""Largest number of examples that a client may report; a reply with more is refused."""
 LONGEST_NAME = 100
 """Most characters of a metric's name."""
 LONGEST_REASON = 1_000
@@ -33,7 +33,7 @@ _WRAPPED = (
     "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
     "state_dict of the model itself"
 )
-"""Likely reason why a ClientApp returns arrays of other names."""
+"""Likely reason why a ClientApp returns arrays under other names."""
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
 
 
@@ -121,14 +121,17 @@ def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
             raise RefusedReply(
                 f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
             )
-        # Flower's own strategies average lists. They are no scores, so no reply is lost for one.
+        # Flower's own strategies average lists. A list is no score, so skip it and keep the reply.
         if isinstance(value, list) and name != "num-examples":
             continue
         # Compare, because neither NumPy nor float() accepts every integer.
         if not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise RefusedReply(f"metric {name!r} is {value!r}: expected a finite number")
         if abs(value) > LARGEST_VALUE:
-            raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
+            raise RefusedReply(
+                f"metric {name!r} is {value!r}: expected a number from -{LARGEST_VALUE:g} to "
+                f"{LARGEST_VALUE:g}"
+            )
         merged[name] = float(value)
     size = merged.get("num-examples", 0.0)
     if not (0 <= size <= LARGEST_SIZE and size.is_integer()):

@@ -27,19 +27,22 @@ PARTITION = "partition-id"
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
-"""Record of the answer."""
+"""Record of the answer to this question."""
 FOR_MODS = "flower-ext/"
 """Prefix of the settings that mods of this package read in a plain message, and take out of it."""
 _PARTITION_QUESTION = "identity"
-"""Fact of a training message without a model, by which the server asks a mod for a partition."""
+"""Entry of a training message without a model, by which the server asks a mod for its partition."""
 REHEARSAL = "rehearsal"
-"""Fact of a training message before the first round, whose update the server drops."""
+"""Entry of a training message before the first round, whose update the server drops."""
 _CONFIG = "config"
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
-"""Seconds until the log says how to add nodes. A simulation's nodes are connected by then."""
+"""Seconds until the log first says how to add nodes, and until it repeats that.
+
+The nodes of a simulation are connected sooner.
+"""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
@@ -98,7 +101,8 @@ class Roster:
     first_error : str
         Last line of the first error that a node sent in place of an answer.
     foreign : bool
-        True if the ClientApp is not of this package; it then gets plain messages.
+        True if the ClientApp is not of this package; it then gets messages as Flower's own
+        strategies send them.
     protects : bool
         True if a foreign ClientApp has a mod that bounds and noises its uploads.
     """
@@ -126,7 +130,7 @@ class Roster:
         ------
         FederationNotReady
             As `wait_for_nodes`; or two nodes claim one partition, a partition is out of range, or
-            only some nodes answer. A node's first answer counts.
+            only some nodes answer. Only a node's first answer counts.
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
         log.info("asking the nodes which partitions they hold")
@@ -212,7 +216,7 @@ def asks_identity(message: Message) -> bool:
 
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
-    """Return what a plain message says to the mods of this package."""
+    """Return the entries of a plain message that are for the mods of this package."""
     config = message.content.get(_CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {

@@ -1,7 +1,7 @@
 """One round of any query: open the sum, ask, read the answers, and release their mean.
 
 A training and an evaluation under noise are both such rounds. They differ in the query, in the
-mechanism and in what is done with the mean.
+mechanism and in the use of the mean.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Round:
         try:
             self._sum = summation.open(opening)
         except RoundDiscarded as reason:
-            # The units stay: the draw was made for them, and the round counts.
+            # Keep the units, because they were drawn and the round counts for them.
             self.discard_reason = str(reason)
             self.cohort = replace(opening.cohort, partitions=())
         else:

@@ -102,7 +102,7 @@ class Run:
     """The reason why a budget ended the run; None if none did."""
     _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
-    """Arrays that a wrapper of the strategy keeps in the run's checkpoints, in named groups."""
+    """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
 
     def __post_init__(self, directory: RunDirectory | None, timeout: float) -> None:
         self.spending.check_plan(self.mechanism)
@@ -111,7 +111,9 @@ class Run:
         self._write_to(directory)
 
     def shared_part(self, arrays: ArrayRecord) -> records.Arrays:
-        """Return the arrays of a model that clients share, as the first model determines them.
+        """Return the arrays of a model that clients share.
+
+        The run's first model determines their names, shapes and types.
 
         Raises
         ------
@@ -179,7 +181,7 @@ class Run:
         return SecureNoise()
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record by which clients know the run and the round, with ``more`` entries."""
+        """Return the record that names the run and the round to clients, with ``more`` entries."""
         return ConfigRecord(
             {
                 "run": self.checkpoints.run_id,
@@ -285,7 +287,7 @@ class Run:
             The message says by how much.
         """
         if self.spending.budget is not None:
-            # All may answer, and the ε after that must not exceed the budget.
+            # Every client may answer, and the ε after that must not exceed the budget.
             ahead, size = deepcopy(self.population), len(cohort.partitions)
             ahead.count(cohort.units, size, requests=size)
             self.check_spending(server_round, ahead.participations)
@@ -310,7 +312,8 @@ class Run:
         ----------
         directory : RunDirectory
         limit : Budget, optional
-            Limit of that ledger, or of a run without one that has no budget yet.
+            Budget of a new ledger. If the plan has no releases for a ledger, budget of the run,
+            unless the run has one.
 
         Raises
         ------

@@ -124,7 +124,7 @@ class RunLoop:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []
 
     def _check_answers(self, done: int, *, least: float) -> None:
-        """End the run if no client ever sent a usable reply, and ``least`` replies were refused.
+        """End the run if no client ever sent a usable reply, but ``least`` or more were refused.
 
         Later rounds would be spent in vain. A few clients alone do not end a run early.
         """
@@ -169,7 +169,7 @@ class RunLoop:
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
-        """If the block fails, write guarantees that cover everything that was asked until then."""
+        """If the block fails, write guarantees that cover all requests until then."""
         try:
             yield
         except BaseException as error:
@@ -212,7 +212,8 @@ class RunLoop:
             run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
-            # Before the sums: they keep the larger costs of their new set-up and the kept one.
+            # Connect before restoring the sums: they keep the larger of the costs of the new set-up
+            # and of the checkpoint.
             if is_unfinished:
                 connect(run, self.grid, arrays)
             run.summation.restore(kept.arrays)
@@ -229,7 +230,8 @@ class RunLoop:
         if is_unfinished and not (roster is not None and roster.known):
             run.population.forget_who()  # partitions may be others than in the earlier process
         run.save_guarantees()
-        # A ledger that lacks a release was cut off or exchanged; its budget would be too large.
+        # A ledger that lacks a release was cut off or exchanged; too much of its budget would be
+        # left.
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(run.participations.rounds + run.participations.answers.total())
         if is_unfinished and run.method.client.keeps_memory:

@@ -53,7 +53,7 @@ class ServerOptimizer(ABC):
         require_positive("learning_rate", self.learning_rate)
 
     def advice(self, noise: float) -> str:
-        """Return what speaks against the fields under noise of this stddev a coordinate; or ''."""
+        """Return a warning if the fields do not suit noise of this stddev per coordinate, or ''."""
         return ""
 
     @abstractmethod
@@ -122,10 +122,10 @@ class _Adaptive(ServerOptimizer):
     beta1 : float
         β₁ in [0, 1).
     tau : float
-        τ > 0, the degree of adaptivity: a coordinate with √v far below τ moves in proportion to
-        m, one far above it by η or so, whatever its scale. Under privacy √v is at least the noise
-        of a coordinate of the mean; with τ below that, noise is divided by itself, and every
-        coordinate moves as far as the others.
+        τ > 0, the degree of adaptivity: a coordinate with √v far below τ moves in proportion to m.
+        A coordinate with √v far above τ moves by about η, whatever its scale. Under privacy, √v is
+        at least about the stddev of the noise in a coordinate of the mean. If τ is smaller, noise
+        is divided by its own size, and every coordinate moves about as far as the others.
     """
 
     learning_rate: float = 0.1

@@ -31,7 +31,7 @@ class Spending:
     ledger : Ledger, optional
         Records every release before it is made.
     budget : Budget, optional
-        Limit: a round that would exceed it is refused.
+        Limit of the provable ε: a round that would exceed it is refused.
     exposed : Sequence[str]
         Names of what the run reveals about clients' data beyond any ε; the population's account
         records them.
@@ -43,7 +43,7 @@ class Spending:
     identity: Mapping[str, str] = field(default_factory=dict, init=False)
     """Names of the run, its method and its directory in the population's account."""
     repeatable: bool = field(default=False, init=False)
-    """True if a repetition of a round is the same release."""
+    """True if a repeated round makes the same release as the first attempt."""
     _reservation: Reservation = field(default_factory=Reservation)
     _release: ExitStack = field(default_factory=ExitStack)
 
@@ -67,7 +67,7 @@ class Spending:
         if self.ledger is not None and mechanism.release is None:
             raise InvalidValue(
                 f"ledger with a {type(mechanism).__name__}: expected a ReleasePlan, whose releases "
-                "a ledger records; to stop a run under any private plan, give budget="
+                "a ledger records; to stop a run under any private plan, give budget= instead"
             )
 
     def check(
@@ -91,8 +91,8 @@ class Spending:
         claims : Callable[[RunSummary], list[Guarantee]]
             Returns the guarantees after the rounds of a summary.
         query : VectorQuery, optional
-            The query whose answer is released; the account lists these as a run of their own. None
-            for a training round.
+            The query whose answer is released; None for a training round. The account lists the
+            answers to a query as a separate run.
 
         Raises
         ------
@@ -163,12 +163,14 @@ class Spending:
 
 
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
-    """Refuse a budget whose δ does not fit the plan's, or for a plan that promises no privacy."""
-    if budget.ledger is None and delta != budget.delta:
+    """Refuse a budget whose δ does not fit the plan, or one for a plan without privacy."""
+    if budget.ledger is None and delta is None:
         raise InvalidValue(
-            f"budget.delta={budget.delta!r}: expected the δ of the plan, "
-            f"{'which promises no privacy' if delta is None else delta!r}"
+            f"budget of epsilon={budget.epsilon!r}: expected budget=None, because the plan "
+            "promises no privacy"
         )
+    if budget.ledger is None and delta != budget.delta:
+        raise InvalidValue(f"budget.delta={budget.delta!r}: expected the δ of the plan, {delta!r}")
     if delta is not None and delta > budget.delta:
         raise InvalidValue(
             f"budget.delta={budget.delta!r}: expected at least the δ of the plan, {delta!r}"

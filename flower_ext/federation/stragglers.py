@@ -18,9 +18,9 @@ class Stragglers:
 
     A straggler runs a number of epochs drawn uniformly from 1 … E−1. By default each device
     straggles with probability ``ratio`` in every round, independently of the others. In the papers
-    a fixed share of each cohort straggles (``exact``). Then one client changes which others
-    straggle, and so their uploads, which no bound on that client's own upload covers: plans that
-    protect anyone refuse it.
+    a fixed share of each cohort straggles (``exact``). Whether a client straggles then depends on
+    the others in the cohort. One client can therefore change the uploads of others, which no bound
+    on its own upload covers. Plans that protect anyone refuse ``exact``.
 
     Parameters
     ----------
@@ -94,8 +94,8 @@ class Stragglers:
 def shortened(training: LocalTraining, how_far: float | None) -> LocalTraining:
     """Return the part of ``training`` that a straggler completes, in whole epochs.
 
-    A client that does not straggle (``how_far`` is None), and training that epochs do not count,
-    stay as they are.
+    ``how_far`` is the client's progress in [0, 1), or None if the client does not straggle. Then
+    the training stays whole, and so does training of fewer than two epochs, or counted in steps.
     """
     if how_far is None or training.epochs < 2:
         return training

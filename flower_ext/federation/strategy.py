@@ -1,7 +1,7 @@
-"""The one strategy: it has a method, a plan, a sum and a run, and plays rounds by Flower's methods.
+"""The strategy that runs every method of this package through the methods of a Flower strategy.
 
-Everything that a guarantee depends on happens once, in `training_round`, `query_round` and `round`,
-whatever the method.
+It has a method, a plan, a sum and a run. All code on which a guarantee depends is in
+`training_round`, `query_round` and `round`, and is the same for every method.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class FederatedStrategy(Strategy):
         With 0, the server never asks a client to evaluate. If the plan has `SecureScores`, the
         server sees noised means, which ε counts. Otherwise no guarantee covers the reported scores.
     training_loss : bool
-        If True, clients also report the loss on their training examples of the model that they
-        would use. Its variance over clients measures fairness. No guarantee covers these losses.
+        If True, each client also reports the training loss of the model that it would use. Its
+        variance over clients measures fairness. No guarantee covers these losses.
     diagnostics : bool
         If True, clients report the norm of their update before clipping, without noise. No
         guarantee covers these norms.
@@ -82,8 +82,8 @@ class FederatedStrategy(Strategy):
     population : Population, optional
         The clients to ask and the units to count; by default those of the method.
     exposed : Sequence[str]
-        Other things, before or beside the run, that reveal something about the clients' data, a
-        line each. The guarantees list them as not covered.
+        One line for each thing outside the run that reveals something about the clients' data. The
+        guarantees list them as not covered.
     frozen : str
         Fingerprint of the parts that no client trains (`Task.fingerprint`). Every node takes these
         parts from its own copy of the base model; the server refuses a node with another copy
@@ -189,12 +189,14 @@ class FederatedStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return mean, worst tenth, spread and Jain's index over clients, which all count alike.
+        """Return mean, worst tenth, spread and Jain's index over clients of equal weight.
 
         If scores are summed under noise, return their means only, each with the standard error due
         to noise.
         """
-        if self._evaluation is None:  # nobody was asked, but Flower's own loop calls nevertheless
+        if (
+            self._evaluation is None
+        ):  # no client was asked, but Flower's own loop calls this method nevertheless
             return None
         scores = dict(self._evaluation.close(replies))
         return records.metrics_record(scores) if scores else None

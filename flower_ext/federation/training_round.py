@@ -1,4 +1,4 @@
-"""A training round: the query by which a cohort trains, and what becomes of its updates."""
+"""A training round: ask a cohort to train, add up its updates, and take the server's step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TrainingRound:
         )
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
-        # The spend, then the units that may be exposed, are on disk before any data are used.
+        # First the spend and then the units that it covers are on disk before clients use any data.
         identity = same if run.repeats else None
         run.spending.reserve(run.mechanism.release, server_round, identity)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
@@ -106,7 +106,7 @@ class TrainingRound:
             log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
             run.progress.row["discarded"] = 1
         mirrored = run.method.client.memory is Memory.MIRRORED
-        # Mirrored memory counts only if the server took the counterpart of it into its state.
+        # Mirrored memory counts only if the server has stored its counterpart.
         if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates, run.participations.rounds)
         if mean is None:
@@ -151,7 +151,8 @@ class TrainingRound:
             of_round = {records.ROUND: run.round_record(number, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
-        # Such clients go back to the memory of the last round that the server used.
+        # Clients with mirrored memory go back to that of the last round whose reply the server
+        # used.
         mirrored = method.client.memory is Memory.MIRRORED
         contents = {}
         for partition in self.cohort.partitions:
@@ -225,7 +226,8 @@ class TrainingRound:
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use.
 
-        Accepted updates are finite, so a step to numbers that are not is at fault, and no client.
+        Accepted updates are finite, so if the next model is not, the step is at fault and no
+        client.
         """
         step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
@@ -261,8 +263,8 @@ def read_honest_update(
 ) -> records.Update:
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
-    The server cannot clip uploads that clients have noised without changing the noise, so it
-    refuses them. `Protection.largest_upload` says what this check protects.
+    Clipping an upload that a client has noised would change the noise, so the server refuses such
+    an upload if it is too large. `Protection.largest_upload` says what this check protects.
 
     Parameters
     ----------
@@ -271,7 +273,8 @@ def read_honest_update(
     base : Arrays
         Names, shapes and dtypes of an upload.
     requests : Requests
-        Knows the partition that sent a reply, and the model that it received.
+        The messages of the round. They tell which partition sent a reply, and which model it
+        received.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Uploads in the server's process, which become Flower's records only if somebody reads these.
+"""Uploads in the server's process, which become Flower's records only when a caller reads them.
 
 For a hundred small models, records cost more than training. An `UploadReply` carries plain arrays,
 and builds Flower's records as soon as a caller reads its ``content``. The strategies of this
@@ -17,7 +17,7 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
 
 UPDATE = "update"
-"""Record of a difference, bounded and noised if the plan asks the client to do so."""
+"""Record of a client's update, bounded and noised if the plan asks the client to do so."""
 METRICS = "metrics"
 
 
@@ -69,7 +69,8 @@ class UploadReply(Message):
     def metadata(self) -> Metadata:
         """The metadata that Flower's engines would deliver."""
         if self.question is not None:
-            # A caller may change what it gets, so the question no longer speaks for this reply.
+            # A caller may change the metadata that it gets, so do not rely on the question from
+            # here on.
             vars(self).update(_metadata=private.answering(self.question), question=None)
         metadata: Metadata = vars(self)["_metadata"]
         return metadata

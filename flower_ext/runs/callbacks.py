@@ -48,7 +48,7 @@ class Callback:
 
 
 class Callbacks:
-    """Call several callbacks in order, and keep their errors away from the run."""
+    """Call several callbacks in order; their errors do not end the run."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = [*callbacks]
@@ -62,7 +62,8 @@ class Callbacks:
             except Exception as error:
                 if number not in self._failed:
                     log.warning(
-                        "callback %s failed; the run goes on without it wherever it fails: %s: %s",
+                        "callback %s failed; the run continues, and its later errors are not "
+                        "logged: %s: %s",
                         type(callback).__name__,
                         type(error).__name__,
                         error,

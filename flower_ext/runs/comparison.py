@@ -1,4 +1,4 @@
-"""Comparison of several runs: one line per method, over its seeds."""
+"""Comparison of several runs: one line per method, with its mean over seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     NotARun
         A run has no final evaluation to compare.
     """
-    # Counted twice, a run would make the deviation over runs too small.
+    # A run that counted twice would make the deviation over runs too small.
     runs = list({run.path.resolve(): run for run in runs}.values())
     for run in runs:
         accurate = all("accuracy" in row for row in run.client_metrics() or [{}])
@@ -37,7 +37,10 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
                 "to compare; name a run that evaluated its clients"
             )
         if run.status not in ("completed", "budget-exhausted"):
-            raise NotARun(f"{run.path} is {run.status}; only finished runs are compared")
+            raise NotARun(
+                f"{run.path} is {run.status}: expected a run that has ended; leave it out, or "
+                f"resume it"
+            )
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
@@ -59,7 +62,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
-"""Settings in which repetitions may differ: the seed with its consequences, places, patience."""
+"""Settings in which repetitions may differ: the seed, what follows from it, paths and timeouts."""
 
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
@@ -81,7 +84,10 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """Return the run's settings, with the rounds it made; a budget or a resume may change them."""
+    """Return the run's settings, with the number of rounds that it made.
+
+    A budget or a resumed run may change that number.
+    """
     return (
         {**run.config, "rounds": int(run.metrics().last)} if "rounds" in run.config else run.config
     )
@@ -134,7 +140,7 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
     rounds = {group: [run.metrics() for run in runs] for group, runs in groups.items()}
 
     def lines(name: str) -> dict[str, list[Line]]:
-        """Return a metric of each group's runs, without groups of which a run lacks it."""
+        """Return a metric of each group's runs; leave out a group if one of its runs lacks it."""
         measured: dict[str, list[Line]] = {}
         for group, members in rounds.items():
             series: list[Line] = [metrics.series(name) for metrics in members]

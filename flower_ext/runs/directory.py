@@ -5,18 +5,18 @@ file                   content
 =====================  ====================================================================
 ``run.json``           configuration, versions, starts and status
 ``metrics.jsonl``      metrics, one line per round
-``missing.jsonl``      clients that were asked and gave no usable answer
+``missing.jsonl``      clients that gave no usable answer to a request
 ``ledger.jsonl``       the ledger of releases
 ``guarantee.json``     guarantees
 ``clients.csv``        the last evaluation, one row per client
 ``model.safetensors``  the global model
-``use.json``           what a client needs to build its own model from the global
+``use.json``           what a client needs to build its own model from the global one
 ``checkpoints/``       state from which the run can be resumed
 ``report.md, .html``   the report
 =====================  ====================================================================
 
-All files but the model are for the server's user alone (mode 0600): they reveal who was drawn and
-how many, and the un-noised values that clients reported.
+All files but the model are for the server's user alone (mode 0600): they reveal which clients were
+drawn, how many, and the un-noised values that clients reported.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
 _METADATA = {"id", "config", "status", "started", "starts", "versions"}
 """Entries that every ``run.json`` has."""
 _RENEWED = ("guarantee.json", "clients.csv", "use.json")
-"""Files that a run rewrites whenever it begins or ends."""
+"""Files that a run rewrites when it is resumed or ends."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
@@ -149,7 +149,7 @@ class RunDirectory:
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)
-            # Of two runs that found the directory empty, one gets the lock.
+            # If two runs found the directory empty, only one gets the lock.
             run._open.enter_context(lock(path / _LOCK))
         except OSError as error:
             raise NotARun(f"run directory {path} cannot be made: {error}") from error
@@ -175,7 +175,7 @@ class RunDirectory:
         NotARun
             There is no ``run.json``.
         InUse
-            The run is still going on.
+            A process still writes the run.
         """
         run = cls.open(path)
         run._open.enter_context(lock(run.path / _LOCK))
@@ -206,7 +206,7 @@ class RunDirectory:
         Raises
         ------
         InUse
-            A process still does after ``seconds``; the message names it.
+            A process still writes it after ``seconds``; the message names the process.
         """
         lock(self.path / _LOCK, seconds=seconds).close()
 
@@ -229,7 +229,7 @@ class RunDirectory:
         with self._reading("run.json") as text:
             metadata: dict[str, Any] = json.loads(text)
             if missing := _METADATA - set(metadata):
-                raise InvalidValue(f"without {', '.join(sorted(missing))}")
+                raise InvalidValue(f"it lacks {', '.join(sorted(missing))}")
         return metadata
 
     @property
@@ -263,7 +263,7 @@ class RunDirectory:
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
 
     def log(self, round: int, **metrics: float) -> None:
-        """Append one round's metrics, and call ``on_round``.
+        """Add one round's metrics to ``metrics.jsonl``, and call ``on_round``.
 
         Raises
         ------
@@ -298,7 +298,7 @@ class RunDirectory:
         return Rounds(rounds.values())
 
     def forget_rounds(self, after: int) -> None:
-        """Drop the rows of later rounds, which will be repeated."""
+        """Drop the rows of rounds above ``after``, which will be repeated."""
         for file in (self.metrics_path, self.path / "missing.jsonl"):
             if file.exists():
                 kept = [row for row in self._lines(file.name) if row["round"] <= after]
@@ -307,13 +307,16 @@ class RunDirectory:
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
-        """Append the partitions without a usable answer in a phase, and the refusals of replies."""
+        """Add a line to ``missing.jsonl``: the partitions that gave no usable answer in a phase.
+
+        ``refusals`` are the reasons why the server refused replies in that phase.
+        """
         line = {"round": round, "kind": kind, "partitions": list(partitions)}
         content = json.dumps({**line, "refusals": list(refusals)}).encode()
         append_line(self.path / "missing.jsonl", content, sync=False)
 
     def missing(self) -> list[dict[str, Any]]:
-        """Return the phases with missing answers: round, kind, partitions, refusals."""
+        """Return the lines of ``missing.jsonl``: round, kind, partitions and refusals of each."""
         return self._lines("missing.jsonl")
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
@@ -357,10 +360,10 @@ class RunDirectory:
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, use: Mapping[str, Any]) -> None:
-        """Write ``use.json``, from which `flower-ext export` makes clients' own models.
+        """Write ``use.json``, from which ``flower-ext export`` builds a client's own model.
 
-        It names the method, the number of clients, the records of an evaluation request, and the
-        parts of a model that clients remember.
+        It names the method, the number of clients, the records of an evaluation request, the round
+        of each client's newest memory, and the fingerprint of the frozen parts.
         """
         self._write_json("use.json", dict(use))
 
@@ -370,7 +373,7 @@ class RunDirectory:
             return dict(json.loads(text or "{}"))
 
     def note(self, **entries: str) -> None:
-        """Add entries to ``run.json`` that are known only outside the run."""
+        """Add entries to ``run.json`` that only the caller knows, such as the app's folder."""
         self._write_json("run.json", {**self.metadata, **entries})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
@@ -401,7 +404,7 @@ class RunDirectory:
             # A crash may have torn the last line, which then has no end.
             rows = [dict(json.loads(line)) for line in text.split("\n")[:-1]]
             if not all("round" in row for row in rows):
-                raise InvalidValue("without round")
+                raise InvalidValue("a row lacks its round")
         return rows
 
     def _write_json(self, name: str, value: Any) -> None:

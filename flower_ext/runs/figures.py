@@ -1,4 +1,4 @@
-"""Figures of a run: each is an SVG, with the same numbers as CSV beside it."""
+"""Figures of a run: each is an SVG file, beside a CSV file with the same numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
-    """Draw the run's measurements; return the SVG's file name and title of each figure."""
+    """Draw the run's measurements; return the titles of the figures by the SVGs' file names."""
     drawn: dict[str, str] = {}
     rounds, clients = run.metrics(), run.client_metrics()
     names = qualities(rounds, clients)
@@ -74,7 +74,7 @@ def _measurements(
     }
     yield "time", "Time of the rounds", "seconds, cumulative", seconds
     spread = {"standard deviation over clients": rounds.series("training_loss_std")}
-    title = "How far the clients' training losses are apart"
+    title = "Spread of the clients' training losses"
     yield "training_loss_spread", title, "loss", spread
     norm = {"mean over the cohort": rounds.series("update_norm_mean")}
     clipping = {"clipping norm": rounds.series("clipping_norm")}
@@ -84,7 +84,7 @@ def _measurements(
 
 
 def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the names of scores of clients' models, without losses; accuracy is always there."""
+    """Return the names of scores of clients' models: no losses, but always accuracy."""
     tail = "_worst_decile"
     names = {name for row in rounds for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
@@ -138,7 +138,7 @@ def draw_lines(
 ) -> Path:
     """Draw the mean of each label's runs, in a band of one sample standard deviation.
 
-    Only rounds that all runs of a label measured are drawn. The path of the SVG is returned.
+    Only rounds that all runs of a label measured are drawn. The function returns the SVG's path.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def draw_lines(
     log : bool
         Use a logarithmic vertical axis.
     from_zero : bool
-        Begin the vertical axis at zero, if no value is below.
+        Begin the vertical axis at zero, unless a value is negative.
     """
     figure, axes = _canvas(title, xlabel, ylabel)
     faint = 0.15 if len(lines) <= 6 else 0.05
@@ -195,7 +195,7 @@ def draw_lines(
 def _histogram(
     folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw how many clients have which score, from each client's (partition, score)."""
+    """Draw a histogram of the clients' scores, given each client's (partition, score)."""
     figure, axes = _canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
     # The same bins for every run, so that histograms can be compared, unless a score needs more.

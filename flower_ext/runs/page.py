@@ -1,4 +1,4 @@
-"""Pages: Markdown with tables and figures, and the same as one self-contained HTML file.
+"""Pages: Markdown with tables and figures, and a self-contained HTML file with the same content.
 
 In HTML, a part under a heading of the fourth level is folded, consecutive figures form a grid, and
 wide tables scroll inside the page. The page follows the reader's dark or light system setting.
@@ -27,7 +27,7 @@ class Markup(str):
 def write_page(folder: Path, name: str, **values: object) -> Path:
     """Write a page from the template ``name`` as Markdown and HTML; return the path of the HTML.
 
-    ``values`` are those that the template names, among them ``title``.
+    ``values`` are the values that the template uses, among them ``title``.
     """
     text = to_markdown(name, **values)
     write_whole(folder / f"{name}.md", text.encode(), sync=False)
@@ -38,7 +38,7 @@ def write_page(folder: Path, name: str, **values: object) -> Path:
 
 
 def to_markdown(name: str, **values: object) -> str:
-    """Return the Markdown that a template makes of its values."""
+    """Return a template's Markdown, filled in with ``values``."""
     text = _templates().get_template(f"{name}.md.jinja").render(values)
     # Parts of a template that are left out leave empty lines.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -9,7 +9,7 @@ same form::
     dataset = "cifar10"
     clients = 1000
 
-    [where.method.dp-fedavg]    # for runs with method = "dp-fedavg" alone
+    [where.method.dp-fedavg]    # only for runs with method = "dp-fedavg"
     local-epochs = 4
 """
 
@@ -41,7 +41,8 @@ class SettingsFile:
     shared : Mapping[str, Any]
         Values by name of a setting, as TOML gives them.
     special : Mapping[str, Mapping[str, Mapping[str, Any]]]
-        Values that hold only where another setting has a value: by its name, and its text.
+        Values that hold only if another setting has a given value: by the name of that setting, and
+        by its value as text.
     """
 
     name: str
@@ -69,9 +70,9 @@ class SettingsFile:
         return cls(path.stem, str(title), shared, special)
 
     def settings(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values for a run in which other settings are chosen already.
+        """Return the file's values for a run whose settings ``chosen`` are set already.
 
-        The values do not include the chosen ones.
+        The result does not include ``chosen``, which select among the special values.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():
@@ -80,14 +81,14 @@ class SettingsFile:
         return values
 
     def text(self, changed: Collection[str]) -> str:
-        """Return the words by which a run records the file and what its command changed."""
+        """Return the text with which a run records the file and the settings ``changed`` since."""
         names = ", ".join(name for name in changed if name not in INCIDENTAL)
         title = f" ({self.title})" if self.title else ""
         return f"{self.name}{title}" + (f", changed: {names}" if names else "")
 
 
 def _is_table(value: object, depth: int = 1) -> bool:
-    """Return whether a value is a table, of tables, … to a depth."""
+    """Return True if a value is a table of tables, nested ``depth`` levels deep."""
     if depth == 0:
         return True
     return isinstance(value, dict) and all(_is_table(each, depth - 1) for each in value.values())

@@ -22,7 +22,7 @@ from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
 
 _MOST_SHOWN = 10
-"""Largest number of rare scores that the report names."""
+"""Most scores reported by few clients that the report names."""
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -120,7 +120,7 @@ def _line(guarantee: Guarantee) -> tuple[str, ...]:
 
 
 def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -> int:
-    """Return the number of rounds that asked clients to train but are not on the ledger."""
+    """Return the number of rounds that asked clients to train but are not in the ledger."""
     if not run.ledger_path.exists():
         return 0
     trained = [row for row in rounds if row.get("messages", 0) > 0]
@@ -128,7 +128,7 @@ def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
-    """Return ε of everything on the ledger if it exceeds the stated guarantees, else None."""
+    """Return ε of all releases in the ledger if it exceeds the stated guarantee, else None."""
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
     )
@@ -154,7 +154,7 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _missing(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a line on partitions that did not answer, with the last line of each refusal."""
+    """Return a table row on partitions that did not answer, with the last line of each refusal."""
     reasons = [refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]]
     partitions = ", ".join(map(str, row["partitions"]))
     return (row["round"], row["kind"], partitions, "; ".join(reasons))

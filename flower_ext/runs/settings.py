@@ -1,7 +1,7 @@
 """Settings of a run: declared once as a frozen dataclass, read once, checked at construction.
 
-An app declares its settings as fields of a class of its own, and inherits those that all apps share
-from `flower_ext.runs.shared_settings`::
+An app declares its settings as fields of its own class. The class inherits the settings that all
+apps share from `flower_ext.runs.shared_settings`::
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
@@ -39,7 +39,7 @@ class UnfitSetting(InvalidValue):
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the values of a setting, beyond their type: in words, and as a function."""
+    """A condition on a setting's values beyond their type: in words, and as a function."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -67,7 +67,8 @@ def setting(meaning: str, default: Any = MISSING) -> Any:
     meaning : str
         The text that ``flower-ext settings`` and the documentation show.
     default : Any
-        Value of the setting in apps that leave it out; without it, an app has to have the setting.
+        Value of the setting in apps that leave it out. Without a default, every app must have the
+        setting.
     """
     return field(default=default, metadata={"meaning": meaning})
 
@@ -227,7 +228,7 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     Raises
     ------
     UnfitSetting
-        The nodes would not have a whole number of clients each.
+        The number of clients is not a multiple of ``clients-per-node``.
     """
     name = clients_setting(config)
     if name is None:

@@ -38,23 +38,24 @@ from flower_ext.runs.settings import (
 class RunSettings(Settings):
     """Length, randomness, evaluation, paths and waiting times of a run."""
 
-    rounds: Count = setting("of training")
+    rounds: Count = setting("number of rounds of training")
     seed: CountOrZero = setting(
-        "0: draws and noise come from the operating system's randomness, as cohorts do in any case "
-        "where noise is secure; models and batches are then one fixed choice",
+        "seed of all draws. 0: draws and noise come from the operating system; models and batches "
+        "are one fixed choice. If noise is secure, cohorts always come from the operating system",
         default=0,
     )
-    seeded_noise: bool = setting("reproducible noise: simulation only", default=False)
+    seeded_noise: bool = setting("reproducible noise, for simulation only", default=False)
     evaluate_every: CountOrZero = setting(
-        "rounds; 0: never. Scores are not noised and covered by no guarantee, unless evaluation is "
-        "secure",
+        "rounds between evaluations; 0: never. Unless evaluation is secure, scores are not noised, "
+        "and no guarantee covers them",
         default=1,
     )
     training_loss: bool = setting(
-        "losses of personal models on training records; covered by no guarantee", default=False
+        "clients report losses of personal models on training records; no guarantee covers these",
+        default=False,
     )
     diagnostics: bool = setting(
-        "norms of updates before clipping; covered by no guarantee", default=False
+        "clients report norms of updates before clipping; no guarantee covers these", default=False
     )
     preset: str = setting(
         "name, title and changes of the preset, as --preset records them", default=""
@@ -62,24 +63,24 @@ class RunSettings(Settings):
     data_folder: str = setting("empty: the environment variable FLOWER_EXT_DATA", default="")
     run_directory: str = setting("empty: a new folder in FLOWER_EXT_RUNS, or ./runs", default="")
     state_folder: str = setting(
-        "simulation: where clients keep their memory, to be resumed with (flower-ext run: by "
-        "default a folder in the run directory; SuperNodes: --node-config "
+        "simulation: folder of the clients' memory, which methods with memory need to resume "
+        "(flower-ext run: by default in the run directory; SuperNodes: --node-config "
         "\"state-folder='/path'\")",
         default="",
     )
     resume: bool = setting("continue the run in run-directory, if there is one", default=False)
     connect_timeout: Positive = setting("seconds to wait for all SuperNodes", default=600.0)
-    round_timeout: Positive = setting("seconds to wait for their part of a round", default=3600.0)
+    round_timeout: Positive = setting("seconds to wait for replies in a round", default=3600.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings(Settings):
     """The clients of a run."""
 
-    clients: Count = setting("clients-per-node times the number of SuperNodes")
+    clients: Count = setting("number of clients: clients-per-node times the number of SuperNodes")
     clients_per_node: CountOrZero = setting(
-        "on Ray: their trainings are one batch, their messages one. 0: flower-ext run fills a node "
-        "a core; elsewhere 1",
+        "clients that share a node, one message and one batch of trainings. 0: flower-ext run "
+        "chooses, with at most one node per core; elsewhere 1",
         default=1,
     )
 
@@ -96,8 +97,10 @@ class CohortSettings(ClientSettings):
 class PartitionSettings(Settings):
     """The division of a data set among clients."""
 
-    partition: Literal["pathological", "dirichlet", "iid"] = setting("who holds which classes")
-    classes_per_client: Count = setting("pathological: how many a client has")
+    partition: Literal["pathological", "dirichlet", "iid"] = setting(
+        "how classes are divided among clients"
+    )
+    classes_per_client: Count = setting("pathological: number of classes of a client")
     dirichlet_alpha: Positive = setting("dirichlet: alpha")
     dirichlet_min_size: Count = setting("dirichlet: fewest examples of a client")
 
@@ -106,19 +109,23 @@ class PartitionSettings(Settings):
 class PrivacySettings(RunSettings):
     """The guarantee of a run, and the budgets at which it ends."""
 
-    epsilon: Positive | None = setting("after all rounds", default=None)
-    delta: FractionBelowOne = setting("at which epsilon holds")
-    calibration: Basis = setting("whose bound on epsilon gives the noise", default="provable")
-    clipping_norm: Positive = setting("C, of a client's update")
+    epsilon: Positive | None = setting("epsilon after all rounds", default=None)
+    delta: FractionBelowOne = setting("delta at which epsilon holds")
+    calibration: Basis = setting(
+        "bound on epsilon by which the noise is chosen: provable, or published by the paper",
+        default="provable",
+    )
+    clipping_norm: Positive = setting("C: clipping norm of a client's update")
     budget: NotNegative = setting("provable epsilon at which the run ends; 0: none", default=0.0)
     budget_ledger: AbsolutePath = setting(
         "absolute path of an account that all runs on these people share", default=""
     )
     population_epsilon: NotNegative = setting(
-        "what these people may spend together, in place of the run's own budget", default=0.0
+        "budget-ledger: epsilon that all runs on these people may spend; replaces budget",
+        default=0.0,
     )
     population_delta: FractionBelowOne = setting(
-        "at which all that they spend is added up", default=0.0
+        "budget-ledger: delta at which epsilon is summed over the runs", default=0.0
     )
 
     @property
@@ -131,42 +138,45 @@ class PrivacySettings(RunSettings):
 class ReleaseSettings(PrivacySettings):
     """Clipping and noise of clients' updates, and secure sums of updates and scores."""
 
-    delta: FractionBelowOne = setting("at which epsilon holds; 0: 1 / clients")
+    delta: FractionBelowOne = setting("delta at which epsilon holds; 0: 1 / clients")
     noise_multiplier: NotNegative = setting(
-        "sigma, of the sum; 0: as epsilon asks for, which it otherwise overrides", default=0.0
+        "sigma, for the noise of a sum; overrides epsilon. 0: the least noise that keeps epsilon",
+        default=0.0,
     )
     clipping: Literal["fixed", "adaptive"] = setting(
-        "adaptive: clipping-norm is that of the first round, and follows a quantile of the norms",
+        "adaptive: clipping-norm is that of round 1; later norms follow a quantile of the updates",
         default="fixed",
     )
     clipping_quantile: ProperFraction = setting(
-        "adaptive: fraction of the updates that should not be longer", default=0.5
+        "adaptive: fraction of the updates that should be no longer than the norm", default=0.5
     )
     clipping_learning_rate: Positive = setting(
-        "adaptive: of the logarithm of the norm", default=0.2
+        "adaptive: learning rate of the logarithm of the norm", default=0.2
     )
     noise_placement: Literal["client", "server"] = setting("who adds the noise", default="client")
     aggregation: Literal["plain", "secure"] = setting(
-        "whether the server sees uploads, or sums alone, of cohorts of a fixed size",
+        "plain: the server sees each upload; secure: it sees only sums, of cohorts of a fixed size",
         default="plain",
     )
     colluding_share: FractionBelowOne = setting(
-        "secure: of all clients, those that may collude with the server", default=0.1
+        "secure: share of all clients that may collude with the server", default=0.1
     )
     dropout_share: FractionBelowOne = setting(
-        "secure: of a cohort, clients that may be lost in a round; of more, the round is discarded",
+        "secure: share of a cohort that may be lost in a round; if more are lost, the round is "
+        "discarded",
         default=0.1,
     )
     evaluation: Literal["plain", "secure"] = setting(
-        "whether the server learns each client's scores, or only noised means from a secure sum, "
-        "which epsilon counts",
+        "plain: the server learns each client's scores; secure: it learns only noised means from a "
+        "secure sum, which epsilon counts",
         default="plain",
     )
     evaluation_share: ProperFraction = setting(
         "secure: share of epsilon for all evaluations together", default=0.2
     )
     evaluation_noise_multiplier: NotNegative = setting(
-        "secure: of a sum of scores; 0: as evaluation-share asks for", default=0.0
+        "secure: noise multiplier of a sum of scores; 0: the least that evaluation-share allows",
+        default=0.0,
     )
     evaluation_loss_bound: NotNegative = setting(
         "secure: largest loss that counts; 0: losses stay with the clients", default=0.0
@@ -182,17 +192,18 @@ class ReleaseSettings(PrivacySettings):
 class TrainingSettings(Settings):
     """Local training of every client."""
 
-    batch_size: Count = setting("examples a step")
-    local_epochs: Count = setting("of the whole model, or of the extractor")
-    learning_rate: Positive = setting("of the whole model, or of the extractor")
-    learning_rate_decay: Fraction = setting("factor a round", default=1.0)
-    momentum: FractionBelowOne = setting("within a local training", default=0.0)
+    batch_size: Count = setting("examples per step")
+    local_epochs: Count = setting("local epochs of the whole model, or of the extractor")
+    learning_rate: Positive = setting("learning rate of the whole model, or of the extractor")
+    learning_rate_decay: Fraction = setting("factor of learning rates per round", default=1.0)
+    momentum: FractionBelowOne = setting("momentum within a local training", default=0.0)
     optimizer: str = setting(
-        "or AdamW, or another of torch.optim that steps by a gradient", default="SGD"
+        "SGD, AdamW, or another optimizer of torch.optim that steps by a gradient", default="SGD"
     )
-    weight_decay: NotNegative = setting("of another optimizer than SGD", default=0.0)
+    weight_decay: NotNegative = setting("weight decay of an optimizer other than SGD", default=0.0)
     weighting: Literal["clients", "examples"] = setting(
-        "who counts how much; examples: only without privacy", default="clients"
+        "weights in the mean: clients (all equal), or examples (only without privacy)",
+        default="clients",
     )
 
 
@@ -204,15 +215,18 @@ class ServerSettings(Settings):
     server_optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = setting(
         "how the server moves along the mean update", default="sgd"
     )
-    server_momentum: FractionBelowOne = setting("of sgd; of the others beta_1", default=0.0)
+    server_momentum: FractionBelowOne = setting(
+        "momentum of sgd; beta_1 of the other optimizers", default=0.0
+    )
     server_tau: Positive = setting(
-        "of adagrad, adam and yogi: at least the noise of a coordinate of the mean", default=1e-3
+        "tau of adagrad, adam and yogi: at least the noise of a coordinate of the mean",
+        default=1e-3,
     )
     average_decay: FractionBelowOne = setting(
-        "clients evaluate the average of all models so far, whose weights fall by this factor a "
-        "round; 0: the newest model",
+        "clients evaluate the average of all models so far, with weights that fall by this factor "
+        "per round; 0: the newest model",
         default=0.0,
     )
     average_last: CountOrZero = setting(
-        "clients evaluate the mean of so many last models; 0: the newest model", default=0
+        "clients evaluate the mean of this many last models; 0: the newest model", default=0
     )

@@ -1,9 +1,9 @@
 """A trial that one training leaves nothing behind for the next one in the same process.
 
 A model may keep what it likes in itself, because every training builds or copies its own model. But
-trainings share class attributes, global variables and what hooks enclose. Through these one user's
-records would change the updates of other users, or of other clients, which no clipping of each
-update bounds.
+trainings share class attributes, global variables and the variables that hooks enclose. Through
+these, one user's records would change the updates of other users, or of other clients. Clipping
+each update does not bound such a change.
 
 The trial compares `snapshots`, and names the place at which they differ. To find what no snapshot
 reaches, it also compares results, which must not depend on the examples that passed before.
@@ -74,7 +74,7 @@ def _shared_place(kind: TrainingKind) -> str | None:
 def _place_by_trial(kind: TrainingKind) -> str | None:
     task, generator = kind.task, torch.Generator().manual_seed(0)
     start = shaken(task.factory.like_initial(0), generator)
-    # A model that no training has: what changes in it, all models share.
+    # No training uses this model, so whatever changes in it is shared by all models.
     bystander = in_training(task.model().to(task.torch_device()))
     usual, other = (
         (random_examples(kind.features, 3, generator), trees.zeros(kind.targets, 3))

@@ -41,12 +41,12 @@ def own_dropout(model: nn.Module) -> nn.Module:
 
 
 class Draws:
-    """Random draws of K trainings in one step, each from its own generator.
+    """Random numbers for one step of K trainings, each from that training's generator.
 
     Parameters
     ----------
     generators : sequence of torch.Generator or None
-        None where the draws are not used.
+        None for a training that uses no draws.
     counts : sequence of int
         Number of examples in each mini-batch; all other rows are padding.
     """

@@ -50,7 +50,7 @@ class Features:
         and of the front's tensors. Empty it if the front's code changes. Damaged files are
         recomputed.
     device : str
-        Device of the front; on the default all machines of one kind agree to the last bit.
+        Device of the front. With the default, all machines of one kind agree to the last bit.
     """
 
     def __init__(

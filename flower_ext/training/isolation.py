@@ -1,7 +1,7 @@
 """Undo what one client's code leaves behind in the process before another client's code runs.
 
-A setting that a client's data decide, such as gradients that stay off, would change what other
-clients send, which no clipping of each update bounds.
+A client's data may decide a setting of the process, such as gradients that stay off. That would
+change what other clients send, and clipping each update does not bound such a change.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 
 
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
-    """Call a model with ``params``; it keeps its own where they have none (see `called`).
+    """Call a model with ``params``; it keeps its own tensors under names that ``params`` lacks.
 
     Raises
     ------

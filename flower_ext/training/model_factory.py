@@ -42,11 +42,11 @@ class ModelFacts(NamedTuple):
     frozen: Params
     """All tensors that neither train nor travel; the caller must not change them."""
     tied: Mapping[str, str]
-    """Further names of parameters that have several, with the first name of each: that travels."""
+    """By further name of a parameter with several names, its first name, under which it travels."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
     """Shapes and types of all trained parameters, and of the buffers beside them."""
     known: bool
-    """True if all layers are PyTorch's or this package's own, which show all that they do."""
+    """True if all layers are PyTorch's or this package's; their types tell all that they do."""
     known_holders: bool
     """True if all layers with parameters or buffers of their own are known."""
     template: nn.Module | None
@@ -220,8 +220,8 @@ def factory_of(
 ) -> ModelFactory:
     """Return the one factory of a function, under which facts about its models are stored.
 
-    Equal `functools.partial` objects have one factory, and so has a method of equal objects: on Ray
-    each message brings its own copy of them.
+    Equal `functools.partial` objects share one factory. Equal objects share one for each method,
+    because on Ray each message brings its own copies of them.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):

@@ -51,8 +51,8 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
         missing = sorted(after.keys() - before.keys())
         raise tellable(
             InvalidValue(
-                f"difference: {missing} are not in the received part of the model; expected the "
-                "same part of both, as {name: after[name] for name in before}"
+                f"difference: the trained model has {missing}, which the received one lacks; give "
+                "only the received part: {name: after[name] for name in before}"
             )
         )
     return {name: after[name] - before[name] for name in after}

@@ -97,7 +97,7 @@ class LocalProblem:
     rest: Params
     device: torch.device
     still: Callable[[], AbstractContextManager[None]]
-    """Makes a block after which the model's buffers, such as running statistics, are as before."""
+    """Returns a context manager that restores buffers of the model, such as running means."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
         """Return the whole model with its trained part replaced; devices and types as ``like``."""
@@ -115,8 +115,8 @@ def local_problem(
 ) -> LocalProblem:
     """Return the local objective on the task's device; parameters not ``trained`` are frozen.
 
-    With a ``dtype`` all floating-point parameters are converted to it. They may lie in memory in
-    the order that is fastest for the model, until `LocalProblem.whole`.
+    With a ``dtype`` all floating-point parameters are converted to it. Until `LocalProblem.whole`,
+    parameters may lie in memory in the order that is fastest for the model.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def local_problem(
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
     facts = task.factory.facts
-    # A part of a model, or one of other settings, must not meet numbers of the last training.
+    # Share only whole models: a part, or one with other settings, must not see the last numbers.
     fits = all(n in params and params[n].shape == p for n, (p, _) in facts.travelling.items())
     if dtype is None and facts.known and fits:
         replaced = _shared_model(task.factory, device, get_ident())
@@ -136,7 +136,7 @@ def local_problem(
         replaced = _new_model(task.factory, device, dtype)
     model = replaced.model
     chosen = {name for name, _ in model.named_parameters() if trained(name)}
-    # A class of the user's might rely on the usual order.
+    # A user's own class might rely on the usual memory order.
     any_order = facts.known and device.type == "cpu" and suits_channels_last(model, chosen)
     layout = torch.channels_last if any_order else torch.contiguous_format
     start = {name: _laid(p, layout) for name, p in everything.items() if name in chosen}

@@ -24,7 +24,7 @@ def products_are_reproducible() -> bool:
     Returns
     -------
     bool
-        False where MKL was used before, or where this PyTorch comes without MKL.
+        False if MKL was used before, or if this PyTorch comes without MKL.
     """
     try:
         mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

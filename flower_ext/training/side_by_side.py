@@ -1,4 +1,4 @@
-"""Run functions of many clients that wait for trainings: batch these, keep each error apart."""
+"""Run the functions of many clients side by side: batch their trainings, keep errors apart."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     it is not a mean over examples: a mini-batch with a single patient has nothing to compare.
     Without events the loss and its gradient are 0. No control flow depends on the data.
 
-    FLamby divides by the number of patients instead of events, so its SGD steps are smaller by the
-    share of events.
+    FLamby divides by the number of patients instead of events, so its SGD steps are these steps
+    times the share of events.
 
     Parameters
     ----------

@@ -30,13 +30,13 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
         if not isinstance(tree, Tensor):
             raise InvalidValue(
                 f"accuracy with {name} of type {type(tree).__name__}: expected one tensor; name "
-                "a metric that reads yours in Task(metrics={...}), as lambda outputs, targets: "
-                "accuracy(outputs.logits, targets)"
+                "a metric that reads these in Task(metrics={...}), such as lambda outputs, "
+                "targets: accuracy(outputs.logits, targets)"
             )
     if targets.is_floating_point():
         raise InvalidValue(
             f"accuracy with targets of type {targets.dtype}: expected class numbers; name "
-            "a metric that suits yours in Task(metrics={...})"
+            "a metric that suits your targets in Task(metrics={...})"
         )
     return float((outputs.argmax(dim=1) == targets).float().mean())
 
@@ -48,18 +48,18 @@ class Task:
     Parameters
     ----------
     model : Callable[[], nn.Module]
-        Builds a fresh model. All models must be of one kind, because facts found about the first
-        are reused for the others; use another function for other settings. The model is called
-        with features as `Examples` says. Its parameter names matter, since ``personal``
-        prefixes refer to them. Parameters without ``requires_grad`` are frozen: they neither
-        train nor travel nor count in a norm. Every node takes them from its own ``model()``,
-        and the buffers beside them stay constant.
+        Builds a fresh model. All its models must have the same architecture and settings, because
+        facts found about the first are reused for the others. Use another function for other
+        settings. The model is called with features as `Examples` says. Its parameter names matter,
+        since ``personal`` prefixes refer to them. Parameters without ``requires_grad`` are frozen:
+        they neither train nor travel nor count in a norm. Every node takes them from its own
+        ``model()``, and the buffers beside them stay constant.
     data : Callable[[int], ClientData]
         Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
-        Mean loss of a batch, from the model's outputs, whatever these are, and targets. A loss
-        that is not a mean over examples has a third parameter ``present``: booleans that
-        distinguish examples from padding (see `cox_loss`).
+        Mean loss of a batch, from the model's outputs (of any type) and the targets. A loss that is
+        not a mean over examples has a third parameter ``present``: booleans that distinguish
+        examples from padding (see `cox_loss`).
     metrics : Mapping[str, Callable[[Any, Any], float]]
         Named quality measures of all test outputs of one client and its targets. For more
         examples than one mini-batch, outputs must be tensors with one row per example, or
@@ -93,7 +93,8 @@ class Task:
             )
         if isinstance(self.trainable, str):
             raise InvalidValue(
-                f"trainable={self.trainable!r}: expected several names, as ({self.trainable!r},)"
+                f"trainable={self.trainable!r}: expected several names, for example "
+                f"({self.trainable!r},)"
             )
         object.__setattr__(self, "loss", _hashable(self.loss))  # a key of caches
         trainable = None if self.trainable is None else tuple(self.trainable)

@@ -218,7 +218,7 @@ def test_nothing_is_overwritten(finished, tmp_path):
         (["--client", -1], "client=-1: expected 0 … 2"),
         (["--client", 0, "--app", DP_DITTO.folder], "knows no method 'dp2_fedsam'"),
         (["--client", 0, "--app", None], "name its folder by --app"),
-        (["--output", "own.bin"], "expected a name in .safetensors"),
+        (["--output", "own.bin"], "expected a name that ends with .safetensors"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_what_to_change(

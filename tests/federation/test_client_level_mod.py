@@ -299,7 +299,7 @@ def test_seeded_noise_is_refused_unless_the_app_was_built_for_simulation():
 
 
 def test_the_mod_fails_closed_before_a_server_that_asks_for_no_protection():
-    with pytest.raises(FederationNotReady, match="as of a ReleasePlan"):
+    with pytest.raises(FederationNotReady, match="which a ReleasePlan asks for"):
         run(
             foreign_app(),
             FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))),

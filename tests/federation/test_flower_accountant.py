@@ -238,8 +238,8 @@ def changed(**facts):
     ("state", "said"),
     [
         ({}, "releases"),
-        ({"releases": None}, "cannot be read"),
-        ({"releases": [{"release": {}, "count": 1}]}, "cannot be read"),
+        ({"releases": None}, "state of the accountant"),
+        ({"releases": [{"release": {}, "count": 1}]}, "state of the accountant"),
         (RdpAccountant(config()).state_dict(), "releases"),
         (changed(count=0), "count=0"),
         (changed(release=OTHER.to_dict()), "another kind"),

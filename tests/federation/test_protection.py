@@ -635,17 +635,17 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
 @pytest.mark.parametrize(
     ("update", "protection", "said"),
     [
-        ({"weight": torch.ones(2)}, UNITS, "update has none"),
+        ({"weight": torch.ones(2)}, UNITS, "update no bound"),
         (BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3), None, "a bound of 2"),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             WHOLE,
-            "the plan expects none",
+            "the plan expects no bound",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             replace(UNITS, clipping_norm=1.9),
-            "a bound of 2: the plan expects one of 1.9",
+            "a bound of 2: the plan expects a bound of 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),
@@ -656,9 +656,9 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             HiddenSum(bound=2.0, encrypt=dict),
             WHOLE,
-            "the plan expects none",
+            "the plan expects no bound",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), Unprotected(), "the plan expects none"),
+        (HiddenSum(bound=2.0, encrypt=dict), Unprotected(), "the plan expects no bound"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):

@@ -56,7 +56,7 @@ def test_a_callback_that_raises_is_logged_once_and_changes_nothing(tmp_path, cap
         each.getMessage() for each in caplog.records if each.getMessage().startswith("callback")
     ]
     assert lines == [
-        "callback Broken failed; the run goes on without it wherever it fails: "
+        "callback Broken failed; the run continues, and its later errors are not logged: "
         "RuntimeError: no network"
     ]
     assert len(notes.said) == 5

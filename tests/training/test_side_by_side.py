@@ -68,7 +68,7 @@ def test_a_training_that_nobody_waits_for_is_refused_in_place_of_a_model():
 
 def test_the_difference_of_other_parts_of_a_model_says_which_are_missing():
     whole = task().initial_params(0)
-    with pytest.raises(ValueError, match=r"difference: \['bias'\] are not in"):
+    with pytest.raises(ValueError, match=r"difference: the trained model has \['bias'\], which"):
         difference(whole, {"weight": whole["weight"]})
 
 

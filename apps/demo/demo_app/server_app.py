@@ -33,8 +33,8 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
 def method_of(settings: Settings) -> Method:
     """Return the method that the settings name."""
     if settings.method == "alone":
-        # The shared model stays as it was initialised. Each client trains a copy for itself
-        # before it is evaluated, and sends nothing of that.
+        # The shared model stays as it was initialised. Each client trains a copy of it before its
+        # evaluation, and sends nothing that this training changes.
         return DPFedAvg(
             local=configured.training(settings, epochs=0),
             fine_tuning=configured.training(settings, epochs=settings.epochs_alone),

@@ -14,8 +14,9 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings):
     """Many clients with a few digits each: alone, together with privacy, together without."""
 
     method: Literal["alone", "dp-fedavg", "fedavg"] = setting(
-        "alone: each client trains on its own digits only; fedavg: without privacy"
+        "alone: each client trains on its own digits only; dp-fedavg: together with privacy; "
+        "fedavg: together without privacy"
     )
     dataset: Literal["digits", "mnist"] = setting("digits come with the package")
-    digits_per_client: Count = setting("to train on")
-    epochs_alone: Count = setting("alone: passes over the client's digits")
+    digits_per_client: Count = setting("number of a client's training digits")
+    epochs_alone: Count = setting("alone: epochs of a client's training")

@@ -21,13 +21,13 @@ from flower_ext.training import Task
 from flower_ext.training.models import build
 
 SOURCES = {
-    "digits": "scikit-learn's digits. Each client's are copies of some of 1,438 digits, turned, "
+    "digits": "scikit-learn's digits. Each client has copies of some of 1,438 digits, turned, "
     "scaled, moved and inked a little, because there are too few for all clients. Tests are on "
     "359 other digits, as they are",
     "mnist": "MNIST. No digit is with two clients; tests are on 500 others",
 }
 TEST_SHARE, MOST_TESTS = 0.2, 500
-"""Share of the digits that are held out to test on, and the most that are used."""
+"""Share of the digits that are held out for tests, and the largest number that tests use."""
 
 
 def task_of(context: Context) -> Task:
@@ -41,10 +41,10 @@ def task_of(context: Context) -> Task:
 
 @cache
 def client_data(settings: Settings, client: int) -> ClientData:
-    """Return one client's digits to train on, and the held-out digits, which are the same for all.
+    """Return one client's training digits, and the held-out digits, which all clients share.
 
-    Digits of MNIST are with one client only. The few digits that come with the package are drawn
-    for each client anew, and varied.
+    Each digit of MNIST belongs to one client only. The digits that come with the package are few,
+    so each client draws from all of them, and varies what it draws.
 
     Raises
     ------
@@ -79,7 +79,8 @@ def digits(dataset: str, folder: str, seed: int) -> tuple[Examples, Examples]:
 def varied(images: Tensor, rng: np.random.Generator) -> Tensor:
     """Turn, scale, move and ink each image a little.
 
-    By up to 15 degrees, a tenth, three quarters of a pixel of eight, and three tenths.
+    The limits are 15 degrees, a tenth of the size, three quarters of a pixel (of eight), and three
+    tenths of the ink.
     """
 
     def uniform(bound: float, *shape: int) -> Tensor:

@@ -89,8 +89,8 @@ def _check_memory(rounds: int, clients: int, weights: int) -> None:
     if count > _LARGEST:
         raise InvalidValue(
             f"{rounds} rounds, {clients} clients and {weights} weights: a pilot run keeps all "
-            f"gradients, and these exceed its memory limit {count / _LARGEST:.3g} times; take "
-            "fewer rounds or a smaller model"
+            f"gradients, which take {count / _LARGEST:.3g} times its memory limit; take fewer "
+            "rounds or a smaller model"
         )
 
 

@@ -46,7 +46,7 @@ def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
     Raises
     ------
     UnfitSetting
-        The settings ask for a planner with a method that its theorem does not cover.
+        The settings combine a planner with a method that Theorem 1 does not cover.
     """
     planner = settings.planner
     if planner != "none" and settings.method != "dp-ditto":
@@ -93,7 +93,9 @@ def planned_rounds(
     pilot: LossConstants | None,
     plan_of: Callable[[int], PrivacyPlan],
 ) -> int:
-    """Return T: the setting ``rounds``, or T* of Theorem 1 up to it, for the settings' λ and ε.
+    """Return the number of rounds: the setting ``rounds``, or with a planner T* of Theorem 1.
+
+    T* is for the λ and ε of the settings, and at most ``rounds``.
 
     Parameters
     ----------
@@ -107,7 +109,7 @@ def planned_rounds(
     Raises
     ------
     UnfitSetting
-        ``rounds`` is below 1, or no number of rounds improves the bound.
+        The plan is no `RecordLevelPlan`, or no number of rounds improves the bound.
     """
     most, basis = settings.rounds, settings.calibration
     if settings.planner == "none":

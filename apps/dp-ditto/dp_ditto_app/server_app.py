@@ -52,7 +52,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def method_of(settings: Settings) -> Method:
-    """Return the method; all methods share the settings that they have."""
+    """Return the method that the settings name."""
     local, rate = local_training(settings), settings.personal_learning_rate
     match settings.method.removeprefix("dp-"):
         case "ditto":

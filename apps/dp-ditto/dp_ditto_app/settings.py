@@ -38,33 +38,37 @@ class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSetti
         "fedamp",
         "apple",
         "fedala",
-    ] = setting("the last five without privacy")
-    rounds: Count = setting("T; with planner, the most that it may choose")
+    ] = setting("the last five are without privacy")
+    rounds: Count = setting("T: number of rounds; with a planner, the most that it may choose")
     dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "femnist", "letters"] = setting(
         "digits come with the package"
     )
     model: str = setting("empty: the data set's default")
     examples_per_client: Count = setting(
-        "for training, the same for all, because the plan counts on it"
+        "training examples of a client, equal for all clients, because the plan counts on that"
     )
 
     # Privacy: the unit is one record, against a server that sees every upload.
-    epsilon: Positive = setting("after all rounds")
-    delta: FractionBelowOne = setting("at which epsilon holds: below one over all clients' records")
-    calibration: Basis = setting("whose bound on epsilon gives the noise (published: Eqn 8)")
-    noise: Literal["steps", "upload"] = setting(
-        "in each local step (dp-ditto), or on the clipped model. The paper and all other methods: "
-        'upload, with calibration = "published", whose provable epsilon is above 100,000'
+    epsilon: Positive = setting("epsilon after all rounds")
+    delta: FractionBelowOne = setting(
+        "delta at which epsilon holds: below 1 / all clients' records"
     )
-    clipping_norm: Positive = setting("C, of the local model")
-    gradient_clipping_norm: Positive = setting('G, of one record\'s gradient, with noise = "steps"')
+    calibration: Basis = setting("bound on epsilon by which the noise is chosen (published: Eqn 8)")
+    noise: Literal["steps", "upload"] = setting(
+        "steps: noise in each local step (dp-ditto only); upload: noise on the clipped model, as "
+        'in the paper, with calibration = "published", whose provable epsilon is above 100,000'
+    )
+    clipping_norm: Positive = setting("C: clipping norm of the local model")
+    gradient_clipping_norm: Positive = setting(
+        'G: clipping norm of a record\'s gradient, with noise = "steps"'
+    )
 
     # Local training
-    batch_size: CountOrZero = setting("examples a step; 0: all")
-    local_epochs: Count = setting("of the model that is uploaded")
-    learning_rate: Positive = setting("of the model that is uploaded")
-    personal_epochs: CountOrZero = setting("ditto")
-    personal_learning_rate: Positive = setting("ditto, pfedme")
+    batch_size: CountOrZero = setting("examples per step; 0: all")
+    local_epochs: Count = setting("local epochs of the uploaded model")
+    learning_rate: Positive = setting("learning rate of the uploaded model")
+    personal_epochs: CountOrZero = setting("ditto: epochs of the personal model")
+    personal_learning_rate: Positive = setting("ditto, pfedme: rate of the personal model")
 
     # Single methods
     global_weight: NotNegative = setting("ditto: lambda in [0, 2]; 0: only local, 2: only global")
@@ -79,12 +83,13 @@ class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSetti
 
     # Planner of the number of rounds
     planner: Literal["none", "bound", "pilot"] = setting(
-        "dp-ditto: rounds, or the T of Theorem 1 for the constants below, or for those that "
-        "full-gradient descent on the clients' records shows, without noise and covered by no "
-        "guarantee: for simulations and public stand-ins; they are left in pilot.toml"
+        "dp-ditto: none takes rounds; bound takes the T of Theorem 1 for the constants below; "
+        "pilot takes it for constants that full-gradient descent on the clients' records finds and "
+        "writes to pilot.toml. The pilot has no noise, and no guarantee covers it: for simulations "
+        "and public stand-ins only"
     )
-    pilot_rounds: Count = setting("steps of the pilot")
-    pilot_learning_rate: Positive = setting("of the pilot")
+    pilot_rounds: Count = setting("pilot: number of steps")
+    pilot_learning_rate: Positive = setting("pilot: learning rate")
     strong_convexity: NotNegative = setting("bound: mu")
     smoothness: NotNegative = setting("bound: L")
     initial_gap: NotNegative = setting("bound: Psi_1")

@@ -64,7 +64,7 @@ def plan_of(settings: Settings) -> ReleasePlan | NonPrivatePlan:
 
 
 def method_of(settings: Settings, task: Task) -> Method:
-    """Return the method; all methods share the settings that they have."""
+    """Return the method that the settings name."""
     method, radius = settings.method, settings.sam_radius
     if "sam" in method and radius == 0:
         raise UnfitSetting(

@@ -36,17 +36,19 @@ class Settings(
         "p-fedsam",
         "own-head",
     ] = setting(
-        "the last three without privacy; own-head trains no extractor, as a control: it keeps the "
-        "first one"
+        "the last three are without privacy; own-head is a control, which keeps the initial "
+        "extractor and trains heads only"
     )
     dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "femnist", "letters"] = setting(
         "digits come with the package"
     )
     model: str = setting("empty: the data set's default; for fedbn, its default with -bn")
-    head_epochs: CountOrZero = setting("methods with a personal head")
-    head_learning_rate: Positive = setting("methods with a personal head")
-    sam_radius: NotNegative = setting("q, of sharpness-aware minimisation")
-    adapt_before_evaluation: bool = setting("train the head on the current extractor first")
+    head_epochs: CountOrZero = setting("epochs of a personal head")
+    head_learning_rate: Positive = setting("learning rate of a personal head")
+    sam_radius: NotNegative = setting("q: radius of sharpness-aware minimisation")
+    adapt_before_evaluation: bool = setting(
+        "clients train their head on the current extractor before they evaluate"
+    )
     apfl_weight: Annotated[float, Rule("a number in [0, 1]", lambda value: 0 <= value <= 1)] = (
         setting("alpha of the personal model in apfl's mixture; 0: the shared model, 1: without it")
     )

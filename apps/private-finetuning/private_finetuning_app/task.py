@@ -112,7 +112,8 @@ def rows(source: Pictures | Texts, shares: Shares) -> list[np.ndarray]:
 def client_data(source: Pictures | Texts, shares: Shares, client: int) -> ClientData:
     """Return one client's examples, 90 % for training and 10 % for testing.
 
-    If there are users, the client is a silo, and each example belongs to any of them.
+    If there are users, the client is a silo, and each training example belongs to one of them,
+    drawn at random.
     """
     examples, own = pool(source), rows(source, shares)[client]
     rng = seeded_generator(shares.seed, "split", client)

@@ -128,8 +128,8 @@ class Texts:
     def adapted(self) -> nn.Module:
         """Return the frozen model with trained low-rank matrices B·A beside its linear layers.
 
-        With ``lora_only_b`` A keeps its random start, the same on all nodes. The sum of clients'
-        updates is then the update of the sum (FFA-LoRA, Sun et al. 2024).
+        With ``lora_only_b`` A keeps its random start, the same on all nodes. The sum of the
+        clients' products B·A is then the sum of their B, times A (FFA-LoRA, Sun et al. 2024).
         """
         encoder, (peft, _) = self.frozen(), _libraries()
         lora = peft.LoraConfig(

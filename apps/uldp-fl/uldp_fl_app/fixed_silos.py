@@ -24,18 +24,18 @@ def allocate_within(
 
     * ``uniform``: all users are equally likely for every record.
     * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-USER_EXPONENT. Each of a user's
-      records lies in the user's main silo with probability ``main_share``, else in any other
-      silo; where silos are full, in one that is not. Main silos are drawn in proportion to the
-      room left, because with equal probabilities the small silos would soon fill up.
+      records lies in the user's main silo with probability ``main_share``, else in any other silo.
+      No record goes to a silo that is full. Main silos are drawn in proportion to the room left,
+      because with equal probabilities the small silos would soon fill up.
 
     Parameters
     ----------
     silo_sizes : sequence of int
         Number of records in each silo.
     at_least : int
-        Least number of records of a user in a silo where the user has any. Silos are handed out
-        in blocks of that size; the last block also takes the remainder. Use 2 for a loss that
-        compares records.
+        Least number of records of a user in a silo where the user has any. The records of a silo
+        are handed out in blocks of that size. The last block also takes the remainder. Use 2 for a
+        loss that compares records.
 
     Raises
     ------

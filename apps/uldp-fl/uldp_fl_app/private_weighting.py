@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def private_sum_of(settings: Settings) -> Callable[[PrivacyPlan], Summation]:
-    """Return the sum whose weights no party learns, which needs the extra ``weighting``."""
+    """Return the sum whose weights no party learns. It needs the extra ``weighting``."""
     from flower_ext.algorithms.uldp import weighted_sum
 
     return weighted_sum(protocol_of(settings))
@@ -28,7 +28,7 @@ def protocol_of(settings: Settings) -> WeightingProtocol:
     Raises
     ------
     UnfitSetting
-        A setting of Paillier for another protocol, which has nothing like it.
+        ``allowed-totals`` is set, but the protocol is not Paillier.
     ValueError
         The protocol is not installed; the message says what to install.
     """

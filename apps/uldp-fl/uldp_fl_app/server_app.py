@@ -26,11 +26,11 @@ SHARED = {
     "uldp-sgd-private": partial(UldpSgd, weighting="by-records"),
 }
 WHY_PLAIN = {
-    **dict.fromkeys(PRIVATE, "private weighting has a secure sum of its own"),
+    **dict.fromkeys(PRIVATE, "its weighted sum is a secure sum already"),
     "uldp-group": "its noise is in every step of a silo's DP-SGD, and no sum of uploads adds to it",
     "default": "secure sums are of clipped and noised updates",
 }
-"""Reasons of the methods whose uploads no secure sum adds up."""
+"""By method, the reason why a secure sum cannot add its uploads."""
 
 app = ServerApp()
 
@@ -47,7 +47,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.method not in OPENLY and settings.aggregation != "plain":
         raise UnfitSetting(
             f"run-config aggregation='secure' with method={settings.method!r}: expected 'plain', "
-            f"as {WHY_PLAIN[settings.method]}"
+            f"because {WHY_PLAIN[settings.method]}"
         )
     task = task_of(context)  # missing data end the run here
     method = method_of(settings)
@@ -56,7 +56,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def method_of(settings: Settings) -> Method:
-    """Return the method; every method gets the same settings where it has them."""
+    """Return the method that the settings name."""
     method = settings.method
     fields = configured.server(settings, learning_rate=server_learning_rate(settings))
     if method == "uldp-group":

@@ -30,7 +30,7 @@ METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
 
 
 def task_of(context: Context) -> Task:
-    """The task of a run, for its silos and its server alike."""
+    """Return the task of a run, for its silos and its server alike."""
     settings = settings_of(Settings, context)
     dataset = settings.dataset
     info = describe_silos(dataset)
@@ -45,12 +45,12 @@ def task_of(context: Context) -> Task:
 
 
 def num_users_of(settings: Settings) -> int:
-    """|U|, by default that of the data set."""
+    """Return |U|, the number of users; by default that of the data set."""
     return settings.num_users or describe_silos(settings.dataset).num_users
 
 
 def group_size_of(settings: Settings) -> int | str:
-    """A number, ``max`` or ``median``."""
+    """Return the group size: a number, ``max`` or ``median``."""
     value = settings.group_size
     if value not in ("max", "median") and not value.isdecimal():
         raise UnfitSetting(f"run-config group-size={value!r}: expected a number, max or median")
@@ -58,7 +58,7 @@ def group_size_of(settings: Settings) -> int | str:
 
 
 def silos_of(settings: Settings) -> list[SiloData]:
-    """All silos; the same in every process."""
+    """Return all silos, which are the same in every process."""
     return _silos(
         settings.dataset,
         settings.data_folder,

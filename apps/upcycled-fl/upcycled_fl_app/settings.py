@@ -24,12 +24,13 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
     method: Literal["fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme"] = (
         setting("how local models become the next one")
     )
-    upcycled: bool = setting("even rounds reuse models: nobody trains, no privacy is spent")
+    upcycled: bool = setting("even rounds reuse models: no client trains, no privacy is spent")
     schedule: Literal["constant", "decaying", "half-lambda", "proximal-ratio"] = setting(
-        "c, c/sqrt(m), l/2 or mu/(mu+l), with mu = proximal-weight"
+        "coefficient of the m-th even round: c, c/sqrt(m), l/2 or mu/(mu+l), where mu is "
+        "proximal-weight"
     )
-    coefficient: NotNegative = setting("c, or l")
-    rounds: Count = setting("visible ones: with upcycled, every second trains")
+    coefficient: NotNegative = setting("c or l in schedule")
+    rounds: Count = setting("number of rounds; with upcycled, only every second trains")
 
     dataset: Literal[
         "synthetic-iid",
@@ -39,10 +40,10 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
         "letters",
     ] = setting("the synthetic ones are drawn, or read from the authors' files")
     generated: bool = setting("draw synthetic devices even where the authors' file is found")
-    classes: CountOrZero = setting("of synthetic devices; 0: the data set's")
+    classes: CountOrZero = setting("classes of synthetic devices; 0: the data set's")
     unit_features: bool = setting("scale every record to norm at most 1")
-    model: str = setting("for two classes; empty: the data set's default")
-    clients: Count = setting("devices; clients-per-node times the number of SuperNodes")
+    model: str = setting("empty: the data set's default; binary-logistic: for two classes")
+    clients: Count = setting("devices: clients-per-node times the number of SuperNodes")
 
     sampling: Literal["poisson", "fixed-size", "everyone"] = setting(
         "how cohorts are drawn", default="fixed-size"
@@ -56,25 +57,25 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
     )
 
     # Privacy: the unit is one record, against a server that sees every upload.
-    perturbation: Literal["none", "output", "objective"] = setting("of the local models")
-    delta: FractionBelowOne = setting("at which epsilon is reported")
-    clipping_norm: Positive = setting("output: tau, of the whole local model")
-    noise_stddev: NotNegative = setting("output: sigma")
+    perturbation: Literal["none", "output", "objective"] = setting("perturbation of local models")
+    delta: FractionBelowOne = setting("delta at which epsilon is reported")
+    clipping_norm: Positive = setting("output: tau, clipping norm of the whole local model")
+    noise_stddev: NotNegative = setting("output: sigma, stddev of the noise")
     noise_rate: NotNegative = setting("objective: alpha")
 
     solver: Literal["sgd", "newton"] = setting(
         "steps, or the exact minimiser of a small convex loss, whose sensitivity is provable"
     )
     local_epochs: Count = setting("passes over the device's records")
-    learning_rate: Positive = setting("of the steps")
-    momentum: FractionBelowOne = setting("within a local training; not for pfedme, which has none")
-    proximal_weight: NotNegative = setting("mu; FedProx needs it above 0 (0 there: 0.1)")
+    learning_rate: Positive = setting("learning rate of the steps")
+    momentum: FractionBelowOne = setting("momentum within a local training; pfedme has none")
+    proximal_weight: NotNegative = setting("mu; for fedprox, 0 stands for 0.1")
 
     # Single methods
-    server_learning_rate: NotNegative = setting("0: the method's default")
-    server_momentum: NotNegative = setting("fedavgm")
+    server_learning_rate: NotNegative = setting("server's learning rate; 0: the method's default")
+    server_momentum: NotNegative = setting("fedavgm: momentum of the server")
     adaptivity: NotNegative = setting("fedyogi: tau")
     regularization: NotNegative = setting("feddyn: alpha")
     attraction: NotNegative = setting("pfedme: lambda")
     personal_steps: Count = setting("pfedme: K")
-    personal_learning_rate: Positive = setting("pfedme")
+    personal_learning_rate: Positive = setting("pfedme: learning rate of the personal model")

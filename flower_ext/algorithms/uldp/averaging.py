@@ -101,19 +101,17 @@ def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> floa
 class UldpAvg(Method):
     """Federated averaging over silos with user-level DP.
 
-    All users count alike, whatever their number of records. ``weighting`` divides a user's weight
-    among the silos.
-
-    The plan is a `ReleasePlan` whose population are the users. The silos add the noise, and rounds
-    use all users or draw them by Poisson sampling.
+    All users have the same weight, whatever their number of records. ``weighting`` divides a user's
+    weight among the silos. The plan is a `ReleasePlan` whose population is the set of users. The
+    silos add the noise, and rounds use all users or draw them by Poisson sampling.
 
     Parameters
     ----------
     num_silos : int
         Number of silos. The server asks all of them in every round.
     weighting : {"equal", "by-records"}
-        w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos send the server their histograms, unless
-        the run's sum is a `weighted_sum`.
+        "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For the latter, silos send
+        their histograms to the server, unless the run's sum is a `weighted_sum`.
     local : LocalTraining
         Training of the whole model on one user's records.
     **options
@@ -155,7 +153,7 @@ class UldpAvg(Method):
         return HiddenUsers(plan.sampling, self.num_silos, oblivious=is_oblivious)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return |U| and C, and the width of a cell if sums are secure, for the silos."""
+        """Return |U|, C and, if sums are secure, the width of a grid cell, for the silos."""
         sums = _of_users(self.mechanism(plan))
         numbers = {USERS: sums.sampling.population, CLIPPING_NORM: sums.clipping_norm}
         return numbers if sums.secure_sum is None else {**numbers, CELL: sums.cell}
@@ -182,7 +180,7 @@ class UldpAvg(Method):
         """
         weights = state.server[SILOS].get(WEIGHTS)
         if weights is None:
-            return cohort  # the weighted sum brings them
+            return cohort  # the weighted sum has the weights
         users = cohort.units
         is_common = weights.shape[1] == 1
         if not is_common:
@@ -214,7 +212,7 @@ class UldpAvg(Method):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return Theorem 5, and what is provable against each adversary for this run's samples."""
+        """Return Theorem 5, and the provable guarantees of this run against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
         claims = uldp_avg_guarantees(
             _of_users(summation.mechanism),
@@ -250,7 +248,7 @@ class UldpSgd(UldpAvg):
         super().__post_init__()
         if self.local != GRADIENT:
             raise InvalidValue(
-                "local: expected none, as ULDP-SGD has no local training; use UldpAvg"
+                "local: expected none, because ULDP-SGD has no local training; use UldpAvg"
             )
 
 
@@ -261,7 +259,7 @@ def _of_users(mechanism: RoundMechanism) -> NoisedSum:
 
 
 def _warn_of_rounding(sums: NoisedSum, model: Arrays, num_silos: int) -> None:
-    """Warn if cells are so wide that most numbers of a user's part are rounded to zero."""
+    """Warn if the grid's cells are so wide that most numbers of a user's part round to zero."""
     numbers = sum(array.size for array in model.values())
     cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:

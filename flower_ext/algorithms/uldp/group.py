@@ -69,7 +69,7 @@ def local_update(work: ClientWork) -> LocalResult:
     with knowing_no_data():
         training = DpSgdTraining(**settings)
     drawn = secure_generator()
-    if not work.noise.is_secure:  # a simulation, whose batches must be reproducible too
+    if not work.noise.is_secure:  # in a simulation, batches must be reproducible as well
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
         drawn = seeded_generator(int(seed), "records")
     trained = train_dp_sgd(
@@ -93,14 +93,14 @@ class UldpGroup(Method):
 
     All silos have the same weight in the mean. Run the method under the plan that `plan` returns.
 
-    To draw the limits, the server needs every silo's histogram in the clear. No guarantee covers
-    that.
+    To draw the limits, the server needs in the clear how many records each user has in each silo.
+    No guarantee covers that.
 
     Parameters
     ----------
     num_silos, num_users : int
     group_size : int, "max" or "median"
-        k, or the largest or the median number of records of a user.
+        k. "max" and "median" stand for the largest and the median number of records of a user.
     local : DpSgdTraining
         Training of one round in one silo.
     **options
@@ -125,7 +125,7 @@ class UldpGroup(Method):
         size_of(np.ones((1, 1), dtype=np.int64), self.group_size)  # refuses an invalid size
 
     def plan(self, delta: float) -> GroupPlan:
-        """Return the plan of a run, with the δ at which it reports ε."""
+        """Return the plan of a run; ``delta`` is the δ at which the plan reports ε."""
         return GroupPlan(
             sampling=FullParticipation(self.num_silos),
             one_round=self.local,
@@ -155,7 +155,7 @@ class UldpGroup(Method):
         return ("how many records each user has in each silo: the silos tell the server",)
 
     def connect(self, connected: Connected, state: State) -> State:
-        """Ask the silos for their histograms; fix k and the limits for the whole run."""
+        """Ask the silos for users' numbers of records; fix k and the limits for the whole run."""
         if LIMITS in state.server:
             return state  # the limits that were drawn first hold for the whole run
         _, counts = ask_silos(

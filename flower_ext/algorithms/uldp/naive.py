@@ -32,10 +32,10 @@ from flower_ext.training import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class UldpNaive(Method):
-    """Clip each silo's update as a whole, and noise it for a user with records in every silo.
+    """Clip each silo's update as a whole; add noise for a user who has records in every silo.
 
-    All silos have the same weight in the mean. The plan protects users, as for `UldpAvg`, and
-    samples none.
+    All silos have the same weight in the mean. The plan protects users, as for `UldpAvg`, and uses
+    all of them in every round.
 
     The provable guarantees and the ledger count 2C for the largest change that one user can make to
     a silo's clipped update. The paper counts C (see `uldp_naive_guarantees`).

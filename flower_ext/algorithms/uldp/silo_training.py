@@ -1,7 +1,7 @@
 """The trainings of a silo's users: each user is trained and clipped alone, and only totals remain.
 
-The totals are a sum in the clear, a sum in whole numbers of cells under a plan with secure sums,
-and a `SiloPart` of a weighted sum.
+A total is a sum in the clear; under a plan with secure sums, a sum in whole numbers of grid cells;
+or a `SiloPart` of a weighted sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UsersTotal(Protocol):
 
 
 class WeightedTotal:
-    """The weighted sum of users' clipped updates, in float64 or in whole numbers of cells.
+    """The weighted sum of users' clipped updates, in float64 or in whole numbers of grid cells.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def users_training(
 def add_users(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[None]:
-    """Train all users of several silos, and add their updates; hold one batch of models."""
+    """Train all users of several silos and add their updates; hold one batch at a time."""
     for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
         jobs[silo].total.add(users, rows)
     return [None] * len(jobs)
@@ -145,7 +145,7 @@ def users_updates(
     """Train all users; yield a silo, some of its users, and their unclipped updates in rows.
 
     No user's update depends on the other users (see `attempt_groups`), because one user could
-    otherwise move their updates as well. If a user's training raises or diverges, the update is
+    otherwise change the updates of others. If a user's training raises or diverges, the update is
     zero. An error in place of the silo's sum would remove all users of the silo.
     """
     raised: list[Exception] = []

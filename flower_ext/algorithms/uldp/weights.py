@@ -9,8 +9,8 @@ w_{s,u}               `user_weights`, one row per silo
 n_{s,u}, N_u          ``histogram``, its sums over silos
 ====================  =====================================================
 
-One user moves the sum over silos by at most Σ_s w_{s,u} clipping norms. The server checks the
-weights that it sends to the silos in every round.
+User u moves the sum over silos by at most Σ_s w_{s,u} clipping norms. The server checks the weights
+that it sends to the silos in every round.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return, for each silo, the round's users as bits and their weights in this silo."""
+    """Return for each silo a record: the round's users as bits, and their weights in that silo."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)
@@ -129,7 +129,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def answer_server(question: Question) -> Params:
-    """Say if the described trainings run one by one on this machine, and count users' records.
+    """Report if the described trainings run one by one on this machine, and count users' records.
 
     Users' numbers of records leave the silo only if the server asks for them.
     """

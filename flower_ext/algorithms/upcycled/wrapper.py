@@ -4,9 +4,10 @@ Odd rounds are those of the base strategy. In an even round the server extrapola
 It sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
 post-processing).
 
-The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²).
-The paper writes one free coefficient in two ways; its theory is about `proximal_ratio`. A number
-stands for the same coefficient in every even round; with 0, an even round repeats the model.
+The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The
+paper writes one free coefficient in two ways, and its theory is about `proximal_ratio`. A number
+stands for the same coefficient in every even round. With 0, an even round returns the model
+unchanged.
 
 ====================  ==================================  ================================
 coefficient           c_m                                 source
@@ -68,7 +69,7 @@ def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
 
 
 class Upcycled(Strategy):
-    """A strategy that trains with its base strategy in odd rounds, and extrapolates in even ones.
+    """A strategy that trains by its base strategy in odd rounds, and extrapolates in even rounds.
 
     A base strategy of Flower sees the odd rounds numbered 1, 2, 3, …, because FedAdam's bias
     correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of
@@ -119,7 +120,7 @@ class Upcycled(Strategy):
         self.base, self.coefficient = base, coefficient
         self._before: Mapping[str, Arrays] = {}
         self._after: Mapping[str, Arrays] = {}
-        # Bound now, because these names lead to this wrapper while a base of Flower runs its loop.
+        # Keep the base's methods: while a base of Flower runs, their names lead to this wrapper.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
 
@@ -134,7 +135,7 @@ class Upcycled(Strategy):
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         if server_round % 2 == 0:
             if not self._before and isinstance(self.base, FederatedStrategy):
-                self._before = self.base.run.companions  # of the process before this one
+                self._before = self.base.run.companions  # from the checkpoint
             self._after = self._groups(arrays)
             return []
         _follow(self.base, arrays)
@@ -186,7 +187,7 @@ class Upcycled(Strategy):
         return to_record(model), metrics
 
     def _groups(self, arrays: ArrayRecord) -> dict[str, Arrays]:
-        """Return the model, and what the server sends beside it, such as SCAFFOLD's c.
+        """Return the model and the arrays that the server sends beside it, such as SCAFFOLD's c.
 
         The authors of Upcycled-FL extrapolate both in their experiments.
         """

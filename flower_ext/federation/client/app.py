@@ -23,7 +23,7 @@ from flower_ext.training import Task
 
 
 class MethodsApp(CohortApp):
-    """A ClientApp that answers the messages of methods; ``sides`` has their client sides."""
+    """A ClientApp for several methods; ``sides`` has the client side of each, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def _reply(message: Message, answers: Sequence[Answer]) -> Message:
 
 
 def _answer_question(side: ClientSide, message: Message, context: Context) -> Message:
-    """Return the reply to a question, which the records of the message tell apart."""
+    """Return the reply to a question; a record in the message says which question it is."""
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
         return masked.answer(message, context, side.method.name)
@@ -110,7 +110,8 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
     if side.method.answer is None:
         raise tellable(
             InvalidValue(
-                f"{side.method.name}: expected no questions, as its ClientMethod has no answer"
+                f"{side.method.name}: the server sent a question, but this ClientMethod answers "
+                "none; give it an answer="
             )
         )
     task = side.task_of(context)
@@ -127,7 +128,7 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
     """Take a step of the set-up of a weighted sum, or of a secret draw."""
     if not side.method.takes_weighted_sums:
         raise tellable(
-            InvalidValue(f"{side.method.name} takes no weighted sum: take UldpAvg or UldpSgd")
+            InvalidValue(f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd")
         )
     partition = partition_of(context.node_config)
     return weighted_silo.answer(
@@ -140,7 +141,7 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
 
 
 def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Answer with the training round of this client's newest memory, or 0 without any.
+    """Return the training round in which this client last stored memory, or 0 if it has none.
 
     The client loads the memory to make sure that it is readable. With ``report-size``, the answer
     includes the number of training examples, as a reply to a training does.
@@ -168,7 +169,7 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
     return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
 
 
-# By the record that asks; a message with none of them asks for the state.
+# Answers by the record that poses the question. A message with none of these asks for the state.
 _ANSWERS = {
     records.QUESTION: _of_method,
     records.WEIGHTED_SUM: _of_weighted_sum,

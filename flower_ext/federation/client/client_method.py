@@ -1,7 +1,7 @@
 """A method on the client: two functions, and the types of their arguments and results.
 
 The client side bounds and noises the result of these functions before it sends anything, so no
-method can forget either. The memory that a method returns cannot reach a reply.
+method can forget one of these steps. The memory that a method returns cannot reach a reply.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ClientWork:
     settings : Mapping[str, float]
         The method's own numbers.
     state : Mapping[str, Params]
-        The server's other array records by name.
+        The server's array records beside the model, by name.
     terms : Sequence[Term]
         Terms that the plan adds to every local objective (objective perturbation).
     noise : NoiseSource
@@ -93,11 +93,12 @@ class ClientWork:
         *,
         terms: Sequence[Term] = (),
     ) -> Training:
-        """Return the training of a part of a model, by the settings for ``phase``; yield it.
+        """Return a training of ``params`` with the settings of ``phase``, for the method to yield.
 
-        The result of the yield is the trained model. Do not change it in place, because clients may
-        share the parts that were not trained. A client without examples gets ``params`` back, so
-        that its upload does not reveal that it has none.
+        The training changes only the parameters for whose names ``trained`` returns True. The
+        method yields it, and the result of that ``yield`` is the trained model. Do not change it in
+        place, because clients may share the parts that were not trained. A client without examples
+        gets ``params`` back, so that its upload does not reveal that it has none.
         """
         job = Job(
             params=params,
@@ -127,8 +128,8 @@ class LocalResult:
         The client's new memory, which never leaves the client. Give a function of the released
         update if the server computes a counterpart of the memory from that update.
     metrics : Mapping[str, float]
-        Numbers that leave the client without noise, and not under a `ReleasePlan`. They must
-        reveal nothing about the data beyond its size.
+        Numbers that leave the client without noise; under a `ReleasePlan` they are not sent. They
+        must reveal nothing about the data beyond its size.
 
     Raises
     ------
@@ -161,16 +162,18 @@ class Question:
 
 
 class Memory(Enum):
-    """Memory that a client keeps between rounds, and what depends on it."""
+    """Kinds of memory that a client may keep between rounds, by what depends on the memory."""
 
     NONE = "none"
     BESIDE_UPDATES = "beside updates"
-    """Updates do not depend on it, as on the personal model of Ditto."""
+    """Updates do not depend on the memory. An example is the personal model of Ditto."""
     IN_UPDATES = "in updates"
-    """Updates depend on it, as on the personal head of DP²-FedSAM."""
+    """Updates depend on the memory. An example is the personal head of DP²-FedSAM."""
     MIRRORED = "mirrored"
-    """Updates depend on it, and the server holds its counterpart, as SCAFFOLD's c and FedDyn's h. A
-    client then forgets the memory of a reply that the server did not use."""
+    """Updates depend on the memory, and the server holds a counterpart of it. Examples are
+    SCAFFOLD's c and FedDyn's h. If the server did not use a reply, the client forgets the memory
+    that it stored with the reply.
+    """
 
 
 def shared_model(work: ClientWork) -> Params:
@@ -182,8 +185,8 @@ def shared_model(work: ClientWork) -> Params:
 class ClientMethod:
     """The client side of a method: two functions of one client's work.
 
-    They may yield `ClientWork.train` any number of times. They must depend on their argument only,
-    because they run side by side with those of other clients.
+    Each function may yield `ClientWork.train` any number of times. It must depend on its argument
+    only, because the functions of other clients run side by side with it.
 
     Parameters
     ----------
@@ -199,9 +202,9 @@ class ClientMethod:
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
-        The phase of training that alone turns the received model into the update, with other terms
-        that depend on no record. Noise in this phase then protects the update. None if there is no
-        such phase.
+        The phase of training whose result is the whole update. No other phase may change the
+        uploaded model, and no term of this phase may depend on a record. Noise in the steps of this
+        phase then protects the update. None if there is no such phase.
     takes_weighted_sums : bool
         True if ``local_update`` opens a `ClientWork.weighted_part`. Clients of other methods refuse
         the set-up of a weighted sum, which counts the records of their users.

@@ -1,8 +1,8 @@
 """A ClientApp that answers for many clients of its process at a time, and trains them in batches.
 
-In the server's process it answers for a cohort (`engines.in_process`), on a node for the clients
-whose messages a `VirtualGrid` packed into one. Each client has its own partition, state, noise and
-errors, as on a node of its own.
+In the server's process it answers for a cohort (see `engines.in_process`). On a node it answers for
+the clients whose messages a `VirtualGrid` packed into one. Each client has its own partition,
+state, noise and errors, as if it were alone on its node.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def answer_all(
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     known = isinstance(app, CohortApp) or private.answers(app, message.metadata.message_type)
-    if not known:  # another project's app, which the server asks if it is of this package
+    if not known:  # another project's app: the server is finding out if it uses this package
         unknown = Error(code=CLIENT_APP_RAISED, reason=STAYS_THERE)
         return Message(unknown, reply_to=message)
     # Messages may share their records, and another project's app may write into what it gets.
@@ -183,8 +183,8 @@ def _check_slots(entries: Mapping[str, Any]) -> None:
     per_node, slots, kinds = entries["clients-per-node"], entries["slot"], entries["type"]
     numbers = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
     if not numbers or len(set(slots)) < len(slots):
-        raise InvalidValue(f"slots {slots}: expected different integers >= 0 below {per_node}")
+        raise InvalidValue(f"slots {slots}: expected distinct integers in [0, {per_node})")
     if any(kind.endswith(f".{PACKED}") for kind in kinds):
         raise InvalidValue(
-            "a message to several clients holds another such message: expected plain ones"
+            "a packed message holds another packed message: expected one message for each client"
         )

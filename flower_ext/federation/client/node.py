@@ -18,7 +18,7 @@ from flower_ext.training import Task
 from flower_ext.training.isolation import attempted
 
 OF_UPLOADS = "client-noise"
-"""Name of the noise that protects an upload, on the upload or in the training behind it."""
+"""Purpose of noise that protects an upload: noise on the upload itself, or in its training."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class NodePolicy:
 
 def task_on(task: Task | Callable[[Context], Task], contexts: Sequence[Context]) -> Task:
     """Return the task that the clients of a process share, on the device that an owner names."""
-    # A node config with an unknown device is an error of its own client only.
+    # An unknown device in one client's node config is an error of that client only.
     context = next(filter(_has_device, contexts), contexts[0])
     shared = task if isinstance(task, Task) else _built(task, context)
     device = device_of(context)

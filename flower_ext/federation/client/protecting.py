@@ -49,7 +49,7 @@ def upload_of(turn: Turn, result: LocalResult) -> Update:
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
         of_sum = turn.request.sums[records.SECURE_SUM]
         sent = masked.seal(sent, of_sum, turn.context, turn.method.name)
-    # Last, so that an error of masks or metrics leaves the memory of the round before.
+    # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(turn, result, update)
     return Update(sent, metrics)
 
@@ -79,7 +79,8 @@ def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Co
     Raises
     ------
     InvalidValue
-        The result has neither or both of them, or no model where the plan needs one.
+        The result has both a model and an update, or neither; or the plan needs a model, and the
+        result has none.
     """
     if (result.model is None) == (result.update is None):
         raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
@@ -110,7 +111,8 @@ def protected(
     Raises
     ------
     InvalidValue
-        The plan and the method disagree: only one of them bounds each unit's part of the update.
+        The method bounds each unit's part of the update and the plan does not expect that, or the
+        reverse; or the method's bound is larger than the plan's.
     """
     bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.
@@ -138,8 +140,8 @@ def _noised_sum(
     ):
         raise tellable(
             InvalidValue(
-                f"each unit's part of the update has {_bound_of(update)}: the plan expects "
-                f"{_bound_of(protection)}"
+                f"the method gives each unit's part of the update {_bound_of(update)}: the plan "
+                f"expects {_bound_of(protection)}"
             )
         )
     if isinstance(update, HiddenSum):  # it adds the noise to what it hides
@@ -156,9 +158,9 @@ def _bound_of(value: object) -> str:
     if isinstance(value, BoundedSum | HiddenSum):
         bound = f"a bound of {value.bound:g}"
     elif isinstance(value, ClipUnits | ClipUnitsToCells):
-        bound = f"one of {value.clipping_norm:g}"
+        bound = f"a bound of {value.clipping_norm:g}"
     else:
-        return "none"
+        return "no bound"
     cell = getattr(value, "cell", None)
     return bound if cell is None else f"{bound} in cells of {cell:g}"
 
@@ -168,13 +170,13 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
     entries, protection = turn.request.entries, turn.request.protection
     metrics: dict[str, float] = {}
     if entries.get("report-size"):
-        # Of a client without its data, the agreed number.
+        # A client that could not load its data reports the agreed number.
         agreed = protection.num_examples
         size = len(turn.work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
     if entries.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
-            raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
+            raise tellable(InvalidValue("diagnostics=True with an encrypted sum: expected False"))
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
             moved = contribution.in_numbers()
@@ -195,7 +197,7 @@ def _store_memory(turn: Turn, result: LocalResult, update: Protected) -> None:
             released = {name: torch.as_tensor(update[name]) for name in received}
             memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
         check_finite(memory)
-    except Exception as error:  # the upload is on its way: a missing one would reveal the error
+    except Exception as error:  # a missing upload would reveal the error
         if not turn.request.protection.hides_failures:
             raise
         log_unmoved(error)

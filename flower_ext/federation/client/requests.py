@@ -20,7 +20,7 @@ from flower_ext.training.params import is_finite
 T = TypeVar("T")
 
 _OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
-"""Records that hold bytes of a protocol; all other arrays become tensors."""
+"""Array records that hold a protocol's bytes. The arrays of all other records become tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
     Raises
     ------
     InvalidValue
-        The model is not that of ``task`` (raised by the returned function, as the errors below).
+        The model does not fit ``task``. The returned function raises this error and those below.
     NonFiniteUpdate
         The model has NaN or infinite values.
     TypeError
@@ -75,7 +75,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
     def params(record: ArrayRecord) -> Params:
         if id(record) not in arrays:
             received = records.to_params(record)
-            _check_received(received, task)  # before the next client may find it
+            _check_received(received, task)  # before the next client can reuse it
             arrays[id(record)] = received
         return arrays[id(record)]
 
@@ -137,7 +137,7 @@ def _check_received(params: Params, task: Task) -> None:
 
 
 class _Named(dict[str, T]):
-    """A part of the server's message by name; a missing name raises a tellable error."""
+    """A part of the server's message, by name; the error of a missing name may reach the server."""
 
     def __missing__(self, name: str) -> T:
         raise tellable(InvalidValue(f"the server's message has no {name!r}"))

@@ -61,7 +61,7 @@ def _scores(
 
 def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
     """Return the reply with a client's finite scores and its number of test examples."""
-    # A score may be undefined for these examples; the server would refuse the others with it.
+    # A score may be undefined for these examples. The server would refuse the whole reply with it.
     finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
         log.warning("the scores %s of a client are not finite, so they are left out", lacking)

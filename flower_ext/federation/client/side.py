@@ -1,8 +1,8 @@
 """The client side that every method shares: train and evaluate, whatever the method.
 
-A method supplies two functions (`ClientMethod`), written for one client. `ServedMethod`
-prepares their input from a message, and `upload_of` bounds and noises their results before anything
-leaves, so no method can forget either. The memory that a method returns cannot reach a reply.
+A method supplies two functions (`ClientMethod`), written for one client. `ServedMethod` prepares
+their input from a message, and `upload_of` bounds and noises their results before anything leaves,
+so no method can forget one of these steps. The memory that a method returns cannot reach a reply.
 
 If many clients live in one process, their functions run `side_by_side`: whenever all of them wait
 for a local training, these trainings form one batch (`training.train_each`). Under a plan that
@@ -33,7 +33,7 @@ from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 @dataclass(frozen=True)
 class ClientSide(ServedMethod):
-    """One method's answers, for any number of clients at a time: one client per message."""
+    """Answers to messages of one method, for any number of clients at a time, one message each."""
 
     queries: Mapping[str, type[VectorQuery]] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class ClientSide(ServedMethod):
 
         def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
             protection = turn.request.protection
-            # Under noise, a missing upload would tell more than an unmoved model does.
+            # Under noise, a missing upload would reveal more than an unchanged model does.
             if protection.hides_failures or protection.bounds_models:
                 return unmoved_by_errors(self.method.local_update, turn.work, protection)
             return self.method.local_update(turn.work)
@@ -75,8 +75,8 @@ class ClientSide(ServedMethod):
     ) -> list[RecordDict | Exception]:
         """Return each client's scores of the model that it would use, or its error.
 
-        If a query is answered by a noised sum, each client is evaluated by itself, so that no bit
-        of its part depends on the other clients.
+        If the messages carry a query, which a noised sum answers, each client is evaluated by
+        itself. No bit of its part of the sum then depends on the other clients.
         """
         turns = self.turns(messages, contexts, alone=True)
         if any(isinstance(turn, Turn) and turn.request.query for turn in turns):

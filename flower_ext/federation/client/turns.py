@@ -90,7 +90,8 @@ class ServedMethod:
             device_of(context)  # refuses an unknown one
             check_addressee(message, context)
             request = read(message)
-            # Beside others, libraries may round differently: a batch must not show in the bits.
+            # Libraries may round differently in a batch, and a batch must not show in the bits of
+            # an upload.
             batch_invariant = not alone and request.protection.bounds_uploads
             return self._turn(request, context, task, batch_invariant=batch_invariant)
 
@@ -113,7 +114,7 @@ class ServedMethod:
             if in_steps is not None and phase is None:
                 raise InvalidValue(
                     f"{method.name} has no upload_phase: noise in local steps needs one phase "
-                    "of training that makes the whole update"
+                    "of training that makes the whole update; take a plan that noises uploads"
                 )
         # Batches differ between clients and rounds, and are the same in a repeated round.
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
@@ -148,7 +149,7 @@ class ServedMethod:
 
 
 def _load(memory: ClientMemory, method: ClientMethod, request: Request) -> Params | None:
-    """Load the memory from before this training round; an evaluation includes this round's."""
+    """Load the newest memory from before this training round, or for an evaluation, of this one."""
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
         _go_back(memory, used)
@@ -169,7 +170,7 @@ def _go_back(memory: ClientMemory, used: int) -> None:
 
 
 def _data(task: Task, request: Request, partition: int) -> ClientData:
-    """Return a client's data, checked; no data if none can be used and the server may not know."""
+    """Return a client's checked data, or no examples if an error in them must stay hidden."""
     hidden = _hides_missing_data(request)
     data = data_of(task, partition, hidden=hidden)
     if data is NO_DATA or isinstance(request.protection, Unprotected):

@@ -30,20 +30,21 @@ log = getLogger("flwr")
 
 _NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
 NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
-"""The data of a client without examples, under any method."""
+"""Data of a client without examples, which every method accepts."""
 _shown: set[tuple[str, int]] = set()
-"""Lines of code whose tracebacks the log of this process has already."""
+"""Lines of code whose tracebacks this process has logged already."""
 
 
 def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
-    """Return a client's data; if they are ``hidden`` and cannot be loaded, no examples.
+    """Return a client's data, or no examples if ``hidden`` is True and the data cannot be loaded.
 
     Raises
     ------
     TypeError
         The task returned something else than ClientData.
     Exception
-        Any error of ``Task.data``. With ``hidden``, the client's log has these errors instead.
+        Any error of ``Task.data``. If ``hidden`` is True, the error is not raised but written to
+        the client's log.
     """
     try:
         with isolated():

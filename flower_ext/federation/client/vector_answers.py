@@ -1,4 +1,4 @@
-"""A client's vector as its part of a noised secure sum."""
+"""Answer a query: bound, noise and mask a client's vector, its part of a secure sum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flower_ext.training.isolation import isolated
 log = getLogger("flwr")
 
 OF_QUERY = "query-noise"
-"""Name of the noise that protects a vector."""
+"""Purpose of the noise that protects a vector."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
         turn.policy.check(protection)
         if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.sums:
             raise tellable(
-                InvalidValue("query: expected a secure sum, and its protection ClipToCells")
+                InvalidValue(
+                    "query: expected a message with a secure sum and the protection ClipToCells"
+                )
             )
         number = request.entries["query"]
         noise = turn.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
@@ -102,7 +104,7 @@ def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
 
 
 def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
-    """Return the client's vector, or zeros where it has none.
+    """Return the client's vector, or zeros if the query fails on the client's data.
 
     An error, or a vector of another length, would reveal something about a record.
     """

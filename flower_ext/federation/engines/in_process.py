@@ -25,7 +25,7 @@ from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
 _YOUNG = 10_000
-"""Objects that a round may make before the garbage collector looks at them."""
+"""Threshold of the garbage collector: objects that a round may make before it looks at them."""
 
 
 class InProcessGrid(Grid):
@@ -111,7 +111,7 @@ class InProcessGrid(Grid):
             ids.append(str(next(self._ids)))
             private.set_message_id(message, ids[-1])
         self._replies.update(self._coming)
-        self._coming = iter(())  # a zip holds its last reply, whose update would be fetched
+        self._coming = iter(())  # drop the old zip, which holds its last reply in memory
         self._coming = zip(ids, self.workers.ask(messages), strict=True)
         return ids
 
@@ -137,8 +137,8 @@ class InProcessGrid(Grid):
     ) -> Iterable[Message]:
         """Run each message's client, in parts whose replies fit into memory; return the replies.
 
-        The first part runs at once, and each other part when the caller has taken the replies
-        before it. ``timeout`` has no effect.
+        The first part runs at once. Each further part runs when the caller has taken all replies of
+        the part before. ``timeout`` has no effect.
         """
         messages = list(messages)
         limit = self._memory_limit * self.workers.count

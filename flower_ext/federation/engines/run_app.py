@@ -24,7 +24,7 @@ from flower_ext.federation.engines.in_process import InProcessGrid, run_in_proce
 from flower_ext.files import read_toml
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors for a disk, a quota or a file without room."""
+"""Error numbers for a full disk, an exhausted quota and a file that is too large."""
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
@@ -47,9 +47,9 @@ def run_app(folder: Path, config: UserConfig, *, clients: int, workers: int = 1)
 
 
 def main() -> None:
-    """Run the app that the command line names; report errors that the user can fix in one line.
+    """Run the app that the command line names. Print one line for an error that users can fix.
 
-    SIGTERM ends the run in order, with the exit status 143.
+    SIGTERM ends the run cleanly, with the exit status 143.
     """
     former = signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -117,16 +117,17 @@ class VirtualGrid(Grid):
         return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
     def _parcels(self, messages: Sequence[Message], most: int) -> list[tuple[int, int]]:
-        """Return the turn and the node of each message, so that no turn asks a client twice.
+        """Return for each message the number of the exchange in which it is sent, and its node.
 
-        About ``most`` messages go to a node in a turn.
+        No exchange asks a client twice. About ``most`` messages go to a node in one exchange.
         """
         turns: Counter[int] = Counter()
         sent: Counter[int] = Counter()
         parcels = []
         for message in messages:
             client, node = message.metadata.dst_node_id, self._slot(message)[0]
-            # A client's second message waits for the next turn, until its state is stored.
+            # A client's second message waits for the next exchange, because the client's state is
+            # stored after this one.
             parcels.append((turns[client] + sent[node] // most, node))
             turns[client] += 1
             sent[node] += 1
@@ -144,7 +145,7 @@ class VirtualGrid(Grid):
                 del parcels[node]
                 singles += self._unpack(reply, by_node[node])
             else:
-                log.warning("node %d: the server ignores its reply to no open message", node)
+                log.warning("node %d: the server ignores a reply to no open message", node)
         return singles
 
     def _slot(self, message: Message) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class WorkerLost(FlowerExtError, RuntimeError):
 
 
 class Workers:
-    """A pool of this process and others, which start with the first messages.
+    """The server's process and its workers, which start when the first messages are sent.
 
     Parameters
     ----------
@@ -57,7 +57,8 @@ class Workers:
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
         self.count, self._answer, self._contexts = count, answer, contexts
-        # Neighbours share a process, so a cohort in order begins with the replies that come first.
+        # Neighbours share a process. A cohort is in order, so it begins with this process's
+        # replies, which come first.
         self._usual = {
             node: number * count // len(contexts) for number, node in enumerate(contexts)
         }
@@ -67,7 +68,7 @@ class Workers:
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
     def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Return replies in the order of ``messages``; those of other processes come later.
+        """Return replies in the order of ``messages``; replies of other processes arrive later.
 
         This process answers its share before the function returns, while the others work. The
         iterator waits for another process when the caller takes the first of its replies.
@@ -122,7 +123,7 @@ class Workers:
         """Divide messages among the processes, with about as much work for each.
 
         A client with a state goes to the process that holds it. Most other clients go to the same
-        process every time, which may hold their data already.
+        process every time, because it may hold their data already.
         """
         by_node: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
@@ -263,9 +264,9 @@ def _reply(message: Message, answer: Error | RecordDict | Update) -> Message:
 
 
 class _Channel:
-    """A connection to a process, with a file without a name for large arrays in its answers.
+    """A connection to a process, and an unnamed file for the large arrays in its answers.
 
-    The file is in memory if the system supports it, and its pages serve the next answer again.
+    The file is in memory if the system supports it. Each answer reuses the file's pages.
     """
 
     def __init__(self, connection: Connection, memory: int) -> None:

@@ -31,7 +31,7 @@ log = getLogger("flwr")
 FOLDER, BEGUN = "checkpoints", "begun.jsonl"
 _KEPT = 2
 QUERY = "query"
-"""Name in ``begun.jsonl`` of a query beside the rounds."""
+"""Key of the entries in ``begun.jsonl`` that record a query, not a training round."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Checkpoints:
             self.directory.accounted = False
 
     def begin_query(self, query: str, number: int) -> None:
-        """Note, durably, that a query is about to be asked for the ``number``-th time.
+        """Record durably that the server is about to ask a query for the ``number``-th time.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class Checkpoints:
             return []
         file = self._folder() / BEGUN
         lines = whole_lines(file)
-        if file.exists():  # the server asked nobody before a torn last line was durable
+        if file.exists():  # a torn last line was never durable, so the server asked nobody
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):

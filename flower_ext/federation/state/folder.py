@@ -7,8 +7,8 @@ node config           meaning
 ``state-key-file``    32 random bytes with which its files are encrypted
 ====================  =====================================================
 
-Keys are in its folder `SECRETS`. Leave that folder out of backups: a client that continues from an
-older state could use a mask twice, and two messages under one mask reveal their difference.
+Keys are in its subfolder `SECRETS`. Leave that folder out of backups: a client that continues from
+an older state could use a mask twice, and two messages under one mask reveal their difference.
 
 A SuperNode reads these values from its own node config only, because a server must not name paths
 on other people's machines. A simulation, where one person owns everything, reads the run's
@@ -68,7 +68,7 @@ class StateFolder:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace the file with the path ``name`` inside the folder.
+        """Write ``content`` to the file ``name`` in the folder; an existing file is replaced.
 
         Raises
         ------
@@ -118,13 +118,13 @@ class StateFolder:
 
     @contextmanager
     def one_at_a_time(self, folder: str) -> Iterator[Path]:
-        """Let one process at a time enter the block, and give it the path of ``folder`` inside."""
+        """Let one process at a time enter the block; yield the path of the subfolder ``folder``."""
         self._make(Path(folder))
         with held(self.path / folder / ".lock"):
             yield self.path / folder
 
     def _make(self, inside: Path) -> None:
-        """Make the folder ``inside`` and those above it, which only their owner can read."""
+        """Make the subfolder ``inside`` and its parents; only their owner can read them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         above = [self.path / part for part in (inside, *inside.parents)]
         for folder in reversed(above):
@@ -136,7 +136,7 @@ class StateFolder:
     def _sealed(self, name: str, content: bytes) -> bytes:
         if self.key is None:
             return content
-        # Bound to its name, a file that was moved or swapped does not decrypt.
+        # The encryption binds the content to the name, so a moved or swapped file does not decrypt.
         nonce = os.urandom(_NONCE_BYTES)
         return _SEALED + nonce + ChaCha20Poly1305(self.key).encrypt(nonce, content, name.encode())
 
@@ -172,6 +172,7 @@ def safe_name(text: str) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) or text == SECRETS:
         raise InvalidValue(
-            f"run={text!r} in the server's message: expected 1 to 64 letters, digits, - and _"
+            f"run={text!r} in the server's message: expected 1 to 64 letters, digits, - and _, and "
+            f"not {SECRETS!r}"
         )
     return text

@@ -57,7 +57,7 @@ class ClientMemory:
             self._versions = _InFolder(folder, inside)
 
     def load(self, before: int | None = None) -> Params | None:
-        """Return the newest memory of a training round below ``before``, or None.
+        """Return the newest memory that a training round below ``before`` stored, or None.
 
         In a context's state, ``before`` has no effect.
 
@@ -72,7 +72,7 @@ class ClientMemory:
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
     ) -> None:
-        """Store the memory of training round ``version``.
+        """Store ``params`` as what this client remembers after training round ``version``.
 
         A folder also keeps the two versions before it. The context's state keeps only the last
         version before it if ``and_before`` is set, and none otherwise.
@@ -82,7 +82,7 @@ class ClientMemory:
         OSError
             The memory could not be written, so nothing of this round may leave the client.
         """
-        # A view would keep a whole batch alive.
+        # Clone, because a view would keep a whole batch in memory.
         self._versions.write(version, {name: value.clone() for name, value in params.items()})
         kept = _EARLIER if isinstance(self._versions, _InFolder) else int(and_before)
         # Versions above this one are of rounds that a resumed run repeats.
@@ -188,7 +188,7 @@ class ClientVault:
         return secret if isinstance(secret, bytes) else None
 
     def store(self, secret: bytes) -> None:
-        """Replace the stored bytes.
+        """Store ``secret`` in place of the bytes that were stored before.
 
         Raises
         ------

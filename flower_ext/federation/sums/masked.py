@@ -70,7 +70,7 @@ log = getLogger("flwr")
 
 BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
 SENT = "message"
-"""Names of the one array in the record `records.SECURE_SUM`, by stage, and of that in an answer."""
+"""Names of the only array in a message of each stage, and of the only array in an answer."""
 
 T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
@@ -84,7 +84,7 @@ class MaskedSum(Summation):
     Parameters
     ----------
     mechanism : NoisedSum
-        One with a `SecureSum`.
+        A mechanism whose noise is placed in a `SecureSum`.
     """
 
     mechanism: NoisedSum
@@ -148,7 +148,7 @@ class OpenMaskedSum(OpenSum):
         return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
     def read(self, reply: Message) -> records.Update:
-        """Read a masked contribution and add it: sums of whole numbers have no order."""
+        """Read a masked contribution and add it; sums of integers do not depend on the order."""
         metrics, arrays = read_metrics(reply), read_answer(reply, records.UPDATE)
         self._server.add_masked(self._message(reply, arrays, MaskedInput))
         return records.Update(arrays, metrics)
@@ -219,7 +219,7 @@ class OpenMaskedSum(OpenSum):
         return message
 
     def _report_faults(self) -> None:
-        """Name the clients whose shares could not be opened, or did not fit the others."""
+        """Name the clients whose shares could not be opened, or did not fit the other shares."""
         for (member, fault), neighbours in sorted(
             self._server.faults.items(), key=lambda entry: entry[0][0]
         ):
@@ -270,7 +270,8 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
     Parameters
     ----------
     cells : Mapping[str, ndarray]
-        The noised update as int64. It is sent modulo a power of two, in the order of its names.
+        The noised update as int64, in whole numbers of the plan's cells. It is sent modulo a power
+        of two, in the order of its names.
     message : Mapping[str, ndarray]
         The record of the secure sum in the server's training message.
 

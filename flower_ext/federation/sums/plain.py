@@ -19,7 +19,7 @@ class PlainSum(Summation):
     """Sums that the server computes from the clients' single contributions."""
 
     def open(self, opening: Opening) -> OpenSum:
-        """Begin the sum of one round; nobody needs to be asked before."""
+        """Begin the sum of one round; no client needs to be asked before."""
         return _OpenPlainSum(self.mechanism, opening)
 
 
@@ -34,7 +34,7 @@ class _OpenPlainSum(OpenSum):
     def read(self, reply: Message) -> Update:
         return self._opening.read(reply)
 
-    # Floating-point sums depend on the order, and must not depend on who answers first.
+    # Floating-point sums depend on the order, so add in the order of partitions, not of arrival.
     def add(self, update: Update) -> None:
         arrays = update.arrays
         if self._mechanism.weighs_examples:

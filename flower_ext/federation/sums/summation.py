@@ -27,7 +27,7 @@ class Opening:
     ----------
     clients : Clients
     population : Population
-        Counts the units. A sum tells it when the silos have a new secret order of users.
+        Counts the units. A sum informs it when the silos have a new secret order of users.
     cohort : Cohort
         The clients to ask.
     number, server_round : int
@@ -112,7 +112,7 @@ class Summation(ABC):
     repeats: bool = True
     """False if a repeated round differs from the first attempt, whatever the seed."""
     brings_weights: bool = False
-    """True if contributions are weighted by what only the sum knows."""
+    """True if the sum itself weights contributions, by numbers that the method does not know."""
     disclosures: Sequence[str] = ()
     """Facts about clients' data that the sums reveal without a guarantee, a line each."""
 
@@ -169,7 +169,8 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
     Raises
     ------
     InvalidValue
-        There is another number of arrays, or the array has another name, or no bytes.
+        ``arrays`` does not hold exactly one array, or that array has another name or is not of
+        bytes.
     """
     with knowing_no_data():
         if len(arrays) == 1:

@@ -1,5 +1,7 @@
 """Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
 
+n_su is the number of records of user u in silo s, and N_u is the sum of n_su over all silos.
+
 This module has the server's end of a sum, and the names of all that passes between the ends; the
 silos' end is `weighted_silo`. A `WeightingProtocol` of
 `flower_ext.secure.weighting` has the arithmetic and all messages, as bytes: Protocol 1 of Kato et
@@ -64,8 +66,8 @@ T = TypeVar("T")
 log = getLogger("flwr")
 
 WEIGHTS, SUM, LOST = "weights", "sum", "lost"
-"""Array of a training message, and arrays of its reply: a masked sum, or a notice of lost keys.
-The array of any other message, and of its answer, has the name of its step."""
+"""Names of the only array in a message: weights to train with, or in a reply a masked sum or a
+notice of lost keys. In any other message, and in its answer, the array has the name of the step."""
 _SPOILED_AT_FIRST = 3
 """Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
@@ -115,8 +117,8 @@ class WeightedSum(Summation):
             raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
         if mechanism.secure_sum is not None:
             raise InvalidValue(
-                "noise_placement=SecureSum(…) of the plan: expected 'client', as private weighting "
-                "has a secure sum of its own"
+                "noise_placement=SecureSum(…) of the plan: expected 'client', because a weighted "
+                "sum is a secure sum itself"
             )
         super().__init__(mechanism)
         self.protocol = protocol
@@ -130,14 +132,17 @@ class WeightedSum(Summation):
         """Number of sums if all of them were spoiled; None after the first sound one."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
-        """Refuse methods without silos or weights by records, and norms of hidden updates."""
+        """Refuse a method without silos or without weights by records, and refuse diagnostics."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
                 f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
                 "UldpAvg(weighting='by-records'), because a weighted sum weights by records"
             )
         if diagnostics:
-            raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
+            raise InvalidValue(
+                "diagnostics=True with sum=weighted_sum(…): expected False, because a weighted sum "
+                "hides every update and its norm"
+            )
         self._num_silos = method.num_silos
         # Refuse settings that do not fit the plan before the server asks a silo.
         self.protocol.settings_of(self.mechanism, silos=self._num_silos, coordinates=1)
@@ -190,7 +195,7 @@ class WeightedSum(Summation):
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Keep the larger costs of the run's set-ups."""
+        """Raise the costs to those in ``state`` if these are larger."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
@@ -201,7 +206,7 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Set up fresh keys, seeds and counts; the larger costs of all set-ups of a run count."""
+        """Set up fresh keys, seeds and counts; raise the run's costs if this set-up costs more."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -279,7 +284,7 @@ class OpenWeightedSum(OpenSum):
             )
         started, summation = time.monotonic(), self._summation
         like, mechanism = self._opening.like, summation.mechanism
-        # C of every user, and what the encoding adds
+        # the clipping norm of every user, plus the error of the encoding
         norms = mechanism.sampling.population * (
             mechanism.sensitivity + mechanism.approximation_error
         )

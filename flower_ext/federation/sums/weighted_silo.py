@@ -60,7 +60,7 @@ class HiddenSum:
 def answer(
     message: Arrays, data: ClientData, partition: int, vault: ClientVault, *, may_simulate: bool
 ) -> ArrayRecord:
-    """Take this silo's part of the set-up, or of a secret draw: one step per message.
+    """Answer one step of the set-up of a weighted sum, or of a secret draw.
 
     Parameters
     ----------
@@ -173,7 +173,9 @@ def open_part(
     with _protocol_errors():
         _, weights = single_message(message, WEIGHTS)
         if users != silo.settings.users:
-            raise ProtocolError(f"{users} users: expected {silo.settings.users}")
+            raise ProtocolError(
+                f"a round with {users} users: expected {silo.settings.users}, as in the set-up"
+            )
         return SiloPart(silo, number, weights, clipping_norm)
 
 

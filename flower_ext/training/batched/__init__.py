@@ -1,1 +1,1 @@
-"""Many trainings at once: who may share a batch, and the forms in which they do."""
+"""Many trainings at once: which jobs may share a batch, and the forms (ways) to train them."""

@@ -31,7 +31,7 @@ log = getLogger("flwr")
 
 
 def why_not_batched(task: Task, jobs: Sequence[Job]) -> str | None:
-    """Return why these jobs are better trained one by one; None if they are not."""
+    """Return why these jobs must train one by one; None if they may train in a batch."""
     if reason := why_never_batched(jobs):
         return reason
     if reason := _why_not_batchable(_kind(task, jobs[0])):
@@ -124,7 +124,7 @@ def _difference_from_train(
 ) -> str | None:
     """Return how two short trainings by ``minimise`` differ from `train`; None if they agree."""
 
-    # Unlike sizes, so that one of the two is padded.
+    # Different sizes, so that one of the two jobs is padded.
     def jobs() -> list[Job]:
         return [random_job(kind, count) for count in (3, 2)]
 

@@ -27,7 +27,7 @@ _TOGETHER_ELSEWHERE = 4096
 
 @dataclass(frozen=True)
 class Batches(Form):
-    """Batches of any size, whose numbers depend on how many models they have."""
+    """Batches of any size; how a model is rounded depends on the size of its batch."""
 
     task: Task
     batch_invariant = False
@@ -41,7 +41,8 @@ class Batches(Form):
             return
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
-        # From the first job on that would keep enough others busy until its own end.
+        # Leave out the longest jobs until those left have `fewest` times the steps of their
+        # longest.
         worth = (
             i for i in range(len(order)) if sum(steps[i:]) >= MappedModel.fewest * max(steps[i], 1)
         )
@@ -61,7 +62,8 @@ class Batches(Form):
 def longest_first(jobs: Sequence[Job], members: Sequence[int]) -> list[int]:
     """Return indices of jobs in the order of their steps.
 
-    Among jobs of equal length those with similar numbers of examples are neighbours, to pad less.
+    Jobs of equal length are sorted by their numbers of examples, so that neighbours need less
+    padding.
     """
     return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
 
@@ -74,8 +76,8 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
     most = _TOGETHER_ELSEWHERE
     if task.torch_device().type == "cpu":
         most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
-    # Counted are weights, their gradient, velocity, terms and SAM's second point; also what layers
-    # keep for the backward pass, and the pass itself.
+    # This counts weights, their gradient, velocity, terms and SAM's second point. It also counts
+    # what layers keep for the backward pass, and the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
 

@@ -31,7 +31,7 @@ IGNORED = -100
 
 @lru_cache(maxsize=64)
 def _models(build: Callable[[], nn.Module], device: torch.device, parameters: Sizes) -> MappedModel:
-    """Return the form that computes several models at once."""
+    """Return a `MappedModel`, which computes several models at once."""
     return MappedModel(in_training(build().to(device)))
 
 
@@ -70,7 +70,7 @@ class Stack:
         self.generators = [
             draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
-        # Can the loss be computed for all examples at once, each with the same weight?
+        # If True, the loss of all examples can be computed at once, because they weigh the same.
         self.classifies = task.loss is cross_entropy and not any(
             IGNORED in job.examples.targets for job in jobs
         )
@@ -102,7 +102,7 @@ class Stack:
         return self.weights
 
     def _descend(self, rate: Tensor) -> Params:
-        """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
+        """Run plain SGD: the backward pass moves the weights, and no gradient is stored."""
         for batch in self.batches():
             weights = first_models(self.weights, len(batch.x))
             targets = {name: Target(w, factor=-1.0) for name, w in weights.items()}
@@ -177,7 +177,7 @@ class Stack:
             [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
             for part in ("features", "targets")
         )
-        # One copy an epoch: each step by itself would take a small copy for each job.
+        # Copy the examples once per epoch: a copy in each step would be one small copy per job.
         longest = self.jobs[0]
         ahead = max(1, len(longest.examples) // longest.training.batch_size)
         for start in range(0, longest.num_steps, ahead):
@@ -251,12 +251,12 @@ def _selected(tensors: Sequence[Tensor], epoch: Sequence[Sequence[Tensor]]) -> T
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """Repeat a row of the same mini-batch."""
+    """Repeat the first row number until there are ``length``."""
     return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
-    """Return each job's whole model: its row where there is one, else its own parameters."""
+    """Return each job's whole model: its row of ``rows``, and its own parameters for the rest."""
     trained = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
         {name: trained[name][row] if name in trained else p for name, p in job.params.items()}

@@ -1,4 +1,4 @@
-"""Interface of forms: ways to train many jobs, which plug-ins offer.
+"""Interface of forms, which are ways to train many jobs.
 
 A plug-in offers a form as the entry point of a `FormFactory`, in the group `GROUP`.
 """
@@ -21,13 +21,17 @@ GROUP = "flower_ext.forms"
 class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
-    It must train every job that it takes as `local.train` does, up to the order of sums. A trial
-    with random jobs compares both for every model whose code the package does not know.
+    It must train every job that it takes as `local.train` does, up to the order of sums. For every
+    model whose code the package does not know, a trial with random jobs compares the form with
+    `local.train`.
     """
 
     batch_invariant: bool
-    """True if no bit of a model depends on the jobs that train beside it. A guarantee for each user
-    rests on this promise, which no trial checks but the form's own."""
+    """True if no bit of a model depends on the jobs that train beside it.
+
+    A guarantee for each user rests on this promise. Only the form itself can test it, because no
+    trial of this package does.
+    """
 
     def __hash__(self) -> int:
         """Return a hash, by which the process remembers whether a trial found the form sound."""
@@ -46,10 +50,11 @@ class Form(Protocol):
         """
 
     def gains_alone(self, job: Job) -> bool:
-        """Return True if a single job trains no more slowly than by PyTorch."""
+        """Return True if this form trains a single job at least as fast as PyTorch does."""
         return False
 
 
 FormFactory = Callable[[Task, Job], Form | None]
 """Returns the form for jobs like the given one. The same form serves all jobs of a kind, so that it
-is tried only once. None if the plug-in cannot train them, or not faster."""
+is tried only once. It returns None if the plug-in cannot train them, or cannot train them faster.
+"""

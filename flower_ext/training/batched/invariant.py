@@ -1,17 +1,19 @@
 """Batches in which no bit of a model depends on the models that train beside it.
 
-Libraries round by the shape of an array, and by a number's position in it. Here a job's own numbers
-choose both, except for how many models there are and where among them the job's model is:
+How a library rounds a number depends on the shape of its array, and on its position there. In these
+batches a job alone determines both, except for two things: the number of models in the batch, and
+the position of the job's model among them. Three rules see to that:
 
 * The rows of a mini-batch are padded to a number that follows from the job alone.
 * There are 4, 8, 16 or 32 models. Copies of a job fill a batch up, and models whose training has
   ended stay in it until the next smaller size.
-* PyTorch rounds the last numbers of an array, those that do not fill a register, in another way.
-  Four models with eight rows each leave no such numbers, and one thread divides no array. No trial
-  could stand in for this: such a number differs too rarely. Layers whose arrays are not made of
-  rows are therefore left out: those of images, and weights that a model's own code may transform.
+* The last numbers of an array may not fill a register, and PyTorch rounds these in another way.
+  Four models with eight rows each leave no such numbers. Only one thread runs, because several
+  would divide the arrays. A trial cannot replace these rules: such a number differs too rarely.
+  Models are left out if their arrays do not consist of rows: models with image layers, and models
+  whose own code may transform weights.
 
-`_rounds_alike` tries whatever else may depend on size and position, such as matrix products.
+`_rounds_alike` tests everything else that may depend on size and position, such as matrix products.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from flower_ext.training.trials.trial_examples import ODD, TrainingKind, kind_of
 _SIZES = (4, 8, 16, 32)
 """Numbers of models in a batch: 4 take as long as 5 one by one, and 32 as long as 14."""
 _ROWS = 8
-"""The rows of a mini-batch are a multiple of it."""
+"""The number of rows of a mini-batch is a multiple of this number."""
 _TRIED = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16), [0], [11])
 """The jobs that `_rounds_alike` trains together, from those that it numbers 0 … 16."""
 
@@ -53,7 +55,7 @@ class InvariantStack(Stack):
         self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
     ) -> None:
         missing = _size(len(jobs)) - len(jobs)
-        # With generators of their own, because a job draws its mini-batches only once.
+        # Copies need generators of their own, because a job draws its mini-batches only once.
         copies = [replace(jobs[-1], generator=torch.Generator()) for _ in range(missing)]
         super().__init__(task, [*jobs, *copies], trained)
         self._rows, self._ended = rows, clone(self.weights)
@@ -87,7 +89,7 @@ class InvariantStack(Stack):
 
 
 class InvariantBatches(Form):
-    """Batches of small models on a CPU."""
+    """Batches of small models on a CPU, in which no bit of a model depends on the others."""
 
     batch_invariant = True
 
@@ -98,11 +100,12 @@ class InvariantBatches(Form):
         """Yield groups of jobs whose mini-batches have equally many rows.
 
         A job is left out if 32 jobs of its kind would not fit into memory, or not into the
-        processor's caches: such a batch would gain nothing. Only the job's own numbers decide this.
+        processor's caches: such a batch would gain nothing. The job alone decides this, not the
+        others.
         """
         alike, most = defaultdict(list), _SIZES[-1]
         for index, job in enumerate(jobs):
-            # Beside a target that is ignored, the loss of all would be computed in another way.
+            # A target that is ignored would change how the loss of the whole batch is computed.
             if together(self._kind.task, job, memory_limit) >= most and not _ignores(job):
                 way = job.training.momentum > 0, job.training.sam_radius > 0, bool(job.objective)
                 alike[_padded_rows(job), way].append(index)
@@ -118,7 +121,11 @@ class InvariantBatches(Form):
 
 
 def invariant_batches(task: Task, job: Job) -> Form | None:
-    """Return the form for jobs like this one; None where sizes and positions may change bits."""
+    """Return the batched form for jobs like ``job``.
+
+    Return None if the size of the batch, or the job's position in it, might change a bit of its
+    model.
+    """
     if task.torch_device().type != "cpu" or not products_are_reproducible():
         return None
     # Other losses never see the padded rows (`Stack`), so their arrays have other shapes.
@@ -143,7 +150,8 @@ def _form(kind: TrainingKind) -> InvariantBatches | None:
 def _rounds_alike(kind: TrainingKind, rows: int, momentum: bool, sam: bool, terms: bool) -> bool:
     """Return True if random models round alike in batches of every size, and beside odd examples.
 
-    False is certain. True is evidence for this processor. It depends on nobody's data.
+    False is certain; True is evidence, and for this processor only. The result depends on nobody's
+    data.
     """
     training = LocalTraining(
         epochs=1, batch_size=rows, momentum=0.9 * momentum, sam_radius=0.1 * sam

@@ -1,8 +1,9 @@
 """Many local trainings, together where that is faster.
 
 The results are those of `train` for each job, up to the order of floating-point sums. A job trains
-in the form of a plug-in (`form`); else in a batch (`batches`, or `invariant` where no bit may
-depend on other jobs); else by itself, as a model does that a batch would change (`batchable`).
+by a plug-in's form (`form`) if one takes it. Otherwise it trains in a batch: one of `batches`, or
+of `invariant` if no bit may depend on other jobs. A model that a batch would change (`batchable`)
+trains by itself.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def train_groups(
 ) -> Iterator[tuple[list[int], Params]]:
     """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
 
-    Each parameter has a first dimension of these jobs, and the caller may change it. Parameters and
-    buffers that no job of a batch trains may be absent. A caller that needs only sums over models
-    never holds more than one batch of them.
+    The first dimension of each parameter numbers these jobs, and the caller may change the arrays.
+    Parameters and buffers that no job of a batch trains may be absent. A caller that needs only
+    sums over models never holds more than one batch of them.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ def _assigned(
         alike[job.examples.row_type].append(index)
     for left in alike.values():
         for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
-            # A form numbers the jobs that are left over by those before it.
+            # A form gets the jobs that the forms before it left, and numbers these from 0.
             parts = form.groups([jobs[index] for index in left], memory_limit)
             groups = [[left[index] for index in part] for part in parts]
             yield from ((group, form) for group in groups)
@@ -119,9 +120,9 @@ def attempt_groups(
 ) -> Iterator[tuple[list[int], Params | Exception]]:
     """Train as `train_groups` does, batch-invariantly; for each job that raises, yield its error.
 
-    One record can make a training raise, for example by a label out of range. That changes no other
-    model in any bit: jobs that an error leaves untrained restart, half of them at a time, and no
-    training depends on the jobs beside it.
+    One record can make a training raise, for example by a label out of range. Such an error changes
+    no bit of another model: the jobs that it leaves untrained restart, half of them at a time, and
+    no training depends on the jobs beside it.
 
     Parameters
     ----------
@@ -161,7 +162,7 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
             # A lone job must train as it would in a group, unless its bits may depend on the group.
             if len(jobs) == 1 and not batch_invariant and not form.gains_alone(jobs[0]):
                 continue
-            # Known layers show all that they do, so the cost of a trial can be saved.
+            # The types of known layers tell all that they do, so no trial is needed.
             if task.factory.facts.known or trains_alike(task, jobs[0], form):
                 yield form
         batches = invariant_batches(task, jobs[0]) if batch_invariant else Batches(task)

@@ -210,7 +210,7 @@ class _ForAllModels(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
 
-    ``root`` only requires a gradient, so that autograd runs a backward pass at all.
+    ``root`` has one use: it requires a gradient, so that autograd runs a backward pass.
     """
 
     @staticmethod
@@ -255,12 +255,12 @@ def _convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.GroupNorm, x: Tensor) -> Tensor:
-    # Under vmap, group normalisation knows no other order in memory.
+    # Under vmap, group normalisation supports no other memory order.
     return nn.GroupNorm.forward(layer, x.contiguous())
 
 
 def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
-    # vmap numbers the rows of all tables as one, so it would find the padding of the first alone.
+    # vmap joins all tables to one, so it would find only the first table's padding row.
     rows = functional.embedding(x, layer.weight)
     padding = torch.eq(x, layer.padding_idx)  # type: ignore[arg-type]
     return torch.where(padding.unsqueeze(-1), rows.detach(), rows)
@@ -268,7 +268,7 @@ def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
-"""Layers for which the channels of all models are those of one."""
+"""Layers that compute all models as one model, which has the channels of all."""
 
 
 def _pool(pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:

@@ -48,10 +48,12 @@ from flower_ext.training.trials.trial_examples import kind_of
 log = getLogger("flwr")
 
 _TOGETHER, _FEWEST = 64, 4
-"""The most examples that pass together where gradients of single examples are written down, and the
-fewest: libraries have other kernels for one, two and three rows."""
+"""Most and fewest examples that pass together if each example's gradient is stored.
+
+Libraries have other kernels for one, two and three rows.
+"""
 _MOST_DENSE, _OF_EIGHT = 1024, 8
-"""The most that pass together where they are not, in multiples of a register's numbers."""
+"""Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms, whose shortest sums are in single precision."""
 
@@ -120,11 +122,11 @@ class ClippedGradient:
         self._narrow = _width(batch_size, written=True)
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
-        """Return the sum at ``params`` (the whole model), on (examples, …); zero without any."""
+        """Return the sum at ``params`` (the whole model) over the examples; zero without any."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, parameter in self.params.items():
             parameter.copy_(params[name])
-        # Only the first training of a process has trials: their draws must not move its own.
+        # Only the first training of a process runs trials, so their draws must not change its own.
         with self._seeded(0):
             self._prepare(features, targets)
         if trees.length(features) == 0:
@@ -162,13 +164,13 @@ class ClippedGradient:
     def _gradients(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Return gradients of up to `width` examples, and a mask of those that have one.
 
-        Without any there are no gradients.
+        If no example has one, there are no gradients.
         """
         count, device = trees.length(x), trees.first(x).device
         seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
         parts = self._try_pass(x, y, seed)
         if parts is None:
-            # One example raises for all that pass with it: find it, or each of them would be lost.
+            # One example's error ends the whole pass: find that example, so that the others count.
             valid = torch.tensor(self._pass_alone(x, y, seed), device=device)
             # A stand-in keeps the places, and with them the random draws, of all other examples.
             rows = torch.arange(count, device=device)
@@ -181,7 +183,7 @@ class ClippedGradient:
         if self._try_pass(x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
-            self._log_once(WARNING, "an example's loss raises: counts as zero")
+            self._log_once(WARNING, "an example's loss raises an error, so it counts as zero")
             return [False]
         halves = trees.split((x, y), -(-trees.length(x) // 2))
         return [valid for x, y in halves for valid in self._pass_alone(x, y, seed)]

@@ -87,8 +87,8 @@ def train_dp_sgd(
         clipping_norm=training.clipping_norm,
         batch_size=training.batch_size,
     )
-    # A record that joins moves others to places with other dropout masks: these must be as secret
-    # as the sample, while torch's own generator usually begins at a known seed.
+    # An added record moves other records to places with other dropout masks, so the masks must be
+    # as secret as the sample. Torch's own generator usually begins at a known seed.
     draws = int(sampling.integers(2**62))
 
     def samples() -> Iterator[tuple[Tree, Tree]]:

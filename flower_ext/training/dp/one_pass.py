@@ -41,7 +41,7 @@ class OnePass:
     def __init__(self, model: nn.Module, names: list[str], layers: Mapping[str, nn.Module]) -> None:
         self.model, self.names, self.layers = model, names, layers
         self.last: Tree | None = None
-        """An extra example, the same in every pass, that counts nothing; None if not needed."""
+        """An extra example, the same in every pass, that adds no gradient; None if not needed."""
 
     def __call__(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""

@@ -24,9 +24,11 @@ from flower_ext.training.params import flat_rows
 from flower_ext.training.validation import objections, opacus
 
 _CANCELLED = 2e-6
-"""Share of the sizes of an example's products that always adds to its norm. A clipped example's
-products are thus at most 1/share clipping norms, so that their sum in float64 rounds to far less
-than one."""
+"""Share of the summed sizes of an example's products that is added to its norm.
+
+The products of a clipped example are thus at most 1/share clipping norms. Rounding in float64
+therefore changes their sum by far less than one clipping norm.
+"""
 _HUGE = 1e200
 """From here, a square counts as infinite, because squares of the other factor might underflow."""
 _SINGLE = 1e-20
@@ -255,7 +257,10 @@ _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers left to Opacus. Not `EmbeddingBag`: it would count a word twice in a bag only once."""
+"""Layers left to Opacus.
+
+`EmbeddingBag` is missing, because Opacus would count a word that is twice in a bag only once.
+"""
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:

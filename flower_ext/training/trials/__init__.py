@@ -1,8 +1,9 @@
 """Trials of a model and its loss on made-up examples, before real data are touched.
 
-They find out whether one example can change what others contribute, which no clipping of each
-contribution bounds. `trial_examples` makes random and unusual examples that reveal nobody's values;
-`snapshots` reads all that a model can keep. A trial that finds nothing is evidence and no proof.
+They find out whether one example can change what other examples contribute. Clipping each
+contribution does not bound such a change. `trial_examples` makes random and unusual examples that
+reveal nobody's values; `snapshots` reads all that a model can keep. A trial that finds nothing is
+evidence and no proof.
 
 Refused under DP-SGD (by `ClippedGradient`):
 

@@ -1,9 +1,9 @@
 """Trials of batch invariance: an example's gradient must not depend on the rest of its batch.
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
-others, which no clipping of each gradient bounds. The trials compare what a pass over many examples
-finds with each example's own gradient, and its bits with those of other batches. They use random
-and unusual examples, which have only the shapes and types of real ones.
+others. Clipping each gradient does not bound such a change. The trials compare the gradients that a
+pass over many examples finds with each example's own gradient, and their bits with those in other
+batches. They use random and unusual examples, which have only the shapes and types of real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flower_ext.training.trials.trial_examples import (
 )
 
 _ALIKE, _ROUNDED = 1e-3, 1e-6
-"""The tolerated relative rounding, and the rest of it where the terms of a sum cancel."""
+"""Tolerated relative rounding, and what rounding may leave where the terms of a sum cancel."""
 
 
 class ExampleGradients(Protocol):
@@ -94,7 +94,7 @@ class BatchInvarianceTrial:
                 ]
                 expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
                 gradients = _rows(_followed(follow, x, y, by), tried, count)
-                # Along random directions every gradient is something; a loss may ignore a target.
+                # Along random directions no gradient vanishes; a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
                     return False
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
@@ -128,7 +128,7 @@ class BatchInvarianceTrial:
     def _keeps_integers_apart(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
     ) -> bool:
-        """Return True if examples pass alike together and alone with any other integers.
+        """Return True if examples with other integers give the same together as alone.
 
         Those for which the model raises do not count, because it may look them up in a table
         without such a row.
@@ -189,7 +189,7 @@ class BatchInvarianceTrial:
 
 
 def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
-    """Return True if `TRIED` examples pass as each of them alone, whatever the first one is."""
+    """Return True if `TRIED` examples give the same as each alone, whatever the first one is."""
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
     alone = [
@@ -228,7 +228,7 @@ def _random_directions(
 
 
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of outputs along directions: a loss that no output is indifferent to."""
+    """Return the sum of outputs along directions: a loss to which every output matters."""
     leaves = dict(trees.named("", outputs))
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 

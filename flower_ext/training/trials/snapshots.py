@@ -296,9 +296,10 @@ def _pickled(value: Any) -> Any:
 
 
 def _is_near(value: Any, function: types.FunctionType) -> bool:
-    """Return True for the same project; of an installed library, for the same module.
+    """Return True if ``value`` is in the project of ``function``.
 
-    Elsewhere, a walk through functions and classes would reach whole libraries.
+    In an installed library, both must be in the same module. Otherwise, a walk through functions
+    and classes would reach whole libraries.
     """
     if "site-packages" in function.__code__.co_filename:
         return bool(value.__module__ == function.__module__)

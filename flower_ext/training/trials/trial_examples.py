@@ -176,7 +176,7 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return an example for each value in `ODD`; of integers alone, only of ones and of zeros."""
+    """Return an example for each value in `ODD`; if all features are integers, ones and zeros."""
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)

@@ -1,7 +1,8 @@
 """``python -m flower_ext_kernels``: compile the machine code, once per machine.
 
-It takes half a minute of a free processor, and up to a minute and a half of a busy one. Runs never
-wait for it. Without it, networks train by PyTorch alone, as without this plug-in.
+Compiling takes half a minute on a free processor, and up to a minute and a half on a busy one. Runs
+never wait for the machine code. Without it, networks train by PyTorch alone, as without this
+plug-in.
 """
 
 from __future__ import annotations

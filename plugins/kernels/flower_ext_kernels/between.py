@@ -1,6 +1,7 @@
 """Normalisation and dropout between layers, as loops over numbers that Numba translates.
 
-Indices are unsigned, because Numba would test every signed one for being negative.
+A slope by a quantity is the derivative of the loss with respect to it. Indices are unsigned,
+because Numba would test every signed index for being negative.
 """
 
 from __future__ import annotations
@@ -134,9 +135,9 @@ def normalise_image(
     scales: np.ndarray,
     room: np.ndarray,
 ) -> None:
-    """Do as `normalise`, for groups of the channels of an image (places, channels).
+    """Normalise an image (places, channels) by groups of channels, as `normalise` does for rows.
 
-    ``scales`` gets a number for each channel; ``room`` has space for two.
+    ``scales`` receives one number per channel. ``room`` has space for two numbers per channel.
     """
     wide = np.uint64(layer[CHANNELS])
     places, epsilon = np.uint64(len(image)) // wide, ONE / np.float32(layer[SETTING])
@@ -193,7 +194,7 @@ def through_image_norm(
 ) -> None:
     """Turn slopes by the outputs of `normalise_image` into slopes by its image.
 
-    ``room`` has space for three numbers for each channel.
+    ``room`` has space for three numbers per channel.
     """
     wide = np.uint64(layer[CHANNELS])
     places = np.uint64(len(slopes)) // wide
@@ -254,7 +255,7 @@ def _sum_over_places(
 
 @loops
 def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) -> None:
-    """Write ``values`` to ``into``: 0 where ``drawn`` drops them, else scaled up."""
+    """Apply dropout: write ``values`` to ``into``, 0 if ``drawn`` drops them, else scaled up."""
     dropped = layer[SETTING]
     scale = np.float32(LEVELS / (LEVELS - dropped))
     least = np.float32(dropped - LEVELS // 2)

@@ -42,8 +42,8 @@ _IMAGE = 3
 class Part:
     """One parameter's place among the numbers of its network.
 
-    The weight of a convolution has the filters last, (kernel height, kernel width, channels,
-    filters), and that of PyTorch has them first.
+    In a network the weight of a convolution has the filters last: (kernel height, kernel width,
+    channels, filters). PyTorch has them first.
     """
 
     start: int
@@ -171,7 +171,7 @@ def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
 
 
 def _flattens(operation: object, shape: torch.Size) -> int | None:
-    """Return the numbers of an example if ``operation`` makes it one row, else None."""
+    """Return how many numbers an example has if ``operation`` makes it one row, else None."""
     if isinstance(operation, nn.Flatten):
         whole = (operation.start_dim, operation.end_dim) == (1, -1)
     else:

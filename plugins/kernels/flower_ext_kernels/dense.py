@@ -47,7 +47,7 @@ def multiply(
     count: int,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Write x Wᵀ + b for rows x of a layer's inputs: from ``below`` to ``here`` in ``values``.
+    """Write x Wᵀ + b for ``count`` rows x: they begin at ``values[below]``, outputs at ``[above]``.
 
     Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """
@@ -123,7 +123,7 @@ def send_dense(
 
 @loops
 def _sizes(ahead: tuple[np.ndarray, np.ndarray], parts: int) -> tuple[int, int]:
-    """Return how much of both arrays is fetched at a time."""
+    """Return how many numbers of each array are fetched at a time."""
     return lines(ahead[0], parts), lines(ahead[1], parts)
 
 

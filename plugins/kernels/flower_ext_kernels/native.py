@@ -1,11 +1,11 @@
 """Machine code of `sgd`: made once per machine, kept in a file, and run without Numba.
 
 ``python -m flower_ext_kernels`` makes it. No training waits for it: without the file, models train
-by other forms. A separate process compiles and prints the code; the file keeps it, and LLVM's
+in other ways. A separate process compiles and prints the code; the file keeps it, and LLVM's
 linker, which llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)``
 (one run on two shared cores), the code is as fast and equal to the last bit. Every process that
-trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes half
-a minute of a free processor (Zen 4), and up to a minute and a half of a busy one.
+trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling takes half a
+minute once on a free processor (Zen 4), and up to a minute and a half on a busy one.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
     Parameters
     ----------
     folders : Sequence[Path], optional
-        Folders to look in, and to keep the code in the first one that can be written; by default
-        those of `Library`.
+        Folders in which to look for the code. New code is kept in the first one that can be
+        written. By default these are the folders of `Library`.
 
     Raises
     ------
@@ -159,7 +159,7 @@ def _compiled() -> bytes:
     except subprocess.CalledProcessError as error:
         raise NotCompiled(error.stderr.decode(errors="replace").strip()[-300:]) from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiled(f"compiling: {error}") from error
+        raise NotCompiled(f"the compiler did not finish: {error}") from error
     return done.stdout
 
 
@@ -188,7 +188,8 @@ def main() -> None:
     for function, arguments in EXPORTS.items():
         made: Any = numba.cfunc(arguments, error_model="numpy")(function)
         module = llvm.parse_assembly(made.inspect_llvm())
-        # It calls functions beside it; the wrapper around it would report errors to Python.
+        # The function calls others of its module; the wrapper around it would report errors to
+        # Python.
         module.get_function(made.native_name).linkage = "internal"
         module.get_function(made.native_name.removeprefix("cfunc.")).name = function.__name__
         whole.triple, whole.data_layout = module.triple, module.data_layout

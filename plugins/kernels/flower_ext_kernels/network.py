@@ -46,14 +46,17 @@ _SMALL = 2**15
 """Numbers in the outputs of all layers for one example, up to which a network counts as small."""
 _FEW_THREADS = 2
 _MOST_ON_FEW, _MOST_ON_MANY = 2**26, 2**21
-"""Largest product of numbers and rows of a mini-batch for which dense layers train alone as fast
-here as by PyTorch on few threads (measured), and on many (computed for 4 to 16 threads: here 110
-GFLOP/s; there 55 GFLOP/s a thread, and 0.12 ms a step)."""
+"""Largest products of a network's numbers and a mini-batch's rows, on few threads and on many.
+
+Up to these, one network of dense layers trains here as fast as by PyTorch. The first is measured.
+The second is computed for 4 to 16 threads: here 110 GFLOP/s, by PyTorch 55 GFLOP/s per thread and
+0.12 ms per step.
+"""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A chain of layers: one array of numbers and a table of layers (an `Form`)."""
+    """A chain of layers: one array of numbers and a table of layers (a `Form`)."""
 
     batch_invariant = True
     """True because each model trains by itself, in an order of sums of its own."""
@@ -71,7 +74,7 @@ class CompiledNetwork:
         """True if a layer works on images."""
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
-        """Return True for jobs with numbers of the usual types whose targets are all classes."""
+        """Return for each job True if its numbers have usual types and its targets are classes."""
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
         targets = [
@@ -88,7 +91,7 @@ class CompiledNetwork:
         return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """Return groups of the jobs that it `takes`, as large as may be returned together.
+        """Return groups of the jobs that it `takes`, each with as many models as may be returned.
 
         Jobs that need too much memory while they train are left out.
         """
@@ -153,7 +156,7 @@ class CompiledNetwork:
         return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-        """Return parameters as one row; zeros where ``names`` has none."""
+        """Return the parameters ``names`` as one row, with zeros in all other places."""
         row = torch.zeros(self.size)
         for name in names:
             part = self.parts[name]
@@ -161,7 +164,7 @@ class CompiledNetwork:
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
-        """Return pull and offset: the gradient of all terms is pull · w + offset, or `_NONE`."""
+        """Return pull and offset: the terms' gradient is pull · w + offset; `_NONE` without any."""
         if not (terms := job.objective):
             return 0.0, _NONE
         pull, offset = 0.0, torch.zeros(self.size)
@@ -202,7 +205,7 @@ class CompiledNetwork:
         return torch.get_num_threads() if self.images else 1
 
     def _sizes(self, rows: int) -> list[int]:
-        """Return the sizes of outputs, slopes, other needs of passes, norms, and three models."""
+        """Return the sizes of working arrays: outputs, slopes, scratch, norms and three models."""
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers) else 0

@@ -1,6 +1,7 @@
 """The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
 
-All outputs are kept, those of a layer for one example after the other.
+The outputs of all layers are kept. Those of one layer are in the order of examples. A slope by a
+quantity is the derivative of the loss with respect to it.
 """
 
 from __future__ import annotations

@@ -66,13 +66,13 @@ def lines(values: np.ndarray, parts: int) -> int:
 
 @loops
 def nothing(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two empty arrays, in place of what a processor is to fetch meanwhile."""
+    """Return two empty arrays, for a pass in which the processor fetches nothing ahead."""
     return values[:0], values[:0]
 
 
 @loops
 def portion(values: np.ndarray, number: int, of: int) -> np.ndarray:
-    """Return one of several parts of about equal length."""
+    """Return part ``number`` of ``values`` when divided into ``of`` parts of about equal length."""
     size = len(values) // of + 1
     return values[number * size :][:size]
 
@@ -100,7 +100,7 @@ def add_product(
     steps: tuple[int, int, int, int, int, int],
     factor: np.float32,
 ) -> None:
-    """Do as `multiply_tile`, for any number of rows and columns."""
+    """Add a product to ``into`` as `multiply_tile` does, for any number of rows and columns."""
     rows, columns, inner, outer = shape
     into_row, left_row = steps[0], steps[1]
     high, wide = share(rows, HIGH), LANES * share(-(-columns // LANES), WIDE)
@@ -127,7 +127,7 @@ def share(count: int, most: int) -> int:
 def exponential(values: np.ndarray) -> None:
     """Apply e^x in place for x ≤ 0, within one unit in the last place; below −87 as for −87.
 
-    With n the integer nearest to x / ln 2, and r = x − n ln 2, it is e^x = 2ⁿ e^r, and e^r comes
+    Let n be the integer nearest to x / ln 2, and r = x − n ln 2. Then e^x = 2ⁿ e^r, and e^r comes
     from its Taylor series. This needs no branch, so a processor computes several at once.
     """
     bits = values.view(np.int32)

@@ -227,7 +227,7 @@ def _descend(
 def _part(
     ahead: tuple[np.ndarray, np.ndarray], number: int, of: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return one of several parts of both arrays."""
+    """Return part ``number`` of each array when divided into ``of`` parts."""
     return portion(ahead[0], number, of), portion(ahead[1], number, of)
 
 

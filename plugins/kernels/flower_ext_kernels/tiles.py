@@ -1,8 +1,8 @@
 """Products of small matrices, and maxima, in the processor's vector registers.
 
 Numba's own loops keep no block of a product in registers. These functions do; they are written in
-the operations of LLVM, which turns them into machine code. The last columns of a matrix may fill a
-part of a vector only: a mask hides the rest.
+the operations of LLVM, which turns them into machine code. The last columns of a matrix may fill
+only a part of a vector. A mask hides the rest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Vectors:
         return self.builder.icmp_signed("<", steps, self.every(columns))
 
     def place(self, start: Any, *steps: Any) -> Any:
-        """Return the address of the number that many places after ``start``."""
+        """Return the address of the number that lies ``steps`` places after ``start``."""
         for step in steps:
             start = self.builder.gep(start, [_WHOLE(step) if isinstance(step, int) else step])
         return start
@@ -72,7 +72,7 @@ class _Vectors:
     def store(self, value: Any, place: Any, mask: Any | None) -> None:
         """Store the numbers of a vector for which ``mask`` is true.
 
-        To load it again soon is slow: processors do not pass on what was stored with a mask.
+        Loading it again soon is slow, because processors do not forward a masked store to a load.
         """
         place = self.builder.bitcast(place, _VECTOR.as_pointer())
         if mask is None:
@@ -96,20 +96,20 @@ class _Vectors:
         return self.builder.mul(_WHOLE(x) if isinstance(x, int) else x, y)
 
     def variable(self) -> Any:
-        """Return a place for a vector, which is zero now."""
+        """Return the address of a new vector variable, which begins as zero."""
         made = cgutils.alloca_once(self.builder, _VECTOR)  # type: ignore[no-untyped-call]
         self.builder.store(_NOTHING, made)
         return made
 
     @contextmanager
     def loop(self, count: Any) -> Iterator[Any]:
-        """Repeat what follows; yield the number of the turn."""
+        """Repeat the block ``count`` times; yield the number of the repetition."""
         with cgutils.for_range(self.builder, count) as turn:
             yield turn.index
 
     @contextmanager
     def cells(self, high: Any, wide: Any, down: Any, right: Any) -> Iterator[Any]:
-        """Repeat what follows for every cell of a window; yield its distance from the first."""
+        """Repeat the block for every cell of a window; yield its distance from the first cell."""
         with self.loop(high) as row, self.loop(wide) as column:
             yield self.builder.add(self.product(row, down), self.product(column, right))
 
@@ -315,7 +315,7 @@ def _sent(
         mask = vectors.mask(arguments[3], 0)
         cells = _cells(builder, arguments[1:])
         best = builder.load(_maxima(vectors, values, mask, *cells))
-        left = vectors.variable()  # the slopes that no cell has got yet
+        left = vectors.variable()  # the slopes that no cell has received yet
         builder.store(vectors.load(slopes, mask), left)
         with vectors.cells(*cells) as step:
             loaded = vectors.load(vectors.place(values, step), mask)

@@ -68,5 +68,7 @@ def test_the_owner_of_a_node_sets_the_least_noise_of_a_query_too(least, error):
 def test_no_vector_leaves_a_client_without_noise_in_cells_and_a_secure_sum():
     unprotected = request(protection=Unprotected(), **{"secure-sum": {"a": np.zeros(1)}})
     for asked in (request(), unprotected):
-        with pytest.raises(InvalidValue, match="expected a secure sum, and its protection"):
+        with pytest.raises(
+            InvalidValue, match="expected a message with a secure sum and the protection"
+        ):
             answer(asked)
