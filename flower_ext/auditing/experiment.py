@@ -15,6 +15,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 
 Arrays = Mapping[str, np.ndarray]
+NEXT_NORM = "log-next-clipping-norm"
+"""Name, among the arrays of a released model, of the logarithm of a clipping norm that adapts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,8 @@ class Observation:
     Parameters
     ----------
     models : Sequence[Arrays]
-        The initial model, and the model after each round.
+        The initial model, and the model after each round. If the clipping norm adapts, each has
+        the logarithm of the norm of the next round as `NEXT_NORM`.
     sent, uploads : Sequence[Mapping[int, Arrays]]
         For each round, by partition: the model that the client received, and its reply minus that
         model. In a secure round, the masked bytes.
@@ -64,8 +67,8 @@ def projected(
     Parameters
     ----------
     direction : Arrays
-        Direction of the canary's contribution, by names of the model's arrays; other arrays count
-        as zero.
+        Direction of the canary's contribution, by names of arrays of models and uploads. Other
+        arrays count as zero, and so do those that a view lacks.
     signs : Sequence[float]
         Sign of the canary's pull by round. The last sign of a shorter list holds for later rounds.
     partitions : Sequence[int], optional
@@ -77,7 +80,7 @@ def projected(
     wide = {name: np.asarray(array, dtype=np.float64) for name, array in direction.items()}
 
     def along(arrays: Arrays) -> float:
-        return sum(float((arrays[name] * axis).sum()) for name, axis in wide.items())
+        return sum(float((arrays[n] * axis).sum()) for n, axis in wide.items() if n in arrays)
 
     def upload(seen: Observation, number: int, partition: int) -> float:
         base = along(seen.sent[number][partition]) if whole else 0.0

@@ -7,17 +7,19 @@ canary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.serverapp.strategy import FedAvg, FedProx
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.auditing.experiment import of_scores
+from flower_ext.auditing.experiment import NEXT_NORM, of_scores, projected
 from flower_ext.auditing.linear import (
     BEYOND,
     HUGE,
@@ -25,6 +27,7 @@ from flower_ext.auditing.linear import (
     ONE_STEP,
     SIZE,
     LinearMechanism,
+    axes,
     client_data,
     plain_app,
     pulls,
@@ -33,6 +36,7 @@ from flower_ext.auditing.linear import (
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import (
+    AdaptiveClipping,
     AdversaryView,
     ClippedSteps,
     FullParticipation,
@@ -48,6 +52,7 @@ from flower_ext.privacy import (
     SecureScores,
     SecureSum,
 )
+from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5
@@ -102,6 +107,40 @@ _POISSON_CLIENT_NOISE = replace(
 )
 
 
+_RATE = 1e-2
+"""Learning rate of the norm, so small that two rounds have nearly the same norm."""
+
+
+def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
+    """Return plans that spend half of the privacy on the count of updates within the norm."""
+    fixed = _release_plans(sampling, **options)
+
+    def plan(noise: float, rounds: int) -> ReleasePlan:
+        usual = fixed(noise, rounds)
+        count_noise = usual.noise_multiplier / math.sqrt(2)
+        clipping = AdaptiveClipping(initial=1.0, learning_rate=_RATE, bit_noise=count_noise)
+        return replace(usual, clipping_norm=clipping)
+
+    return plan
+
+
+_ADAPTIVE = replace(
+    _CLIENT_NOISE,
+    name="adaptive-clipping",
+    plan=_adaptive_plans(FullParticipation(2)),
+    # The canary's update is as long as half of its side's weight; the next norm tells the side.
+    score=projected(
+        {
+            **axes(SIZE),
+            SIDE: np.array([-math.sqrt(2)]),
+            NEXT_NORM: np.array([2 * math.sqrt(2) / _RATE]),
+        },
+        signs=(1.0, -1.0),
+        partitions=[0],
+    ),
+)
+
+
 def _scored(*accuracies: float) -> ClientData:
     """Return a client's data whose training moves nothing and whose mean target is its score."""
     test = Examples(torch.zeros(len(accuracies), SIZE), torch.tensor(accuracies))
@@ -116,6 +155,20 @@ _OF_CLIENTS = (
         plan=_release_plans(FullParticipation(2), noise_placement="server"),
     ),
     replace(_CLIENT_NOISE, name="client-noise-mod", app=plain_app),
+    _ADAPTIVE,
+    replace(
+        _ADAPTIVE,
+        name="adaptive-clipping-server",
+        plan=_adaptive_plans(FullParticipation(2), noise_placement="server"),
+    ),
+    replace(
+        _ADAPTIVE,
+        name="adaptive-clipping-secure-sum",
+        plan=_adaptive_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+        without=[client_data(0.0), client_data(0.0), client_data(0.0)],
+        present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
+        views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
+    ),
     _POISSON_CLIENT_NOISE,
     replace(
         _POISSON_CLIENT_NOISE,

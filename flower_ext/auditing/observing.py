@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.auditing.experiment import Arrays, Experiment, Observation, World
+from flower_ext.auditing.experiment import NEXT_NORM, Arrays, Experiment, Observation, World
 from flower_ext.auditing.secure_rounds import SecureTranscript, is_secure
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.engines.in_process import modules_uncollected
@@ -41,7 +41,7 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     models: dict[int, Arrays] = {0: _wide(initial)}
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        models[number] = _wide(records.to_arrays(arrays))
+        models[number] = {**_wide(records.to_arrays(arrays)), **_next_norm(strategy)}
         if number < experiment.rounds:
             grid.begin(number + 1)
         return None
@@ -56,6 +56,8 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     except FederationNotReady:
         if not any(grid.uploads):
             raise  # else the server refused all uploads, but the adversary still saw them
+    run = getattr(strategy, "run", None)
+    like = initial if run is None else run.mechanism.upload_like(initial)
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # a round without release keeps the model
         released.append(models.get(number, released[-1]))
@@ -68,10 +70,16 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
         sent=grid.sent,
         uploads=grid.uploads,
         scores=scores,
-        sums=[transcript.sum(initial) for transcript in grid.secure],
-        bare=[grid.by_partition(transcript.bare(initial)) for transcript in grid.secure],
+        sums=[transcript.sum(like) for transcript in grid.secure],
+        bare=[grid.by_partition(transcript.bare(like)) for transcript in grid.secure],
     )
     return observation, strategy
+
+
+def _next_norm(strategy: Strategy) -> Arrays:
+    run = getattr(strategy, "run", None)
+    state = {} if run is None else run.mechanism.state
+    return {NEXT_NORM: np.log([state["clipping_norm"]])} if state else {}
 
 
 class _Listener(InProcessGrid):

@@ -42,6 +42,7 @@ from flower_ext.federation.server_optimizers import (
 )
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
+    AdaptiveClipping,
     Budget,
     FixedSizeSampling,
     FullParticipation,
@@ -195,7 +196,7 @@ def release_plan(
     secure = SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
     options: dict[str, Any] = {
         "sampling": sampling,
-        "clipping_norm": settings.clipping_norm,
+        "clipping_norm": _clipping_norm(settings, of_users=of_users),
         "rounds": settings.rounds,
         "delta": settings.delta if of_users else _delta(settings, sampling),
         "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
@@ -216,6 +217,26 @@ def release_plan(
             sampling_rate=sampling.sampling_rate,
         )
         return ReleasePlan(noise_multiplier=multiplier, **options)
+
+
+def _clipping_norm(settings: ReleaseSettings, *, of_users: bool) -> float | AdaptiveClipping:
+    if settings.clipping == "fixed":
+        return settings.clipping_norm
+    if of_users:
+        raise UnfitSetting(
+            f"run-config clipping='adaptive'{_with_method(settings)}: expected 'fixed', because "
+            "the norm follows updates of clients, and here silos clip their users' updates"
+        )
+    if settings.calibration == "published" and settings.target is not None:
+        raise UnfitSetting(
+            "run-config calibration='published' with clipping='adaptive': expected 'provable', "
+            "because the published bound is of a fixed norm"
+        )
+    return AdaptiveClipping(
+        initial=settings.clipping_norm,
+        quantile=settings.clipping_quantile,
+        learning_rate=settings.clipping_learning_rate,
+    )
 
 
 def _delta(settings: PrivacySettings, sampling: Sampling) -> float:

@@ -148,7 +148,7 @@ class Run:
 
     @property
     def mechanism(self) -> RoundMechanism:
-        """The mechanism of each round, made once from the plan."""
+        """The mechanism of the next round, made from the plan and by earlier rounds' releases."""
         return self.summation.mechanism
 
     @property
@@ -356,6 +356,7 @@ class Run:
             "client_metrics": [*self.client_metrics.items()],
             "remembered": [*self.remembered.items()],
             "refusals": self.clients.refusals,
+            "mechanism": self.mechanism.state,
         }
         groups = {
             MODEL: model,
@@ -373,6 +374,7 @@ class Run:
         self.client_metrics = dict(values["client_metrics"])
         self.remembered = dict(values["remembered"])
         self.clients.refusals.extend(values["refusals"])
+        self.summation.mechanism = self.mechanism.restored(values["mechanism"])
         self.state = State.of_groups(kept.arrays)
         self.companions = groups_under(_WRAPPER, kept.arrays)
 

@@ -82,7 +82,7 @@ class TrainingRound:
             number=number,
             server_round=server_round,
             noise=run.noise("server-noise", number),
-            like=run.model,
+            like=run.mechanism.upload_like(run.model),
             read=self._read,
         )
         cohort = self._round.open(run.summation, opening)
@@ -92,7 +92,7 @@ class TrainingRound:
         run.spending.reserve(run.mechanism.release, server_round, identity)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
-        run.progress.row |= run.population.columns(drawn)
+        run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:
@@ -109,7 +109,10 @@ class TrainingRound:
         # Mirrored memory counts only if the server has stored its counterpart.
         if run.method.client.keeps_memory and not (mirrored and mean is None):
             run.remembered |= dict.fromkeys(updates, run.participations.rounds)
-        return None if mean is None else self._step(mean, updates)
+        if mean is None:
+            return None
+        mean, run.summation.mechanism = run.mechanism.after(mean)
+        return self._step(mean, updates)
 
     def _draw(self) -> Cohort:
         run = self.run
@@ -179,8 +182,9 @@ class TrainingRound:
     def _read(self, reply: Message) -> records.Update:
         run, requests = self.run, self._round.requests
         assert requests is not None
+        base = run.mechanism.upload_like(run.model)
         update = read_honest_update(
-            reply, run.mechanism, self._protection, self.cohort, run.model, requests
+            reply, run.mechanism, self._protection, self.cohort, base, requests
         )
         run.method.check_update(update)
         return update
@@ -267,7 +271,7 @@ def read_honest_update(
     protection : Protection, optional
         Protection that the server asked for.
     base : Arrays
-        Names, shapes and dtypes of the model.
+        Names, shapes and dtypes of an upload.
     requests : Requests
         The messages of the round. They tell which partition sent a reply, and which model it
         received.

@@ -18,6 +18,7 @@ from flower_ext.privacy.accounting.sampling import (
 )
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
+from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.plan import NonPrivatePlan, PrivacyPlan
@@ -36,6 +37,7 @@ from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 __all__ = [
+    "AdaptiveClipping",
     "AdversaryView",
     "Budget",
     "BudgetExhausted",

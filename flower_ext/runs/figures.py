@@ -77,6 +77,9 @@ def _measurements(
     title = "Spread of the clients' training losses"
     yield "training_loss_spread", title, "loss", spread
     norm = {"mean over the cohort": rounds.series("update_norm_mean")}
+    clipping = {"clipping norm": rounds.series("clipping_norm")}
+    title = "Clipping norm that follows a quantile of the updates' norms"
+    yield "clipping_norm", title, "L2 norm", clipping
     yield "update_norm", "Norm of local updates before clipping", "L2 norm", norm
 
 

@@ -143,6 +143,16 @@ class ReleaseSettings(PrivacySettings):
         "sigma, for the noise of a sum; overrides epsilon. 0: the least noise that keeps epsilon",
         default=0.0,
     )
+    clipping: Literal["fixed", "adaptive"] = setting(
+        "adaptive: clipping-norm is that of round 1; later norms follow a quantile of the updates",
+        default="fixed",
+    )
+    clipping_quantile: ProperFraction = setting(
+        "adaptive: fraction of the updates that should be no longer than the norm", default=0.5
+    )
+    clipping_learning_rate: Positive = setting(
+        "adaptive: learning rate of the logarithm of the norm", default=0.2
+    )
     noise_placement: Literal["client", "server"] = setting("who adds the noise", default="client")
     aggregation: Literal["plain", "secure"] = setting(
         "plain: the server sees each upload; secure: it sees only sums, of cohorts of a fixed size",

@@ -8,6 +8,7 @@ client noise           ✓          ✓      ✓         ✓          –
 the same in a mod      ✓          ✓      ✓         ✓          –
 server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
+adaptive, all three    ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
 scores, secure sum     ✓          ✓      (1 eval.)  count      –
@@ -25,6 +26,11 @@ Of clients, servers and ULDP-AVG, each array may also be clipped by itself: two 
 unit move a sum by √2 C. Of secure sums there are two faults more: two of three clients add no
 noise; or all leave out the masks that they share with each other, so that the sum is right and the
 server reads each upload.
+
+Of clipping that adapts, in all placements of the noise, there are three faults more. The side of an
+update has no noise. A zero update counts as within the norm, as in the paper, although a client
+whose data are zeroed out sends one. The server noises updates by the norm of the next round. The
+number of answers in place of the expected cohort is no such fault: an answer depends on no data.
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
 cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
@@ -52,6 +58,7 @@ from tests.support.grids import grid
 
 CONFIDENCE, OF_A_FAULT = 1 - 1e-6, 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
+ADAPTIVE = ("adaptive-clipping", "adaptive-clipping-server", "adaptive-clipping-secure-sum")
 ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum")
 SILENT = faults.silent_noise(2)
 MANY = 2_500
@@ -60,9 +67,9 @@ MORE_NOISE = 2.0
 """With planted faults: a smaller ε is reported, and takes fewer trials to exceed."""
 SMALL = (
     *(faults.weights_of_two, faults.pair_masks_left_out, faults.arrays_clipped_apart),
-    SILENT,
+    *(SILENT, faults.zero_updates_within_the_norm),
 )
-"""Faults that raise μ by √2, √3 or 2: they show sooner where ε is larger, and by means of scores.
+"""Faults that raise μ by √2 to 2: they show sooner where ε is larger, and by means of scores.
 
 The standard error of a difference of means is √(2/trials). By these numbers of trials the bound of
 `gaussian_shift` exceeds μ by five standard errors or more, so luck hides no fault.
@@ -100,6 +107,12 @@ def planted():
         if name == "secure-sum":
             yield name, "two clients silent", SILENT, 1, 450
             yield name, "pair masks left out", faults.pair_masks_left_out, 1, 450
+        if name in ADAPTIVE:
+            yield name, "side unnoised", faults.side_unnoised, 1, FEW
+            within = faults.zero_updates_within_the_norm
+            yield name, "zero updates within the norm", within, 1, 450
+        if name == "adaptive-clipping-server":
+            yield name, "noise of the next norm", faults.noise_of_the_next_norm, 1, 150
         if name in ("client-noise", "server-noise", "uldp-avg"):
             yield name, "arrays clipped apart", faults.arrays_clipped_apart, 1, 1400
         if name in ULDP:
@@ -111,6 +124,9 @@ DAILY = {
     "client-noise-clipping off",
     "client-noise-mod-clipping off",
     "client-noise-mod-σ/4",
+    "adaptive-clipping-side unnoised",
+    "adaptive-clipping-zero updates within the norm",
+    "adaptive-clipping-server-noise of the next norm",
     "secure-sum-clipping off",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
@@ -128,6 +144,8 @@ DAILY = {
 
 LIKE_ANOTHER = {
     "client-noise": "client-noise-mod",
+    "adaptive-clipping-server": "adaptive-clipping",
+    "adaptive-clipping-secure-sum": "secure-sum",
     "server-noise": "server-noise-poisson",
     "client-noise-poisson": "server-noise-poisson",
     "uldp-sgd": "uldp-avg",

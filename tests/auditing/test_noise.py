@@ -85,6 +85,9 @@ EXPECTED = {
     "client-noise": Expected(0.5 / math.sqrt(2), 0.25),
     "server-noise": Expected(0.0, 0.25),
     "client-noise-mod": Expected(0.5 / math.sqrt(2), 0.25),
+    "adaptive-clipping": Expected(0.5, 0.5 / math.sqrt(2)),
+    "adaptive-clipping-server": Expected(0.0, 0.5 / math.sqrt(2)),
+    "adaptive-clipping-secure-sum": Expected(0.0, math.sqrt(2) * 0.5 / 3),
     "secure-sum": Expected(0.0, 0.5 / 3),
     "uldp-avg": Expected(0.5 / math.sqrt(2), 0.5 / 6),
     "uldp-sgd": Expected(0.5 / math.sqrt(2), 0.5 / 6),
@@ -156,7 +159,7 @@ def seen(name, runs=RUNS):
 def uploads_in(observations, whole):
     """Return every client's upload of every round and run, or the ``whole`` model in it."""
     return [
-        {name: array + whole * sent[node][name] for name, array in own.items()}
+        {name: array + (sent[node][name] if whole else 0.0) for name, array in own.items()}
         for one in observations
         for sent, of_round in zip(one.sent, one.uploads, strict=True)
         for node, own in of_round.items()

@@ -150,12 +150,14 @@ def expected_model(
         if not wide:
             return None
         return {name: base[name] + np.mean([u[name] for u in wide], axis=0) for name in base}
-    stddev = plan.noise_multiplier * plan.clipping_norm
+    clipping_norm = plan.clipping_norm
+    assert isinstance(clipping_norm, float)
+    stddev = plan.noise_multiplier * clipping_norm
     if plan.noise_placement == "server":
         for upload in wide:
             norm = np.sqrt(sum(float(np.square(a).sum()) for a in upload.values()))
             for array in upload.values():
-                array *= min(1.0, plan.clipping_norm / norm)
+                array *= min(1.0, clipping_norm / norm)
     else:
         stddev *= np.sqrt(1 - len(uploads) / asked) if asked else 1.0
     rng = seeded_generator(SEED, "server-noise", number)

@@ -9,6 +9,7 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, configured
 from flower_ext.privacy import (
+    AdaptiveClipping,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
@@ -72,6 +73,19 @@ def test_training_is_that_of_the_settings_but_for_changes():
     assert plain == LocalTraining(epochs=3, batch_size=4, learning_rate=0.2)
     full = configured.training(release(momentum=0.5), epochs=1, sam_radius=0.1)
     assert (full.epochs, full.momentum, full.sam_radius) == (1, 0.5, 0.1)
+
+
+def test_a_clipping_norm_that_adapts_begins_at_the_setting_of_a_fixed_one():
+    chosen = {"clipping": "adaptive", "clipping_quantile": 0.3, "clipping_learning_rate": 0.4}
+    settings = release(epsilon=2.0, **chosen)
+    plan = plan_of(settings)
+    expected = AdaptiveClipping(initial=settings.clipping_norm, quantile=0.3, learning_rate=0.4)
+    assert plan.clipping_norm == expected
+    assert plan.noise_multiplier == plan_of(release(epsilon=2.0)).noise_multiplier
+    with pytest.raises(UnfitSetting, match="calibration='published' with clipping='adaptive'"):
+        plan_of(release(epsilon=2.0, calibration="published", **chosen))
+    with pytest.raises(UnfitSetting, match="clipping='adaptive': expected 'fixed'"):
+        configured.release_plan(settings, configured.sampling(settings), of_users=True)
 
 
 def test_another_optimizer_is_one_setting():

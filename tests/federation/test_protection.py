@@ -48,6 +48,8 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipUnits,
     ClipUnitsToCells,
     ClipUpdate,
+    ClipWithSide,
+    ClipWithSideToCells,
     ProtectedByServer,
     ProtectedByTraining,
     Protection,
@@ -480,8 +482,11 @@ def test_what_is_protected_is_known_from_the_facts():
         assert not protection.bounds_uploads
 
 
+SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "update_norm": 0.8, "side_weight": 0.3}
 PROTECTIONS = [
     ClipUpdate(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
+    ClipWithSide(**SIDED),
+    ClipWithSideToCells(**SIDED, cell=2.0**-16),
     ClipUnits(clipping_norm=1.0, noise_stddev=0.5),
     ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
     ClipUnitsToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
@@ -533,7 +538,7 @@ def test_a_protection_arrives_as_it_was_sent(protection):
     assert check_entries(dict(sent)) == protection
 
 
-@pytest.mark.parametrize("protection", PROTECTIONS[:6])
+@pytest.mark.parametrize("protection", PROTECTIONS[:8])
 def test_no_part_of_a_protection_stands_for_another(protection):
     """Without one of its parts, a protection is refused, unless that part is optional."""
     facts = to_entries(protection, seeded_noise=False)

@@ -25,6 +25,7 @@ from flower_ext.federation import (
 from flower_ext.federation.state.sealed import Damaged
 from flower_ext.files import InUse, lock
 from flower_ext.privacy import (
+    AdaptiveClipping,
     Budget,
     FixedSizeSampling,
     FullParticipation,
@@ -80,6 +81,19 @@ def test_the_moments_of_an_optimiser_and_an_average_go_on_bit_for_bit(tmp_path):
         play(tmp_path / "parts", dies_in=3, **options)
     parts, _ = play(tmp_path / "parts", **options)
     assert same(parts, whole)
+
+
+def test_a_clipping_norm_that_adapts_goes_on_bit_for_bit(tmp_path):
+    clipping = AdaptiveClipping(initial=0.01, quantile=0.7, learning_rate=1.0)
+    options = {"method": DPFedAvg, "local": SGD, "memory": False}
+    options |= {"plan": plan(clipping_norm=clipping)}
+    whole, strategy = play(tmp_path / "whole", **options)
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=3, **options)
+    parts, resumed = play(tmp_path / "parts", **options)
+    assert same(parts, whole)
+    assert len({row["clipping_norm"] for row in parts.metrics()}) == 5
+    assert resumed.run.mechanism == strategy.run.mechanism
 
 
 @pytest.mark.report

@@ -10,9 +10,12 @@ import numpy as np
 
 from flower_ext.algorithms.uldp import averaging, silo_training
 from flower_ext.auditing import Experiment
+from flower_ext.auditing.experiment import NEXT_NORM, projected
+from flower_ext.auditing.linear import SIZE, axes
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.privacy import (
+    AdaptiveClipping,
     PoissonSampling,
     SecureNoise,
     SecureScores,
@@ -20,11 +23,13 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms import noise
+from flower_ext.privacy.mechanisms import adaptive_clipping, noise
+from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, ClippedSum, clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import in_cells
-from flower_ext.privacy.mechanisms.updates import RunningSum
+from flower_ext.privacy.mechanisms.updates import RunningSum, l2_norm
+from flower_ext.privacy.plans.release_plan import AdaptiveRelease
 from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
@@ -69,6 +74,7 @@ def _scores_not_clipped(self, client):
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.mechanisms.adaptive_clipping.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.mechanisms.protections.in_cells", _cells_not_clipped)
     patch.setattr(SecureScores, "vector", _scores_not_clipped)
     patch.setattr(ClippedSum, "add", RunningSum.add)
@@ -310,6 +316,56 @@ def count_unnoised(patch, experiment: Experiment) -> Experiment:
         return sum(means.get("scored_clients", 0.0) for means in seen.scores)
 
     return replace(part_unnoised(patch, experiment), score=score)
+
+
+def side_unnoised(patch, experiment: Experiment) -> Experiment:
+    """Leave the sides of updates without noise; the attack looks at them alone."""
+    real, discrete = NoiseSource.add_gaussian, NoiseSource.add_discrete_gaussian
+
+    def noised(self, update, stddev, *, grid=None):
+        return {**real(self, update, stddev, grid=grid), SIDE: update[SIDE]}
+
+    def noised_cells(self, cells, stddev):
+        return {**discrete(self, cells, stddev), SIDE: cells[SIDE]}
+
+    patch.setattr(NoiseSource, "add_gaussian", noised)
+    patch.setattr(NoiseSource, "add_discrete_gaussian", noised_cells)
+    alone = {SIDE: -np.ones(1), NEXT_NORM: np.ones(1)}
+    return replace(experiment, score=projected(alone, partitions=[0]))
+
+
+def noise_of_the_next_norm(patch, experiment: Experiment) -> Experiment:
+    """The server noises updates by the norm of the next round, which often is far smaller."""
+    real = AdaptiveRelease.aggregate
+
+    def collapsing(self, norm, fraction):
+        return norm if fraction < self.quantile / 10 else norm / 1e6
+
+    def aggregate(self, summed, *, noise, **options):
+        released = real(self, summed, noise=noise, **options)
+        _, following = self.after(released)
+        value = {n: array for n, array in summed.value.items() if n != SIDE}
+        late = noise.add_gaussian(value, following.noise_stddev)
+        by = self.sampling.expected_cohort_size
+        mean = {n: (a / by).astype(summed.like[n].dtype) for n, a in late.items()}
+        return replace(released, value={**released.value, **mean})
+
+    patch.setattr(AdaptiveClipping, "next_norm", collapsing)
+    patch.setattr(AdaptiveRelease, "aggregate", aggregate)
+    return replace(experiment, score=projected(axes(SIZE)))
+
+
+def zero_updates_within_the_norm(patch, experiment: Experiment) -> Experiment:
+    """Count a zero update as within the norm, as Andrew et al. do."""
+    real = adaptive_clipping.with_side
+
+    def counted(update, update_norm, weight):
+        vector = real(update, update_norm, weight)
+        return vector if l2_norm(update) else {**vector, SIDE: vector[SIDE] + weight / 2}
+
+    patch.setattr(adaptive_clipping, "with_side", counted)
+    patch.setattr("flower_ext.privacy.mechanisms.protections.with_side", counted)
+    return experiment
 
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:

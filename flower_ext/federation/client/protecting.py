@@ -193,8 +193,8 @@ def _store_memory(turn: Turn, result: LocalResult, update: Protected) -> None:
     memory, method = result.memory, turn.method
     try:
         if callable(memory):
-            released = {name: torch.as_tensor(value) for name, value in update.items()}
             received = turn.work.received
+            released = {name: torch.as_tensor(update[name]) for name in received}
             memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
         check_finite(memory)
     except Exception as error:  # a missing upload would reveal the error

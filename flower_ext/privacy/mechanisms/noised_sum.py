@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal
 
 from flower_ext.checks import (
     is_number,
@@ -18,6 +18,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
+from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
@@ -37,7 +38,7 @@ class ReleaseTerms:
     """The values that a user chooses for a run of noised sums; see `ReleasePlan`."""
 
     sampling: Sampling
-    clipping_norm: float
+    clipping_norm: float | AdaptiveClipping
     noise_multiplier: float
     rounds: int
     delta: float
@@ -46,8 +47,11 @@ class ReleaseTerms:
     queries: tuple[VectorQuery, ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_multiplier", self.noise_multiplier)
+        if isinstance(norm := self.clipping_norm, AdaptiveClipping):
+            norm.count_noise(self.noise_multiplier, self.sampling.expected_cohort_size)
+        else:
+            require_positive("clipping_norm", norm)
         require_at_least_one("rounds", self.rounds)
         require_delta(self.delta)
         if not isinstance(self.noise_placement, SecureSum):
@@ -108,6 +112,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         encryption.
     """
 
+    clipping_norm: float
     silos: int | None = None
     sensitivity: float = 1.0
     approximation_error: float = 0.0
@@ -146,7 +151,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         """The privacy unit: a client, or a user whose data lie in several silos."""
         return PrivacyUnit.CLIENT if self.silos is None else PrivacyUnit.USER
 
-    def of_query(self, query: VectorQuery) -> Self:
+    def of_query(self, query: VectorQuery) -> NoisedSum:
         """Return the mechanism of one release of a query: a secure sum over all clients."""
         return replace(
             self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -153,6 +153,10 @@ class RoundMechanism(ABC):
         """Return the protection that each client of a cohort applies to its upload."""
         return None
 
+    def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Return names, shapes and types of an upload, from those of the shared model."""
+        return model
+
     def begin_sum(self, like: Update) -> RunningSum:
         """Return an empty sum, to which each upload of a round is added when it arrives."""
         return RunningSum(like)
@@ -173,6 +177,19 @@ class RoundMechanism(ABC):
         RoundDiscarded
             Too few clients answered.
         """
+
+    def after(self, mean: Aggregate) -> tuple[Aggregate, RoundMechanism]:
+        """Return a released mean of updates, and the mechanism of the next round."""
+        return mean, self
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """The numbers that change between rounds, for metrics and checkpoints; none by default."""
+        return {}
+
+    def restored(self, state: Mapping[str, float]) -> RoundMechanism:
+        """Return the mechanism with the `state` of a checkpoint."""
+        return self
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the guarantees that hold after the rounds so far."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flower_ext.checks import require_positive
+from flower_ext.privacy.mechanisms.adaptive_clipping import with_side
 from flower_ext.privacy.mechanisms.bounds import clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import Cells, in_cells
@@ -124,6 +125,28 @@ class ClipUpdate(_ClipAndNoise):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipWithSide(ClipUpdate):
+    """Clip an update, and send with it the side of its norm (see `adaptive_clipping`).
+
+    Parameters
+    ----------
+    clipping_norm : float
+        C', of the update with its side.
+    update_norm, side_weight : float
+        C and κ.
+    **options
+        Fields of `ClipUpdate`.
+    """
+
+    update_norm: float
+    side_weight: float
+
+    def released(self, upload: Update, noise: NoiseSource) -> Update:
+        """Return the clipped update and its side, with noise."""
+        return super().released(with_side(upload, self.update_norm, self.side_weight), noise)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
     """Add noise to a sum over units, each clipped by the method; otherwise as `ClipUpdate`."""
 
@@ -154,6 +177,18 @@ class ClipToCells(_ClipAndNoise):
     def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
         """Add noise to an update that is already bounded and in cells."""
         return noise.add_discrete_gaussian(cells, self.noise_stddev / self.cell)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipWithSideToCells(ClipToCells):
+    """Clip an update, and send with it the side of its norm, both in cells; see `ClipWithSide`."""
+
+    update_norm: float
+    side_weight: float
+
+    def released(self, upload: Update, noise: NoiseSource) -> Update:
+        """Return the noised update and its side in cells, as int64."""
+        return super().released(with_side(upload, self.update_norm, self.side_weight), noise)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
@@ -13,16 +16,26 @@ from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.mechanisms.adaptive_clipping import (
+    SIDE,
+    AdaptiveClipping,
+    SidedSum,
+    with_room_for_side,
+)
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
-from flower_ext.privacy.mechanisms.plan import PrivacyPlan
+from flower_ext.privacy.mechanisms.plan import Aggregate, PrivacyPlan
 from flower_ext.privacy.mechanisms.protections import (
+    ClipToCells,
     ClipUnits,
     ClipUnitsToCells,
     ClipUpdate,
+    ClipWithSide,
+    ClipWithSideToCells,
     ProtectedByServer,
     Protection,
 )
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 
@@ -43,8 +56,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     ----------
     sampling : Sampling
         Draws the cohorts; the accounting assumes the same sampling.
-    clipping_norm : float
-        L2 bound C on one unit's whole update.
+    clipping_norm : float or AdaptiveClipping
+        L2 bound C on one unit's whole update; or how it follows the norms of clients' updates.
     noise_multiplier : float
         σ: the sum carries N(0, (σC)² I).
     rounds : int
@@ -88,7 +101,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         delta: float,
         sampling: Sampling,
         rounds: int,
-        clipping_norm: float,
+        clipping_norm: float | AdaptiveClipping,
         **options: Any,
     ) -> ReleasePlan:
         """Return the plan with the least noise whose provable ε is at most ``epsilon``.
@@ -109,7 +122,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         besides: dict[Release, int] = {}
         if queries := options.get("queries"):
             # Queries do not depend on the rounds' noise, which is not known yet.
-            of_clients = cls(noise_multiplier=1.0, **terms).mechanism()
+            known = {**terms, "clipping_norm": 1.0}  # any norm
+            of_clients = cls(noise_multiplier=1.0, **known).mechanism()
             besides = {of_clients.of_query(query).release: query.times for query in queries}
         multiplier = calibrate_noise_multiplier(
             besides=besides,
@@ -123,11 +137,12 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
 
     def describe(self) -> str:
         """Return one line for the log."""
-        sums = self.secure_sum
+        sums, norm = self.secure_sum, self.clipping_norm
+        clipped = norm.describe() if isinstance(norm, AdaptiveClipping) else f"{norm:g}"
         by = "client" if sums else self.noise_placement
         return " · ".join(
             [
-                f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise "
+                f"{self.sampling.describe()} · clipping norm {clipped}, noise "
                 f"multiplier {self.noise_multiplier:.4g} added by the {by}",
                 *([] if sums is None else [sums.describe()]),
                 *(query.describe() for query in self.queries),
@@ -152,7 +167,15 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
                 "RecordLevelPlan for record-level privacy"
             )
-        return ReleaseMechanism(**vars(self), silos=method.num_silos)
+        terms = {**vars(self)}
+        if not isinstance(norm := terms.pop("clipping_norm"), AdaptiveClipping):
+            return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
+        if method.num_silos is not None or method.bounds_units:
+            raise InvalidValue(
+                f"clipping_norm={norm!r} with {method.name}: expected a number, because a user's "
+                "updates in several silos have no single norm to compare with a quantile"
+            )
+        return AdaptiveRelease(clipping=norm, update_norm=norm.initial, **terms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,3 +236,91 @@ class ReleaseMechanism(NoisedSum):
         """Return ε against an adversary that sees the released models."""
         loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
         return {"epsilon_provable": loss.epsilon}
+
+
+_ADAPTIVE = (
+    "the clipping norm of a round is a function of earlier releases and public numbers, so rounds "
+    "compose adaptively; the number of updates within it is released under the same noise"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveRelease(ReleaseMechanism):
+    """A `ReleaseMechanism` of updates with their sides, and the clipping norm of one round.
+
+    Its ``clipping_norm`` C' bounds update and side together (see `adaptive_clipping`), so sum,
+    noise, grid and accounting are those of a fixed norm.
+
+    Parameters
+    ----------
+    clipping : AdaptiveClipping
+    update_norm : float
+        C of the round.
+    **options
+        Fields of `ReleaseMechanism`, without ``clipping_norm``.
+    """
+
+    clipping: AdaptiveClipping
+    update_norm: float
+    clipping_norm: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        require_positive("update_norm", self.update_norm)
+        spent_on_count = (self.noise_multiplier / self._count_noise / 2) ** 2
+        bound = self.update_norm / math.sqrt(1 - spent_on_count)
+        object.__setattr__(self, "clipping_norm", bound)
+        super().__post_init__()
+
+    @property
+    def _count_noise(self) -> float:
+        m = self.sampling.expected_cohort_size
+        return self.clipping.count_noise(self.noise_multiplier, m)
+
+    @property
+    def side_weight(self) -> float:
+        """κ: the noise σC' on κ times the sum of sides is σ_b on the sum."""
+        return self.noise_stddev / self._count_noise
+
+    def of_query(self, query: VectorQuery) -> NoisedSum:
+        """Return the mechanism of one release of a query, whose norm is fixed."""
+        terms = {part.name: getattr(self, part.name) for part in fields(ReleaseMechanism)}
+        return ReleaseMechanism(**terms).of_query(query)
+
+    def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Return an update's names, shapes and types, with a side unless the server computes it."""
+        return model if self.noised_by_server else with_room_for_side(model)
+
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
+        """Return the bounds of update and side, and one client's share of the noise."""
+        usual = super().protection(run, cohort_size)
+        sided = {"update_norm": self.update_norm, "side_weight": self.side_weight}
+        if isinstance(usual, ClipToCells):
+            return ClipWithSideToCells(**vars(usual), **sided)
+        return ClipWithSide(**vars(usual), **sided) if isinstance(usual, ClipUpdate) else usual
+
+    def begin_sum(self, like: Update) -> RunningSum:
+        """Return an empty sum; if the server adds the noise, it also counts the sides."""
+        if not self.noised_by_server:
+            return super().begin_sum(like)
+        return SidedSum(like, self.clipping_norm, self.update_norm, self.side_weight)
+
+    def after(self, mean: Aggregate) -> tuple[Aggregate, AdaptiveRelease]:
+        """Return the mean of the updates alone, and the mechanism with the next round's norm."""
+        value = dict(mean.value)
+        fraction = 0.5 + float(value.pop(SIDE)[0]) / self.side_weight
+        norm = self.clipping.next_norm(self.update_norm, fraction)
+        return replace(mean, value=value), replace(self, update_norm=norm)
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """The norm of the round."""
+        return {"clipping_norm": self.update_norm}
+
+    def restored(self, state: Mapping[str, float]) -> AdaptiveRelease:
+        """Return the mechanism with the norm of a checkpoint."""
+        return replace(self, update_norm=state["clipping_norm"])
+
+    def guarantees(self, run: RunSummary) -> list[Guarantee]:
+        """Return the guarantees of a fixed norm, with what they assume of the norm."""
+        claims = super().guarantees(run)
+        return [replace(claim, assumptions=(*claim.assumptions, _ADAPTIVE)) for claim in claims]

@@ -17,6 +17,7 @@ import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
 from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
@@ -94,8 +95,8 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
     """Return `dp2_fedsam_theorem2` for the rounds so far; empty if it does not cover the plan."""
-    if not isinstance(plan, ReleaseTerms):
-        return []
+    if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
+        return []  # the paper's clipping norm is fixed
     theorem = dp2_fedsam_theorem2(
         noise_multiplier=plan.noise_multiplier,
         sampling_rate=plan.sampling.sampling_rate,

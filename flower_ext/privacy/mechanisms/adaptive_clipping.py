@@ -1,0 +1,197 @@
+"""A clipping norm that follows a quantile of the updates' norms, from noised counts.
+
+Source: Andrew, Thakkar, McMahan, Ramaswamy, "Differentially Private Learning with Adaptive
+Clipping" (NeurIPS 2021).
+
+====================  ==========================================================================
+paper                 here
+====================  ==========================================================================
+C, γ, η_C             ``update_norm`` of a round, ``quantile``, ``learning_rate``
+z                     σ, the ``noise_multiplier`` of the plan
+z_Δ                   σ' with 1/σ² = 1/σ'² + 1/(2σ_b)²
+σ_b, m                ``bit_noise``, the *expected* cohort size
+b_i − ½               the side of a client: +½ if its update is within C, −½ if longer, and 0 if
+                      the update is zero
+b̃                     ``fraction`` of a round
+====================  ==========================================================================
+
+A client contributes the vector (clip(Δ, C), κ·side), with κ = σ'C/σ_b. Its norm is at most
+C' = √(C² + κ²/4) = σ'C/σ. So a round is an ordinary noised sum of one more number and of clipping
+norm C'. Its noise σC' = σ'C is σ'C on the update, and σ_b on the sum of sides. Every vector is
+clipped to C' again before it is noised, so the sensitivity rests on C' alone, not on how the side
+was computed. This also holds on the grid of a secure sum, whose cells follow σC': the whole vector,
+side included, is rounded to cells with a norm of at most C'/cell, checked in whole numbers (see
+`quantization`).
+
+A zero update has the side 0, where the paper counts it within C. Clients whose training fails or
+whose data cannot be loaded send zero updates, and a client whose data are zeroed out is one of
+them. If they had the side ½, zeroing out a longer update would move the sum by √(C² + κ²), more
+than C'. The whole vector of such a client is zero.
+
+C is a function of earlier releases and public numbers, so all rounds compose adaptively.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat as api
+import numpy as np
+
+from flower_ext.checks import require_below_one, require_positive
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip
+from flower_ext.privacy.mechanisms.updates import Update, l2_norm
+
+SIDE = "adaptive-clipping-side"
+"""Name of the array that holds κ·side in an upload, in a sum and in a mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveClipping:
+    """A clipping norm that follows a quantile of the norms of clients' updates.
+
+    Give it to a `ReleasePlan` in place of a number. ε is that of a fixed norm under the same noise
+    multiplier σ. The model gets a little more noise for the same norm, by the factor
+    1/√(1 − (σ/2σ_b)²).
+
+    A fraction far from the quantile moves the norm by a factor of up to exp(η γ) or exp(η (1 − γ))
+    a round. Clients that do not answer count as half within the norm: if only a share r answers,
+    the norm settles where the fraction is ½ + (γ − ½)/r, and runs to a limit if no fraction is.
+
+    Parameters
+    ----------
+    initial : float
+        Norm of the first round.
+    quantile : float
+        γ: fraction of the updates that should not be longer than the norm, in (0, 1).
+    learning_rate : float
+        η_C.
+    bit_noise : float, optional
+        σ_b: standard deviation of the noise on the number of updates within the norm, above half
+        the plan's noise multiplier σ. By default a twentieth of the expected cohort as in the
+        paper, but at least σ, so that small cohorts are possible.
+    least, most : float
+        Limits of the norm, which are public.
+
+    Raises
+    ------
+    InvalidValue
+        A field is out of range.
+    """
+
+    initial: float = 0.1
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    bit_noise: float | None = None
+    least: float = 1e-6
+    most: float = 1e6
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "quantile", "learning_rate", "least", "most"):
+            require_positive(name, getattr(self, name))
+        require_below_one("quantile", self.quantile)
+        if self.bit_noise is not None:
+            require_positive("bit_noise", self.bit_noise)
+        if not self.least <= self.initial <= self.most:
+            raise InvalidValue(
+                f"initial={self.initial!r}: expected a norm from least={self.least:g} to "
+                f"most={self.most:g}"
+            )
+
+    def count_noise(self, noise_multiplier: float, expected_cohort: float) -> float:
+        """Return σ_b under a plan's noise multiplier and expected cohort size.
+
+        Raises
+        ------
+        InvalidValue
+            ``bit_noise`` is at most half the noise multiplier, which leaves nothing for updates.
+        """
+        if self.bit_noise is None:
+            return max(expected_cohort / 20, noise_multiplier)
+        if 2 * self.bit_noise <= noise_multiplier:
+            raise InvalidValue(
+                f"bit_noise={self.bit_noise!r} with noise_multiplier={noise_multiplier:.4g}: "
+                f"expected more than {noise_multiplier / 2:.4g}, half of it, because counts with "
+                "less noise spend all of the privacy; None chooses one"
+            )
+        return self.bit_noise
+
+    def next_norm(self, norm: float, fraction: float) -> float:
+        """Return C exp(−η (fraction − γ)), within the limits."""
+        step = self.learning_rate * (fraction - self.quantile)
+        least, most = math.log(self.least), math.log(self.most)
+        moved = math.log(norm) - step  # logarithms cannot overflow
+        return self.least if moved <= least else self.most if moved >= most else math.exp(moved)
+
+    def describe(self) -> str:
+        """Return a few words for the log."""
+        return f"adaptive from {self.initial:g} to the quantile {self.quantile:g}"
+
+
+def with_side(update: Update, update_norm: float, weight: float) -> dict[str, Any]:
+    """Return (clip(Δ, C), κ·side): an update, clipped, and the side of its norm.
+
+    Guarantees
+    ----------
+    A zero update becomes a zero vector.
+
+    Parameters
+    ----------
+    update_norm, weight : float
+        C and κ.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip`.
+    """
+    norm = l2_norm(update)
+    side = 0.0 if norm == 0 else 0.5 if norm <= update_norm else -0.5
+    like = next(iter(update.values()))
+    namespace = api.array_namespace(like)
+    part = namespace.asarray([weight * side], dtype=namespace.float64, device=api.device(like))
+    return {**clip(update, update_norm).value, SIDE: part}
+
+
+def with_room_for_side(like: Update) -> dict[str, Any]:
+    """Return ``like``, whose arrays are NumPy's, with the array of sides.
+
+    Raises
+    ------
+    InvalidValue
+        It has an array of that name.
+    """
+    if SIDE in like:
+        raise InvalidValue(f"an array {SIDE!r} in the model: expected another name")
+    return {**like, SIDE: np.zeros(1)}
+
+
+class SidedSum(ClippedSum):
+    """Sum of the vectors (clip(Δ, C), κ·side) of updates, for a server that adds the noise.
+
+    The server computes the side from the update that it received, and trusts no client's.
+
+    Parameters
+    ----------
+    like : Update
+        Names and shapes of updates.
+    bound, update_norm, weight : float
+        C', C and κ.
+    """
+
+    def __init__(self, like: Update, bound: float, update_norm: float, weight: float) -> None:
+        super().__init__(with_room_for_side(like), bound)
+        self._update_norm, self._weight = update_norm, weight
+
+    def add(self, update: Update) -> None:
+        """Clip an update, add it, and count its side.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            As `clip` and `RunningSum.add`.
+        """
+        super().add(with_side(update, self._update_norm, self._weight))
