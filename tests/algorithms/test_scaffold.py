@@ -161,7 +161,7 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
 @pytest.mark.parametrize(
     ("local", "said"),
     [
-        (LocalTraining(epochs=0), "epochs=0: expected at least one epoch or step"),
+        (LocalTraining(epochs=0), "epochs=0 with steps=None: expected at least one epoch or step"),
         (LocalTraining(tolerance=1e-6, proximal_weight=0.1), "from steps of SGD"),
     ],
 )
