@@ -116,7 +116,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     config = ChainMap(changes, defaults)  # what is set in this map is written to changes
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
-        before = {**defaults, **file.settings(changes)}
+        before = {**defaults, **file.settings(changes, defaults)}
         config["preset"] = file.text(_changed(changes, before))
     path = _choose_paths(options, config)
     nodes = options.clients if clients_setting(config) is None else num_nodes(config)
@@ -171,7 +171,7 @@ def checked_settings(
         changes[name] = known[name].parse(text)
     if file is None:
         return defaults, changes
-    values = file.settings(changes)
+    values = file.settings(changes, defaults)
     for name, value in values.items():
         if name not in known:
             raise InvalidValue(

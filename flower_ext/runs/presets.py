@@ -15,9 +15,11 @@ same form::
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from flower_ext.errors import InvalidValue
@@ -69,14 +71,17 @@ class SettingsFile:
             )
         return cls(path.stem, str(title), shared, special)
 
-    def settings(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(
+        self, chosen: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """Return the file's values for a run whose settings ``chosen`` are set already.
 
-        The result does not include ``chosen``, which select among the special values.
+        The result does not include ``chosen``, which select among the special values. A setting
+        that neither they nor the file names has its value in ``defaults``, those of the app.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():
-            value = chosen.get(name, self.shared.get(name))
+            value = ChainMap(dict(chosen), dict(self.shared), dict(defaults)).get(name)
             values |= cases.get(str(value).lower() if isinstance(value, bool) else str(value), {})
         return values
 

@@ -233,6 +233,12 @@ def test_values_for_a_method_hold_for_that_method_unless_set_changes_them(tmp_pa
     assert config["preset"].endswith("changed: server-learning-rate")
 
 
+def test_values_for_a_default_of_the_app_hold_too(tmp_path):
+    chosen = ["method=uldp-group"]  # the app's group-size is 8
+    config = prepared(ULDP_FL, tmp_path, preset="uldp-fig4-1000-zipf", settings=chosen)
+    assert config["record-sampling-rate"] == pytest.approx(64 * 5 / 8000)
+
+
 def test_a_pair_s_plain_half_trains_as_often(tmp_path):
     config = prepared(
         UPCYCLED_FL, tmp_path, preset="upcycled-table1-syn00", settings=["upcycled=false"]

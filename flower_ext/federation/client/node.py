@@ -98,9 +98,11 @@ def task_on(task: Task | Callable[[Context], Task], contexts: Sequence[Context])
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
     """Build the task, without the partition, because all clients of a process share the task."""
-    rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
+    node_settings = {
+        name: value for name, value in context.node_config.items() if name != PARTITION
+    }
     try:
-        return task(replace(context, node_config=rest))
+        return task(replace(context, node_config=node_settings))
     except KeyError as error:
         if error.args != (PARTITION,):
             raise
