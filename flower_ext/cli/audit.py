@@ -91,7 +91,8 @@ def experiment_of(target: str) -> Experiment:
     module, separator, name = target.partition(":")
     if not separator:
         raise InvalidValue(
-            f"target={target!r}: expected module:function, or one of {', '.join([*MECHANISMS, *STATISTICS])}"
+            f"target={target!r}: expected module:function, or one of "
+            f"{', '.join([*MECHANISMS, *STATISTICS])}"
         )
     # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:

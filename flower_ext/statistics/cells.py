@@ -209,9 +209,8 @@ class SurvivalCurve(Statistic):
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
         at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
         with np.errstate(divide="ignore", invalid="ignore"):
-            factors = np.where(at_risk > 0, 1 - events / at_risk, np.nan)
-        survival: NDArray[np.float64] = np.cumprod(factors, axis=1)
-        return survival
+            factors: NDArray[np.float64] = np.where(at_risk > 0, 1 - events / at_risk, np.nan)
+        return np.asarray(np.cumprod(factors, axis=1), dtype=np.float64)
 
 
 @dataclass(frozen=True)

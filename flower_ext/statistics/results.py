@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flower_ext.files import write_rows
+from flower_ext.files import write_rows, write_whole
 from flower_ext.privacy import PrivacyPlan, seeded_generator
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.figures import COLOURS, canvas, save_figure
 from flower_ext.runs.page import write_page
 from flower_ext.statistics.cells import Histogram, SurvivalCurve
+from flower_ext.statistics.moments import Variance
 from flower_ext.statistics.release import estimates
 from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
 
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
     from flower_ext.federation import Method
 
 HEADER = ("statistic", "name", "estimate", "standard error", "lower", "upper")
-TABLE = "statistics.csv"
-"""File of the estimates in a run directory."""
+TABLE, PAGE, STANDARDISE = "statistics.csv", "statistics.html", "standardise.toml"
+"""Files in a run directory: the estimates, the page, and settings by which to standardise columns.
+
+The last one is for apps with a setting ``standardise``, and is written if the statistics have
+variances.
+"""
 
 
 class StatisticsFiles(Callback):
@@ -65,6 +70,9 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
         for each in own
     ]
     write_rows(run.path / TABLE, HEADER, rows)
+    if scales := _scales(results):
+        content = f'title = "Centres and deviations"\n\n[settings]\nstandardise = "{scales}"\n'
+        write_whole(run.path / STANDARDISE, content.encode())
     figures = {}
     for number, (statistic, own) in enumerate(results.items(), 1):
         if isinstance(statistic, Histogram | SurvivalCurve):
@@ -83,6 +91,18 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
         figures=figures,
         guarantees=[each.statement() for each in proved],
     )
+
+
+def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
+    """Return centre and deviation of columns, of which a variance above 0 was released."""
+    scales = [
+        f"{statistic.column} {mean.value:.6g} {math.sqrt(variance.value):.6g}"
+        for statistic, released in results.items()
+        if isinstance(statistic, Variance)
+        for _, mean, variance in [released]
+        if variance.value > 0
+    ]
+    return "; ".join(scales)
 
 
 def _shown(estimate: Estimate) -> tuple[str, str, str]:

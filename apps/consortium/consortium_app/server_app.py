@@ -9,7 +9,6 @@ from consortium_app.settings import Settings
 from consortium_app.tables import num_users_of
 from consortium_app.task import joint_of, scales_of, task_of
 from flower_ext.algorithms import UldpAvg
-from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.federation import configured
 from flower_ext.privacy import FullParticipation
 from flower_ext.statistics import StatisticsFiles, UserStatistics
@@ -32,9 +31,7 @@ def main(grid: Grid, context: Context) -> None:
         configured.start(grid, context, unscored, task, statistics, plan, **options)
         return
     scales_of(settings)  # refuses misspelt features before the run
-    rate = settings.server_learning_rate * theory_learning_rate(
-        num_silos=silos, num_users=everyone.population, epochs=settings.local_epochs
-    )
+    rate = settings.server_learning_rate * silos  # of the mean over users, not over silos, too
     method = UldpAvg(
         num_silos=silos,
         weighting="by-records",

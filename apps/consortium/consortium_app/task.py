@@ -66,9 +66,9 @@ def scales_of(settings: Settings) -> dict[str, tuple[float, float, float, float]
     except (KeyError, ValueError):
         pass
     raise UnfitSetting(
-        f"run-config features={settings.features!r}, standardise={settings.standardise!r}: expected "
-        '"COLUMN LOWER:UPPER; …" and, of the same columns, "COLUMN CENTRE DEVIATION; …" with '
-        "deviations above 0"
+        f"run-config features={settings.features!r}, standardise={settings.standardise!r}: "
+        'expected "COLUMN LOWER:UPPER; …" and, of the same columns, "COLUMN CENTRE DEVIATION; …" '
+        "with deviations above 0"
     )
 
 
