@@ -100,7 +100,7 @@ class Histogram(_Cells):
 
     @property
     def title(self) -> str:
-        """What the statistic is."""
+        """The statistic in words."""
         return f"histogram of {self.bins.column}"
 
     @property
@@ -127,7 +127,7 @@ class ContingencyTable(_Cells):
 
     @property
     def title(self) -> str:
-        """What the statistic is."""
+        """The statistic in words."""
         return f"table of {self.first.column} by {self.second.column}"
 
     @property
@@ -173,7 +173,7 @@ class SurvivalCurve(Statistic):
 
     @property
     def title(self) -> str:
-        """What the statistic is."""
+        """The statistic in words."""
         return f"Kaplan–Meier curve of {self.times.column}"
 
     @property
@@ -247,7 +247,7 @@ class Quantiles(Statistic):
 
     @property
     def title(self) -> str:
-        """What the statistic is, with its bounds."""
+        """The statistic in words, with its bounds."""
         return (
             f"quantiles of {self.column}, values clamped to [{self.lower:g}, {self.upper:g}], to "
             f"{(self.upper - self.lower) / 2**self.depth:g}"

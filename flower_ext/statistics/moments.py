@@ -53,7 +53,7 @@ class Mean(Statistic):
 
     @property
     def title(self) -> str:
-        """What the statistic is, with its bounds."""
+        """The statistic in words, with its bounds."""
         return f"{self.names[-1]}, values clamped to [{self.lower:g}, {self.upper:g}]"
 
     @property

@@ -64,7 +64,7 @@ class Statistic(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What the statistic is, with its bounds."""
+        """The statistic in words, with its bounds."""
 
     @property
     @abstractmethod
