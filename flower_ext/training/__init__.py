@@ -28,7 +28,7 @@ from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
 from flower_ext.training.features import Features
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
-from flower_ext.training.local import minimise, train
+from flower_ext.training.local import sgd_step, train
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
@@ -73,10 +73,10 @@ __all__ = [
     "job_batches",
     "local_problem",
     "matches",
-    "minimise",
     "newton",
     "part",
     "replace_batch_norm",
+    "sgd_step",
     "tagged",
     "train",
     "train_dp_sgd",

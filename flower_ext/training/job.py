@@ -237,5 +237,6 @@ def batches(
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     """Yield the mini-batches of a job on the task's device, none with fewer than `fewest_rows`."""
     data, training = job.examples.to(task.torch_device()), job.training
-    fewest = fewest_rows(task, data.features, training.batch_size)
+    # Under noise examples pass by themselves, whatever the size of a mini-batch.
+    fewest = 1 if job.noise else fewest_rows(task, data.features, training.batch_size)
     return batches(data, training, job.generator, fewest=fewest)
