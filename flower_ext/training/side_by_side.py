@@ -12,7 +12,7 @@ import torch
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import train_each
+from flower_ext.training.batched.many import attempt_groups, train_each
 from flower_ext.training.isolation import attempted, isolated
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params
@@ -177,37 +177,25 @@ def side_by_side(
             alike[training.batch].append(index)
         for members in alike.values():
             batch = [waiting.pop(index) for index in members]
-            models = _solved([training for _, training in batch], memory_limit)
-            for index, (steps, _), model in zip(members, batch, models, strict=True):
-                advance(index, steps, model)
+            for number, model in _solved([training for _, training in batch], memory_limit):
+                advance(members[number], batch[number][0], model)
     return [results[index] for index in sorted(results)]
 
 
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
-    """Yield the model of each training, or its error.
-
-    If a batch raises, a single training may be the cause. The trainings without a model then train
-    one by one, on the same batches of examples.
-    """
-    first, jobs, done = trainings[0], [training.job for training in trainings], 0
-    states = [job.generator.get_state() for job in jobs]
+def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each training with its model, or with its error."""
+    first = trainings[0]
     solve = partial(first.solver, first.task, trained=first.trained, memory_limit=memory_limit)
-    try:
-        models = iter(solve(jobs))
-        while done < len(jobs):
-            with isolated():
-                model = next(models)
-            yield model
-            done += 1
-    except Exception as error:  # training each alone finds out which one raises
-        if len(jobs) == 1:
-            yield error
-            return
 
-    def train_alone(job: Job) -> Any:
-        (model,) = solve([job])
-        return model
+    def solve_each(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
+        return (([number], model) for number, model in enumerate(solve(jobs)))
 
-    for job, state in zip(jobs[done:], states[done:], strict=True):
-        job.generator.set_state(state)
-        yield attempted(train_alone, job)
+    jobs = [partial(_restarted, one.job, one.job.generator.get_state()) for one in trainings]
+    for (number,), model in attempt_groups(solve_each, jobs):
+        yield number, model
+
+
+def _restarted(job: Job, state: torch.Tensor) -> Job:
+    """Return a job that draws the mini-batches of its first run."""
+    job.generator.set_state(state)
+    return job

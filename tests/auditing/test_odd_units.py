@@ -30,7 +30,6 @@ from flower_ext.training import (
     Task,
     side_by_side,
     train_each,
-    train_groups,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from tests.support.failing import FAILING, failing_task
@@ -147,8 +146,8 @@ def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
     assert not found.broken, found.to_dict()
 
 
-def no_one_by_one(task, jobs, **settings):
-    yield from train_groups(task, [job() for job in jobs], batch_invariant=True, **settings)
+def no_one_by_one(solve, jobs):
+    yield from solve([job() for job in jobs])
 
 
 def errors_of_one_are_errors_of_all(patch):
