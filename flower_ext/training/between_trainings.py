@@ -28,7 +28,7 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import Snapshots, changed_places, same_params
+from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
 from flower_ext.training.trials.trial_examples import (
     TrainingKind,
     kind_of,
@@ -91,11 +91,11 @@ def _place_by_trial(kind: TrainingKind) -> str | None:
     finally:
         np.random.set_state(states[0])  # noqa: NPY002
         random.setstate(states[1])
-    snapshots = Snapshots(model=bystander, loss=task.loss)
-    before = snapshots.take()
+    before = snapshot(model=bystander, loss=task.loss)
     for x, y in (other, *trees.split(unlike, 1)):
         _trained(task, start, x, y)
-        if places := changed_places(before, snapshots.take()):
+        after = snapshot(model=bystander, loss=task.loss)
+        if places := changed_places(before, after):
             return places[0]
     again = _trained(task, start, *usual)
     return None if same_params(first, again) else "a variable elsewhere"

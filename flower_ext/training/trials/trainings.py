@@ -19,7 +19,7 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import Snapshots, changed_places
+from flower_ext.training.trials.snapshots import changed_places, snapshot
 from flower_ext.training.trials.trial_examples import ODD, TrainingKind, with_odd_rows
 
 TrainTogether = Callable[[Sequence[Job]], Params]
@@ -88,10 +88,9 @@ def refuse_changes(kind: TrainingKind, features: Tensor) -> None:
         The message names the place that changes.
     """
     model = in_training(kind.model())
-    snapshots = Snapshots(model=model)
-    before = snapshots.take()
+    before = snapshot(model=model)
     model(features)
-    if places := changed_places(before, snapshots.take()):
+    if places := changed_places(before, snapshot(model=model)):
         raise InvalidValue(f"a pass changes {places[0]}")
 
 
