@@ -11,6 +11,7 @@ reaches, it also compares results, which must not depend on the examples that pa
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from functools import lru_cache
@@ -113,9 +114,6 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
     return None if isinstance(model, Exception) else model
 
 
-def _positions() -> tuple[object, ...]:
-    """Return what a draw changes in the global generators of NumPy and Python."""
-    generator = np.random.get_state(legacy=False)  # noqa: NPY002
-    state = generator["state"]
-    drawn = state["pos"] if "pos" in state else repr(state)
-    return drawn, generator["has_gauss"], random.getstate()
+def _positions() -> bytes:
+    """Return the state of the global generators of NumPy and Python."""
+    return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002

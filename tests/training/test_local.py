@@ -17,12 +17,11 @@ from flower_ext.training import (
     Task,
     evaluate,
 )
-from flower_ext.training.job import batches
 from flower_ext.training.local import perturbation, sgd_step
 from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.params import clone
 from flower_ext.training.problem import Linear, LocalProblem
-from tests.support.jobs import train_many, train_one
+from tests.support.jobs import batches, train_many, train_one
 
 
 def by_hand(loss_at, start):

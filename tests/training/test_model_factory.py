@@ -24,10 +24,9 @@ from flower_ext.training import (
     train_dp_sgd,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.job import batches
 from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
-from tests.support.jobs import train_many, train_one
+from tests.support.jobs import batches, train_many, train_one
 from tests.support.reference.clipped_gradient import by_loop
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
