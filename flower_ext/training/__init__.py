@@ -1,20 +1,28 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-A method's ``yield work.train(...)`` passes these modules on its way to a step of SGD:
+What one local training computes is in `local`, on a page; these modules say what it is made of:
 
 ====================  =====================================================================
 module                its part
 ====================  =====================================================================
-`side_by_side`        collects the trainings for which methods of many clients wait
-`batched`             trains jobs together where that is faster, with the same result
-`local`               `train`: trains one job by SGD, SAM, exactly, or in noised steps
-`job`                 a training as a value: settings, examples, mini-batches
-`problem`             the loss plus terms, as a function of the trained part of a model
 `task`                the model, the loss, the metrics and each partition's data
+`job`                 a training as a value: settings, examples, mini-batches, noise
+`problem`             the loss plus terms, as a function of the trained part of a model
+`local`               `train`: sets up the problem, takes the steps, returns the model
+`dp`                  steps of DP-SGD, which clip each example's gradient
 ====================  =====================================================================
 
-`dp` has the steps of DP-SGD, which clip each example's gradient. The trials in `trials` and
-`between_trainings` find models in which one example, or one training, changes another.
+When and how many trainings run together never changes a result, except for rounding:
+
+====================  =====================================================================
+`side_by_side`        collects the trainings for which methods of many clients wait
+`batched.many`        trains many jobs, and tells apart those that raise
+`batched.choice`      chooses the form in which each job trains
+`batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
+====================  =====================================================================
+
+The trials in `trials` and `between_trainings` find models in which one example, or one training,
+changes another. `batched.choice` and `dp.ways` ask them, and the client before its first training.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

@@ -58,6 +58,16 @@ def check_yielded(model: object) -> None:
         )
 
 
+def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
+    """Train as `train_each`; a job without examples gets its parameters back unchanged."""
+    models = train_each(task, [job for job in jobs if len(job.examples)], **settings)
+    for job in jobs:
+        yield next(models) if len(job.examples) else dict(job.params)
+
+
+train_invariantly = partial(train_jobs, batch_invariant=True)
+
+
 @dataclass(kw_only=True)
 class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
@@ -65,15 +75,12 @@ class Training:
     Parameters
     ----------
     task, job, trained
-        As for `train`. A job without examples gets its parameters back unchanged.
-    solve : Callable, optional
-        Runs many such trainings at once, in place of `train_each`; it returns what each method
-        receives, in their order.
+        As for `train`.
+    solve : Callable
+        Runs many such trainings at once; it returns what each method receives, in their order.
     returns_params : bool
-        True if ``solve`` adds no noise and returns parameters like those of the job, which then
-        stand in for the result of a failed training.
-    batch_invariant : bool
-        The option of `train_groups`.
+        True if ``solve`` adds no noise of its own and returns parameters like those of the job,
+        which then stand in for the result of a failed training.
 
     Raises
     ------
@@ -84,52 +91,35 @@ class Training:
     task: Task
     job: Job
     trained: Callable[[str], bool]
-    solve: Callable[..., Iterable[Any]] | None = None
+    solve: Callable[..., Iterable[Any]] = train_jobs
     returns_params: bool = False
-    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self.job.params, self.task)
 
     @property
     def without_noise(self) -> bool:
-        """True if the training returns parameters, and adds no noise of its own to them."""
-        return self.job.noise is None and (self.solve is None or self.returns_params)
+        """True if the training returns parameters, and adds no noise to them."""
+        return self.job.noise is None and self.returns_params
 
     @property
     def batch(self) -> Hashable:
         """Key of the trainings that run together."""
         names = frozenset(filter(self.trained, self.job.params))
-        return self.solver, names, self.job.noise is None
-
-    @property
-    def solver(self) -> Callable[..., Iterable[Any]]:
-        """The function that runs this training together with others."""
-        if self.solve is not None:
-            return self.solve
-        if len(self.job.examples) == 0:
-            return _untrained
-        return _train_invariantly if self.batch_invariant else train_each
+        return self.solve, names, self.job.noise is None
 
 
 def one_by_one(
     solve: Callable[[Task, Work, Callable[[str], bool]], R],
-) -> Callable[..., list[R]]:
+) -> Callable[..., Iterator[R]]:
     """Turn a function that solves one job into one that solves a `Training`'s jobs in sequence."""
 
     def solve_each(
         task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
-    ) -> list[R]:
-        return [solve(task, job, trained) for job in jobs]
+    ) -> Iterator[R]:
+        return (solve(task, job, trained) for job in jobs)
 
     return solve_each
-
-
-def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
-    return [dict(job.params) for job in jobs]
-
-
-_train_invariantly = partial(train_each, batch_invariant=True)
 
 
 Steps = Generator[Training, Any, T]
@@ -185,7 +175,7 @@ def side_by_side(
 def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[int, Any]]:
     """Yield the number of each training with its model, or with its error."""
     first = trainings[0]
-    solve = partial(first.solver, first.task, trained=first.trained, memory_limit=memory_limit)
+    solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
 
     def solve_each(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
         return (([number], model) for number, model in enumerate(solve(jobs)))

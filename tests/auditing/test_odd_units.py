@@ -14,7 +14,7 @@ from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import unmoved
+from flower_ext.federation.client import client_method, unmoved
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -28,7 +28,6 @@ from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
     Task,
-    side_by_side,
     train_each,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
@@ -379,7 +378,7 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
         upwards = torch.tensor(float("inf"))
         return {name: torch.nextafter(value, upwards) for name, value in params.items()}
 
-    monkeypatch.setattr(side_by_side, "_train_invariantly", in_another_order)
+    monkeypatch.setattr(client_method, "train_invariantly", in_another_order)
     experiment = one_diverged_client()
     found = audit(experiment, trials=TRIALS, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()
