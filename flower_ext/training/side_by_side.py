@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -60,9 +61,10 @@ def check_yielded(model: object) -> None:
 
 def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
     """Train as `train_each`; a job without examples gets its parameters back unchanged."""
-    models = train_each(task, [job for job in jobs if len(job.examples)], **settings)
-    for job in jobs:
-        yield next(models) if len(job.examples) else dict(job.params)
+    has_examples = [len(job.examples) > 0 for job in jobs]
+    models = train_each(task, [*compress(jobs, has_examples)], **settings)
+    pairs = zip(jobs, has_examples, strict=True)
+    return (next(models) if trains else dict(job.params) for job, trains in pairs)
 
 
 train_invariantly = partial(train_jobs, batch_invariant=True)
@@ -167,13 +169,13 @@ def side_by_side(
             alike[training.batch].append(index)
         for members in alike.values():
             batch = [waiting.pop(index) for index in members]
-            for number, model in _solved([training for _, training in batch], memory_limit):
+            for (number,), model in _solved([training for _, training in batch], memory_limit):
                 advance(members[number], batch[number][0], model)
     return [results[index] for index in sorted(results)]
 
 
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each training with its model, or with its error."""
+def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[list[int], Any]]:
+    """Yield the number of each training, in a list, with its model or its error."""
     first = trainings[0]
     solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
 
@@ -181,8 +183,7 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[
         return (([number], model) for number, model in enumerate(solve(jobs)))
 
     jobs = [partial(_restarted, one.job, one.job.generator.get_state()) for one in trainings]
-    for (number,), model in attempt_groups(solve_each, jobs):
-        yield number, model
+    return attempt_groups(solve_each, jobs)
 
 
 def _restarted(job: Job, state: torch.Tensor) -> Job:

@@ -60,17 +60,19 @@ def assigned(
 def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
     """Yield the forms for jobs that are alike, the fastest first; the last one takes every job."""
     if _why_never_together(jobs) is None:
-        kind = _kind(task, jobs[0])
         # A lone job must train as it would in a group, unless its bits may depend on the group.
         lone = len(jobs) == 1 and not batch_invariant
         for form_for in plugins.offered(GROUP):
             form = form_for(task, jobs[0])
             if form is None or (batch_invariant and not form.batch_invariant):
                 continue
-            if (form.gains_alone(jobs[0]) or not lone) and trains_alike(kind, form):
+            if lone and not form.gains_alone(jobs[0]):
+                continue
+            # The types of known layers tell all that they do, so no trial is needed.
+            if task.factory.facts.known or trains_alike(_kind(task, jobs[0]), form):
                 yield form
         if batch_invariant:
-            yield from _of_constant_shape(kind, jobs)
+            yield from _of_constant_shape(_kind(task, jobs[0]), jobs)
         elif not lone and why_not_stacked(task, jobs) is None:
             yield Stacked(task)
     yield OneByOne(task)
@@ -79,10 +81,12 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
 def _of_constant_shape(kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
     if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
         return
-    if trains_alike(kind, ConstantShape(kind, Shape.of(random_job(kind, 3)))):
-        for shape in dict.fromkeys(map(Shape.of, jobs)):
-            if stack_rounds_alike(kind, shape):
-                yield ConstantShape(kind, shape)
+    form = ConstantShape(kind, Shape.of(random_job(kind, 3)))
+    if not (kind.task.factory.facts.known or trains_alike(kind, form)):
+        return
+    for shape in dict.fromkeys(map(Shape.of, jobs)):
+        if stack_rounds_alike(kind, shape):
+            yield ConstantShape(kind, shape)
 
 
 def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:
@@ -123,18 +127,14 @@ def _why_not_stacked(kind: TrainingKind) -> str | None:
     return reason
 
 
-def trains_alike(kind: TrainingKind, form: Form) -> bool:
-    """Return True if a form trains models of this kind as `local.train` does.
-
-    The types of known layers tell all that they do. For other models a trial decides. A model that
-    counts its passes, say, may act on the count long after the trial, so the function returns False
-    for every such model that changes anything in a pass.
-    """
-    return kind.task.factory.facts.known or _tried(kind, form)
-
-
 @lru_cache(maxsize=64)
-def _tried(kind: TrainingKind, form: Form) -> bool:
+def trains_alike(kind: TrainingKind, form: Form) -> bool:
+    """Return True if a trial finds that a form trains models of this kind as `local.train` does.
+
+    A model that counts its passes, say, may act on the count long after the trial, so the function
+    returns False for every model that changes anything in a pass.
+    """
+
     def train_together(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("groups() of the form: expected one batch of all jobs")
