@@ -28,6 +28,7 @@ from tests.support.apps import (
     DP_DITTO,
     FOREIGN,
     PRIVATE_FINETUNING,
+    SERVERS,
     TEXTS,
     ULDP_FL,
     UPCYCLED_FL,
@@ -158,18 +159,6 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     """The other apps run on Ray below: with several clients a node, as silos, or upcycled."""
     flower.run(app, run_directory=tmp_path / "run", clients_per_node=1)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
-
-
-SERVERS = {
-    "adam": {
-        "server-optimizer": "adam",
-        "server-learning-rate": 0.05,
-        "server-tau": 0.1,
-        "average-decay": 0.5,
-    },
-    "adaptive": {"clipping": "adaptive", "clipping-norm": 0.01, "clipping-learning-rate": 1.0},
-}
-"""Servers whose next round depends on more than the model."""
 
 
 @pytest.mark.parametrize("name", SERVERS)
