@@ -161,6 +161,7 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
 
 
+@pytest.mark.timeout(1500)  # on SuperLink every message starts a process
 @pytest.mark.parametrize("name", SERVERS)
 @pytest.mark.parametrize(
     "where",
@@ -172,14 +173,15 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
 def test_a_server_that_remembers_earlier_rounds_is_killed_and_repeats_none(
     where, name, flower, tmp_path
 ):
-    rounds, path = 6, tmp_path / "run"
-    settings = {"method": "dp-fedavg", "clients": 2, "rounds": rounds, **SERVERS[name]}
+    rounds, path = 5, tmp_path / "run"
+    settings = {"method": "dp-fedavg", "clients": 2, "rounds": rounds, "evaluate-every": rounds}
+    settings |= SERVERS[name]
     place, process, options = [], "flwr-simulation", {"clients_per_node": 1}
     if where == "superlink":
         flower.deploy(nodes=2)
         place, process, options = ["loopback"], "flwr-serverapp", {}
     begun = flower.begin(DP2_FEDSAM, *place, run_directory=path, **settings, **options)
-    while not (path / "metrics.jsonl").exists() or len(RunDirectory.open(path).metrics()) < 2:
+    while not (path / "metrics.jsonl").exists() or not RunDirectory.open(path).metrics():
         assert begun.poll() is None, begun.communicate()
         time.sleep(0.05)
     flower.kill(process)
@@ -187,7 +189,7 @@ def test_a_server_that_remembers_earlier_rounds_is_killed_and_repeats_none(
     assert begun.returncode != 0
     killed = RunDirectory.open(path)
     assert killed.status == "failed"
-    assert 2 <= len(killed.metrics()) < rounds
+    assert 1 <= len(killed.metrics()) < rounds
 
     command = ("run", str(DP2_FEDSAM.folder), *place, "--resume", str(path))
     done = flower.command("flower-ext", *command)
