@@ -85,7 +85,12 @@ The standard error of a difference of means is √(2/trials). By these numbers o
 # Scores that never overlap prove μ = 1 from 35 trials on. At a quarter of the noise 2 % overlap.
 FEW, MORE = 48, 100
 """Trials of each world for faults that separate all scores, and for a quarter of the noise."""
-TRIALS = dict.fromkeys(POISSON, 520) | {"objective-perturbation": 400, "secure-scores": 400}
+TRIALS = {
+    **dict.fromkeys(POISSON, 520),
+    "objective-perturbation": 400,
+    "secure-scores": 400,
+    "uldp-adaptive-secure-sum": 150,
+}
 """Of each world, where `FEW` would find a planted fault by luck."""
 
 
