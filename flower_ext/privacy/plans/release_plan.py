@@ -33,6 +33,7 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipWithSideToCells,
     ProtectedByServer,
     Protection,
+    SumOfUnits,
 )
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
@@ -170,12 +171,14 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         terms = {**vars(self)}
         if not isinstance(norm := terms.pop("clipping_norm"), AdaptiveClipping):
             return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
-        if method.num_silos is not None or method.bounds_units:
+        if method.num_silos is not None and not method.bounds_units:
             raise InvalidValue(
-                f"clipping_norm={norm!r} with {method.name}: expected a number, because a user's "
-                "updates in several silos have no single norm to compare with a quantile"
+                f"clipping_norm={norm!r} with {method.name}: expected a number, because its silos "
+                "clip no single user's update, whose norm a quantile could follow; UldpAvg's do"
             )
-        return AdaptiveRelease(clipping=norm, update_norm=norm.initial, **terms)
+        return AdaptiveRelease(
+            clipping=norm, update_norm=norm.initial, **terms, silos=method.num_silos
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +297,8 @@ class AdaptiveRelease(ReleaseMechanism):
         """Return the bounds of update and side, and one client's share of the noise."""
         usual = super().protection(run, cohort_size)
         sided = {"update_norm": self.update_norm, "side_weight": self.side_weight}
+        if isinstance(usual, SumOfUnits):
+            return type(usual)(**{**vars(usual), **sided})
         if isinstance(usual, ClipToCells):
             return ClipWithSideToCells(**vars(usual), **sided)
         return ClipWithSide(**vars(usual), **sided) if isinstance(usual, ClipUpdate) else usual
@@ -320,7 +325,7 @@ class AdaptiveRelease(ReleaseMechanism):
         """Return the mechanism with the norm of a checkpoint."""
         return replace(self, update_norm=state["clipping_norm"])
 
-    def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees of a fixed norm, with what they assume of the norm."""
-        claims = super().guarantees(run)
-        return [replace(claim, assumptions=(*claim.assumptions, _ADAPTIVE)) for claim in claims]
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumption on the norm."""
+        return (_ADAPTIVE,)
