@@ -1,0 +1,119 @@
+"""Secret state from which the server continues the correlated noise of its rounds.
+
+Training round t uses place t of the stream. The state after a place holds that place's noise, and
+is on disk before the server asks any client of round t. So no model can leave the server whose
+noise a resumed run would draw again or not remember:
+
+======================================  =======================================================
+the process ends                        the resumed run
+======================================  =======================================================
+before the state of place t is stored   draws place t anew: the earlier numbers reached nobody
+after that, before the round is noted   uses place t as it is stored: no client was asked
+after that                              counts round t, and goes on with place t + 1
+======================================  =======================================================
+
+A discarded round has used its place. If the state is of another place, the run does not continue:
+an older copy would use a place twice. Under a seed (``repeats``) nothing is stored, because the
+seed gives all numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.state.folder import SECRETS, StateFolder
+from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
+from flower_ext.privacy import NoiseSource
+from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, StrategyMatrix
+
+FILE = f"{SECRETS}/noise"
+_LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
+
+
+class NoiseStream:
+    """The noise of a run's rounds.
+
+    Parameters
+    ----------
+    matrix : StrategyMatrix
+        Matrix of a new run; a resumed one keeps that with which it began.
+    folder : StateFolder, optional
+        Folder of the state; None to keep it in memory, or if a seed gives it again.
+
+    Raises
+    ------
+    Damaged
+        The stored state was altered, or is encrypted with another key.
+    """
+
+    def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:
+        self.matrix, self._folder = matrix, folder
+        self._place, self._past = 0, None
+        if folder is not None and (content := folder.read(FILE)) is not None:
+            self._restore(unpack(content))
+
+    def at(
+        self, number: int, like: Arrays, source: Callable[[int], NoiseSource], *, repeats: bool
+    ) -> NoiseSource:
+        """Return the noise of training round ``number``, after its state is stored durably.
+
+        Parameters
+        ----------
+        like : Mapping[str, ndarray]
+            Names and shapes.
+        source : Callable[[int], NoiseSource]
+            Returns the source of a round's fresh numbers.
+        repeats : bool
+            True if the source gives the same numbers again.
+
+        Raises
+        ------
+        InvalidValue
+            The state is of another place.
+        OSError
+            The state cannot be stored, so the server must not ask.
+        """
+        if repeats and self._place >= number:
+            self._place, self._past = 0, None  # the numbers of all places are drawn again
+        while repeats and self._place < number - 1:
+            self._advance(like, source)
+        if self._place not in (number - 1, number):
+            raise InvalidValue(
+                f"the noise of the run is at round {self._place}, expected {number - 1} or "
+                f"{number}: {FILE} in the run directory is missing or is an older copy, and other "
+                "noise for rounds that have released models would reveal them; begin a new run"
+            )
+        if self._place < number:
+            self._advance(like, source)
+            self._store()
+        assert self._past is not None
+        return PreparedNoise(self._past.latest, is_secure=source(number).is_secure)
+
+    def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
+        drawn = source(self._place + 1).gaussian(like, 1.0)
+        self._past, self._place = self.matrix.next(drawn, self._past), self._place + 1
+
+    def _store(self) -> None:
+        if self._folder is None:
+            return
+        past = self._past
+        assert past is not None
+        groups = {
+            _LATEST: past.latest,
+            **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
+            **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
+        }
+        self._folder.write(FILE, pack({"place": self._place, "matrix": vars(self.matrix)}, groups))
+
+    def _restore(self, kept: Packed) -> None:
+        def vectors(prefix: str) -> tuple[Arrays, ...]:
+            return tuple(group for name, group in kept.arrays.items() if name.startswith(prefix))
+
+        self._place = kept.values["place"]
+        self.matrix = StrategyMatrix(**kept.values["matrix"])
+        self._past = Past(
+            latest=kept.arrays[_LATEST], earlier=vectors(_EARLIER), buffers=vectors(_BUFFER)
+        )
