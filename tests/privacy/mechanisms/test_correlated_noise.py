@@ -65,6 +65,18 @@ def test_updates_that_differ_move_it_less_than_equal_ones(matrix):
         assert np.linalg.norm(whole[:, chosen] @ updates) <= most
 
 
+@each_matrix
+def test_noise_that_begins_anew_reveals_no_more_than_noise_that_goes_on(matrix):
+    """A lost state costs accuracy alone, if no round is repeated: coefficients only vanish."""
+    limits = {"rounds_apart": 2, "participations": 5}
+    planned = np.linalg.norm(matrix.row_moves(9, **limits))
+    for restart in range(1, 9):
+        anew = dense(matrix, 9)
+        anew[restart:, :restart] = 0.0
+        for chosen in patterns(9, 2, 5):
+            assert np.linalg.norm(anew[:, chosen].sum(axis=1)) <= planned * (1 + 1e-12)
+
+
 def test_bands_of_at_most_b_move_by_the_root_of_the_participations():
     column = np.array([1.0, 0.5, 0.25])
     matrix = StrategyMatrix(bands=(0.5, 0.25))
