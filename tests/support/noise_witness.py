@@ -145,7 +145,7 @@ def _plant(fault: str) -> None:
 
     def staying(self: NoiseStream, kept: Any) -> None:
         restore(self, kept)
-        self._advance = lambda like, source: setattr(self, "_place", self._place + 1)
+        self._drawn = lambda like, source: self._past
 
     if fault == "earlier noise is forgotten":
         NoiseStream._restore = forgetting
@@ -160,9 +160,9 @@ def _flat(arrays: Any) -> list[float]:
 
 
 def _watch_noise(note: Any) -> None:
-    advance, add = NoiseStream._advance, PreparedNoise.add_gaussian
+    draw, add = NoiseStream._drawn, PreparedNoise.add_gaussian
 
-    def advanced(self: NoiseStream, like: Any, source: Any) -> None:
+    def drawn(self: NoiseStream, like: Any, source: Any) -> Any:
         class Seen:
             def __init__(self, place: int) -> None:
                 self.source = source(place)
@@ -172,9 +172,10 @@ def _watch_noise(note: Any) -> None:
                 return self.drawn
 
         made: list[Seen] = []
-        advance(self, like, lambda place: made.append(Seen(place)) or made[-1])
-        y = _flat(self._past.latest)
-        note("drawn", place=self._place, fresh=_flat(made[0].drawn), noise=y)
+        past = draw(self, like, lambda place: made.append(Seen(place)) or made[-1])
+        y = _flat(past.latest)
+        note("drawn", place=self._place + 1, fresh=_flat(made[0].drawn), noise=y)
+        return past
 
     def added(self: PreparedNoise, update: Any, stddev: float, *, grid: Any = None) -> Any:
         noise = _flat(self._left)
@@ -182,7 +183,7 @@ def _watch_noise(note: Any) -> None:
         note("released", noise=noise, sum=_flat(update), stddev=stddev)
         return noised
 
-    NoiseStream._advance, PreparedNoise.add_gaussian = advanced, added
+    NoiseStream._drawn, PreparedNoise.add_gaussian = drawn, added
 
 
 def _watch_disk(note: Any, write: int, after: bool) -> None:

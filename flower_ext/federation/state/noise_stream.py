@@ -8,24 +8,24 @@ noise a resumed run would draw again or not remember:
 the process ends                        the resumed run
 ======================================  =======================================================
 before the state of place t is stored   draws place t anew: the earlier numbers reached nobody
-after that, before the round is noted   uses place t as it is stored: no client was asked
-after that                              counts round t, and goes on with place t + 1
+after that                              counts round t, also if no client was asked, and continues
+                                        with place t + 1
 ======================================  =======================================================
 
-A discarded round has used its place. If the state is of another place, the run does not continue:
-an older copy would use a place twice. Under a seed (``repeats``) nothing is stored, because the
-seed gives all numbers again.
+Every place serves one attempt of one round at most, so a discarded round has used its place, too.
+If the state is of an earlier place, or of more than one place later, the run does not continue: it
+has an older copy of the state or of its checkpoints, and would use places twice. Under a seed
+(``repeats``) nothing is stored, because the seed gives all numbers again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.folder import SECRETS, StateFolder
-from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
+from flower_ext.federation.state.sealed import Packed, pack, unpack
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, StrategyMatrix
 
@@ -51,9 +51,23 @@ class NoiseStream:
 
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:
         self.matrix, self._folder = matrix, folder
-        self._place, self._past = 0, None
+        self._past: Past | None = None
+        self._place = 0
         if folder is not None and (content := folder.read(FILE)) is not None:
             self._restore(unpack(content))
+
+    def has_unnoted(self, rounds: int) -> bool:
+        """Return True if a process ended between storing a place and noting its round.
+
+        No client was asked for that round. It counts nevertheless, and its noise stays unused: if
+        the note was lost instead, as with an older copy of the checkpoints, a model has it.
+
+        Parameters
+        ----------
+        rounds : int
+            Number of training rounds that the run has noted.
+        """
+        return self._folder is not None and self._place == rounds + 1
 
     def at(
         self, number: int, like: Arrays, source: Callable[[int], NoiseSource], *, repeats: bool
@@ -80,33 +94,35 @@ class NoiseStream:
             self._place, self._past = 0, None  # the numbers of all places are drawn again
         while repeats and self._place < number - 1:
             self._advance(like, source)
-        if self._place not in (number - 1, number):
+        if self._place != number - 1:
             raise InvalidValue(
-                f"the noise of the run is at round {self._place}, expected {number - 1} or "
-                f"{number}: {FILE} in the run directory is missing or is an older copy, and other "
-                "noise for rounds that have released models would reveal them; begin a new run"
+                f"the noise of the run is at round {self._place}, expected {number - 1}: "
+                f"{FILE} in the run directory is missing, or it or the checkpoints are an older "
+                "copy, and other noise for rounds that have released models would reveal them; "
+                "begin a new run"
             )
-        if self._place < number:
-            self._advance(like, source)
-            self._store()
+        self._advance(like, source)
         assert self._past is not None
         return PreparedNoise(self._past.latest, is_secure=source(number).is_secure)
 
     def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
-        drawn = source(self._place + 1).gaussian(like, 1.0)
-        self._past, self._place = self.matrix.next(drawn, self._past), self._place + 1
+        past = self._drawn(like, source)
+        self._store(self._place + 1, past)  # if this fails, the stream has not moved
+        self._past, self._place = past, self._place + 1
 
-    def _store(self) -> None:
+    def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
+        """Return the noise of the next place."""
+        return self.matrix.next(source(self._place + 1).gaussian(like, 1.0), self._past)
+
+    def _store(self, place: int, past: Past) -> None:
         if self._folder is None:
             return
-        past = self._past
-        assert past is not None
         groups = {
             _LATEST: past.latest,
             **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
             **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
         }
-        self._folder.write(FILE, pack({"place": self._place, "matrix": vars(self.matrix)}, groups))
+        self._folder.write(FILE, pack({"place": place, "matrix": vars(self.matrix)}, groups))
 
     def _restore(self, kept: Packed) -> None:
         def vectors(prefix: str) -> tuple[Arrays, ...]:

@@ -205,7 +205,7 @@ class StrategyMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrelatedNoise:
-    """How noise is correlated over rounds; give it to a `ReleasePlan` with a `SpacedSampling`.
+    """Noise that is correlated over rounds, for a `ReleasePlan` with a `SpacedSampling`.
 
     Parameters
     ----------

@@ -63,9 +63,27 @@ def test_the_state_is_stored_before_a_round_gets_its_noise_for_its_owner_alone(t
         stream.at(2, LIKE, secure, repeats=False)
 
 
-def test_a_round_that_asked_nobody_gets_the_noise_that_was_stored_for_it(tmp_path):
+def test_noise_that_was_stored_for_a_round_is_never_used_for_another_attempt(tmp_path):
     first = numbers(NoiseStream(MATRIX, folder(tmp_path)), 1)
-    assert np.array_equal(numbers(NoiseStream(MATRIX, folder(tmp_path)), 1), first)
+    again = NoiseStream(MATRIX, folder(tmp_path))
+    assert again.has_unnoted(0)
+    assert not again.has_unnoted(1)
+    with pytest.raises(InvalidValue, match="at round 1, expected 0"):
+        numbers(again, 1)
+    assert not np.isin(numbers(again, 2), first).any()
+
+
+def test_a_state_that_could_not_be_stored_has_not_moved_the_stream(tmp_path):
+    stream = NoiseStream(MATRIX, folder(tmp_path))
+    numbers(stream, 1)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).mkdir()  # nothing can replace it
+    for _ in range(2):
+        with pytest.raises(OSError, match="cannot be written"):
+            numbers(stream, 2)
+    (tmp_path / FILE).rmdir()
+    numbers(stream, 2)
+    assert not NoiseStream(MATRIX, folder(tmp_path)).has_unnoted(2)
 
 
 def test_no_round_gets_noise_of_a_state_that_is_missing_older_or_newer(tmp_path):
@@ -87,7 +105,7 @@ def test_a_key_encrypts_the_state_and_a_changed_one_is_refused(tmp_path):
     first = numbers(NoiseStream(MATRIX, folder(tmp_path, key)), 1)
     content = (tmp_path / FILE).read_bytes()
     assert first[:3].tobytes() not in content
-    assert np.array_equal(numbers(NoiseStream(MATRIX, folder(tmp_path, key)), 1), first)
+    assert NoiseStream(MATRIX, folder(tmp_path, key)).has_unnoted(0)
     for other in (None, bytes(32)):
         with pytest.raises(Damaged, match="key"):
             NoiseStream(MATRIX, folder(tmp_path, other))
