@@ -321,14 +321,8 @@ class Run:
 
     def count_unnoted(self) -> None:
         """Count a round for which noise is stored, although the run did not note the round."""
-        rounds = self.participations.rounds
-        if self._stream is None or not self._stream.has_unnoted(rounds):
-            return
-        self.population.count_abandoned([], 0, requests=0)
-        ledger, release = self.spending.ledger, self.mechanism.release_in(rounds + 1)
-        if ledger is not None and ledger.releases <= rounds and release is not None:
-            with ledger.reserve(release, round=rounds + 1) as reservation:
-                reservation.discard("the process ended before the server asked any client")
+        if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
+            self.population.count_abandoned([], 0, requests=0)
 
     # Files --------------------------------------------------------------------------------------
 

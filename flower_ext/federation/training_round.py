@@ -75,6 +75,9 @@ class TrainingRound:
         self._warn_beyond_plan()
         run.check_training()
         same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
+        identity = same if run.repeats else None
+        # The spend, then the noise, then the units: all are on disk before clients use any data.
+        run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(
             clients=run.clients,
             population=run.population,
@@ -87,9 +90,6 @@ class TrainingRound:
         )
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
-        # First the spend and then the units that it covers are on disk before clients use any data.
-        identity = same if run.repeats else None
-        run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
         run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}

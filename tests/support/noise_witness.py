@@ -45,7 +45,7 @@ NOISES = {"buffers": CorrelatedNoise(), "bands": CorrelatedNoise(bands=3)}
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["tests.support.noise_witness", "dp_accounting", "scipy.optimize", "scipy.signal"]
+    ["flower_ext.algorithms", "dp_accounting", "scipy.optimize", "scipy.signal"]
 )
 
 
