@@ -8,7 +8,7 @@ canary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,7 @@ from flower_ext.privacy import (
     SpacedSampling,
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5
@@ -158,14 +159,19 @@ def _in_turns(noise: float, rounds: int) -> ReleasePlan:
     )
 
 
-def of_correlated(moves: Sequence[float]) -> Score:
+def _in_turns_matrix(rounds: int) -> StrategyMatrix:
+    matrix = _in_turns(1.0, rounds).mechanism().strategy_matrix
+    assert matrix is not None
+    return matrix
+
+
+def of_correlated(moves: Vector) -> Score:
     """Return the score by which no other tells correlated noise better apart.
 
     It undoes the correlation, and projects on the moves of each round's row, which the canary
     causes in `StrategyMatrix` times the sums.
     """
-    matrix = _in_turns(1.0, len(moves)).mechanism().strategy
-    column = matrix.coefficients(len(moves))
+    column = _in_turns_matrix(len(moves)).coefficients(len(moves))
     weights = [float(column[: len(moves) - n] @ moves[n:]) for n in range(len(moves))]
     return projected(axes(SIZE), signs=weights)
 
@@ -177,9 +183,9 @@ _CORRELATED = replace(
     plan=_in_turns,
     # The canary takes part in rounds 1, 3 and 5, and pulls in the same direction.
     score=of_correlated(
-        _in_turns(1.0, _IN_TURN_ROUNDS)
-        .mechanism()
-        .strategy.row_moves(_IN_TURN_ROUNDS, rounds_apart=2, participations=3)
+        _in_turns_matrix(_IN_TURN_ROUNDS).row_moves(
+            _IN_TURN_ROUNDS, rounds_apart=2, participations=3
+        )
     ),
     views=(AdversaryView.RELEASED_MODELS, AdversaryView.MODELS_AND_COHORTS),
     rounds=_IN_TURN_ROUNDS,

@@ -223,9 +223,7 @@ def release_plan(
         return ReleasePlan(noise_multiplier=multiplier, **options)
 
 
-def _correlated(
-    settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
-) -> dict[str, Any]:
+def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
     """Return the fields of a plan whose noise is correlated over rounds."""
     if of_users:
         raise UnfitSetting(

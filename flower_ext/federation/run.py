@@ -188,8 +188,8 @@ class Run:
     def round_noise(self, number: int) -> NoiseSource:
         """Return the server's source of noise for a training round, before it asks any client."""
 
-        def fresh(place: int) -> NoiseSource:
-            return self.noise("server-noise", place)
+        def fresh(number: int) -> NoiseSource:
+            return self.noise("server-noise", number)
 
         if self._stream is None:
             return fresh(number)

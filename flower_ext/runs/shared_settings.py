@@ -166,8 +166,7 @@ class ReleaseSettings(PrivacySettings):
         default=2,
     )
     noise_bands: CountOrZero = setting(
-        "correlated: earlier rounds from which noise is taken back, in place of buffers; 0: buffers",
-        default=0,
+        "correlated: bands of the strategy matrix, in place of buffers; 0: buffers", default=0
     )
     rounds_apart: CountOrZero = setting(
         "correlated: rounds from one participation of a client to its next; 0: as many as clients "

@@ -149,7 +149,7 @@ def test_a_secure_run_counts_what_was_begun_and_goes_on_after_it(tmp_path):
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
     _, strategy = play(tmp_path, **options)
     assert strategy.participations.rounds == 6
-    assert strategy.run._stream._place == 6
+    assert strategy.run._stream._number == 6
     state.unlink()
     with pytest.raises(InvalidValue, match="at round 0, expected 6"):
         play(tmp_path, rounds=6, **options)
@@ -174,7 +174,9 @@ def test_secret_noise_is_in_no_other_file_of_the_run(tmp_path):
     options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
     _, strategy = play(tmp_path, **options)
     noise = strategy.run._stream._past.latest
-    needles = [array.ravel()[:1].astype(kind).tobytes() for array in noise.values() for kind in "fd"]
+    needles = [
+        array.ravel()[:1].astype(kind).tobytes() for array in noise.values() for kind in "fd"
+    ]
     needles += [repr(float(array.ravel()[0]))[:10].encode() for array in noise.values()]
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     holding = {file.name for file in files if any(n in file.read_bytes() for n in needles)}
@@ -190,5 +192,5 @@ def test_upcycled_rounds_that_ask_nobody_use_no_place_of_the_noise():
     strategy = Upcycled(base, coefficient=0.5)
     grid = InProcessGrid(DPFedAvg.client_app(task), 4)
     strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=6)
-    assert base.run._stream._place == base.participations.rounds < 6
+    assert base.run._stream._number == base.participations.rounds < 6
     assert math.isfinite(base.guarantees()[0].epsilon)

@@ -7,6 +7,7 @@ every message to clients.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -113,7 +114,9 @@ def _play(trial: Trial, write: int, after: bool) -> None:
             for message in messages:
                 if message.metadata.message_type.startswith("train"):
                     number = message.content.config_records[records.ROUND]["number"]
-                    (partition,) = [p for p, n in nodes().items() if n == message.metadata.dst_node_id]
+                    (partition,) = [
+                        p for p, n in nodes().items() if n == message.metadata.dst_node_id
+                    ]
                     note("asked", number=number, client=partition)
             return super().send_and_receive(messages, timeout=timeout)
 
@@ -174,7 +177,7 @@ def _watch_noise(note: Any) -> None:
         made: list[Seen] = []
         past = draw(self, like, lambda place: made.append(Seen(place)) or made[-1])
         y = _flat(past.latest)
-        note("drawn", place=self._place + 1, fresh=_flat(made[0].drawn), noise=y)
+        note("drawn", place=self._number + 1, fresh=_flat(made[0].drawn), noise=y)
         return past
 
     def added(self: PreparedNoise, update: Any, stddev: float, *, grid: Any = None) -> Any:
@@ -229,7 +232,7 @@ def faults_of(trial: Trial) -> list[str]:
         numbers = [number for number, partition in asked if partition == client]
         if len(numbers) > SAMPLING.participations:
             found.append(f"client {client} took part {len(numbers)} times")
-        if any(b - a < SAMPLING.rounds_apart for a, b in zip(numbers, numbers[1:], strict=False)):
+        if any(b - a < SAMPLING.rounds_apart for a, b in itertools.pairwise(numbers)):
             found.append(f"client {client} took part too soon")
     # The guarantee covers all that was asked for.
     matrix = trial.plan.mechanism().strategy_matrix

@@ -1,21 +1,21 @@
 """Secret state from which the server continues the correlated noise of its rounds.
 
-Training round t uses place t of the stream. The state after a place holds that place's noise, and
-is on disk before the server asks any client of round t. So no model can leave the server whose
-noise a resumed run would draw again or not remember:
+The state of training round t holds the noise of that round and what the next one needs. It is on
+disk before the server asks any client of round t. So no model can leave the server whose noise a
+resumed run would draw again or not remember:
 
 ======================================  =======================================================
 the process ends                        the resumed run
 ======================================  =======================================================
-before the state of place t is stored   draws place t anew: the earlier numbers reached nobody
+before the state of round t is stored   draws its noise anew: the earlier numbers reached nobody
 after that                              counts round t, also if no client was asked, and continues
-                                        with place t + 1
+                                        with round t + 1
 ======================================  =======================================================
 
-Every place serves one attempt of one round at most, so a discarded round has used its place, too.
-If the state is of an earlier place, or of more than one place later, the run does not continue: it
-has an older copy of the state or of its checkpoints, and would use places twice. Under a seed
-(``repeats``) nothing is stored, because the seed gives all numbers again.
+Noise serves one attempt of one round at most, so a discarded round has used its noise, too. If the
+state is of an earlier round, or of more than one round later, the run does not continue: it has an
+older copy of the state or of its checkpoints, and would use noise twice. Under a seed (``repeats``)
+nothing is stored, because the seed gives all numbers again.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class NoiseStream:
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:
         self.matrix, self._folder = matrix, folder
         self._past: Past | None = None
-        self._place = 0
+        self._number = 0
         if folder is not None and (content := folder.read(FILE)) is not None:
             self._restore(unpack(content))
 
     def has_unnoted(self, rounds: int) -> bool:
-        """Return True if a process ended between storing a place and noting its round.
+        """Return True if a process ended between storing a round's noise and noting the round.
 
         No client was asked for that round. It counts nevertheless, and its noise stays unused: if
         the note was lost instead, as with an older copy of the checkpoints, a model has it.
@@ -67,7 +67,7 @@ class NoiseStream:
         rounds : int
             Number of training rounds that the run has noted.
         """
-        return self._folder is not None and self._place == rounds + 1
+        return self._folder is not None and self._number == rounds + 1
 
     def at(
         self, number: int, like: Arrays, source: Callable[[int], NoiseSource], *, repeats: bool
@@ -86,17 +86,17 @@ class NoiseStream:
         Raises
         ------
         InvalidValue
-            The state is of another place.
+            The state is of another round.
         OSError
             The state cannot be stored, so the server must not ask.
         """
-        if repeats and self._place >= number:
-            self._place, self._past = 0, None  # the numbers of all places are drawn again
-        while repeats and self._place < number - 1:
+        if repeats and self._number >= number:
+            self._number, self._past = 0, None  # all numbers are drawn again
+        while repeats and self._number < number - 1:
             self._advance(like, source)
-        if self._place != number - 1:
+        if self._number != number - 1:
             raise InvalidValue(
-                f"the noise of the run is at round {self._place}, expected {number - 1}: "
+                f"the noise of the run is at round {self._number}, expected {number - 1}: "
                 f"{FILE} in the run directory is missing, or it or the checkpoints are an older "
                 "copy, and other noise for rounds that have released models would reveal them; "
                 "begin a new run"
@@ -107,14 +107,14 @@ class NoiseStream:
 
     def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
         past = self._drawn(like, source)
-        self._store(self._place + 1, past)  # if this fails, the stream has not moved
-        self._past, self._place = past, self._place + 1
+        self._store(self._number + 1, past)  # if this fails, the stream has not moved
+        self._past, self._number = past, self._number + 1
 
     def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
-        """Return the noise of the next place."""
-        return self.matrix.next(source(self._place + 1).gaussian(like, 1.0), self._past)
+        """Return the noise of the next round."""
+        return self.matrix.next(source(self._number + 1).gaussian(like, 1.0), self._past)
 
-    def _store(self, place: int, past: Past) -> None:
+    def _store(self, number: int, past: Past) -> None:
         if self._folder is None:
             return
         groups = {
@@ -122,13 +122,13 @@ class NoiseStream:
             **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
             **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
         }
-        self._folder.write(FILE, pack({"place": place, "matrix": vars(self.matrix)}, groups))
+        self._folder.write(FILE, pack({"round": number, "matrix": vars(self.matrix)}, groups))
 
     def _restore(self, kept: Packed) -> None:
         def vectors(prefix: str) -> tuple[Arrays, ...]:
             return tuple(group for name, group in kept.arrays.items() if name.startswith(prefix))
 
-        self._place = kept.values["place"]
+        self._number = kept.values["round"]
         self.matrix = StrategyMatrix(**kept.values["matrix"])
         self._past = Past(
             latest=kept.arrays[_LATEST], earlier=vectors(_EARLIER), buffers=vectors(_BUFFER)

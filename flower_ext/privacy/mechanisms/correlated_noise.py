@@ -21,8 +21,9 @@ client. All releases together are C⁻¹ (C x + σ sens(C) z), so they reveal wh
 does. That this is one Gaussian mechanism of noise multiplier σ needs two steps.
 
 1. *Zero out one client that takes part in rounds p_0 < p_1 < …* Row t of C x moves by
-   Σ_i c_{t − p_i} u_i with ‖u_i‖ ≤ 1. The square of the whole move is Σ_ij ⟨c(p_i), c(p_j)⟩⟨u_i, u_j⟩
-   over columns c(p) of C. No coefficient is negative, so the move is largest if all u_i are equal.
+   Σ_i c_{t − p_i} u_i with ‖u_i‖ ≤ 1. The square of the whole move is the sum of
+   ⟨c(p_i), c(p_j)⟩⟨u_i, u_j⟩ over all i and j, where c(p) are columns of C. No coefficient is
+   negative, so the move is largest if all u_i are equal.
    If p_i − p_{i−1} ≥ b, then p_i ≥ ib and p_j − p_i ≥ (j − i)b. As coefficients do not rise,
    ⟨c(p_i), c(p_j)⟩ falls as p_j grows, because fewer rows are left, and as the gap grows. So each
    term is largest for p_i = ib, and every further participation adds to the sum. Rows 1 … t alone
@@ -46,10 +47,11 @@ below 2⁻⁴⁹ of its stddev, as little as the distance of the generator's own
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +110,7 @@ class StrategyMatrix:
         for name in ("bands", "weights", "decays"):
             object.__setattr__(self, name, tuple(float(number) for number in getattr(self, name)))
         falling = [1.0 - sum(self.weights), *self.bands, 0.0]
-        if not all(a >= b for a, b in zip(falling, falling[1:], strict=False)):
+        if not all(a >= b for a, b in itertools.pairwise(falling)):
             raise InvalidValue(
                 f"bands={self.bands!r} with weights={self.weights!r}: expected numbers that do not "
                 "rise and are not negative, the first of them and all weights together at most 1"
@@ -243,9 +245,7 @@ class CorrelatedNoise:
 
 
 @lru_cache(maxsize=64)
-def _best_bands(
-    bands: int, rounds: int, rounds_apart: int, participations: int
-) -> StrategyMatrix:
+def _best_bands(bands: int, rounds: int, rounds_apart: int, participations: int) -> StrategyMatrix:
     """Return the best matrix of so many bands, by exact gradients: there may be hundreds."""
     from scipy.optimize import minimize
     from scipy.signal import lfilter
@@ -331,15 +331,14 @@ class PreparedNoise(NoiseSource):
                 f"noise for arrays {sorted(update)}: expected {sorted(self._left)}, each once, "
                 "because a second release with the same noise would reveal a difference"
             )
-        noised = {}
+        noised: dict[str, Any] = {}
         for name in update:
             self._next = self._left.pop(name).reshape(-1)
             noised |= super().add_gaussian({name: update[name]}, stddev, grid=grid)
         return noised
 
     def _generator(self) -> np.random.Generator:
-        replay: Any = _Replay(self._next)
-        return replay
+        return cast(np.random.Generator, _Replay(self._next))
 
 
 @dataclass

@@ -430,9 +430,7 @@ class SpacedRelease(ReleaseMechanism):
     @property
     def mean_noise_stddev(self) -> float:
         """Stddev of the noise y in a coordinate of the mean, after the planned rounds."""
-        return super().mean_noise_stddev * float(
-            np.linalg.norm(self.strategy.inverse(self.rounds))
-        )
+        return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
 
     def release_in(self, number: int) -> Release:
         """Return what a round adds to the loss of the most exposed client."""
@@ -445,7 +443,9 @@ class SpacedRelease(ReleaseMechanism):
     def _releases(self, rounds: int) -> list[Release]:
         moves = self.strategy.row_moves(rounds, **self._limits)
         fresh = self.noise_multiplier * self.strategy.sensitivity(**self._limits)
-        multipliers = {move: min(fresh / move, MOST_NOISE) if move else MOST_NOISE for move in moves}
+        multipliers = {
+            move: min(fresh / move, MOST_NOISE) if move else MOST_NOISE for move in moves
+        }
         made = {move: replace(self.release, noise_multiplier=m) for move, m in multipliers.items()}
         return [made[move] for move in moves]
 
@@ -463,8 +463,8 @@ class SpacedRelease(ReleaseMechanism):
 
 
 _SPACED = (
-    "a client that is asked has taken part, whether it answers or not; who may take part depends on "
-    "earlier releases and on who took part, on nobody's data otherwise",
+    "a client that is asked has taken part, whether it answers or not; who may take part depends "
+    "on earlier releases and on who took part, on nobody's data otherwise",
     "the noise of earlier rounds stays secret, and the run never continues from an older copy of "
     "its folder `secrets`",
 )

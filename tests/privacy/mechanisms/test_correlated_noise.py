@@ -1,7 +1,7 @@
 """Matrices, the most that one client moves them, and the noise that they make."""
 
 import math
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -24,14 +24,16 @@ each_matrix = pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 def dense(matrix, rounds):
     """Return the matrix with all its entries."""
     column = matrix.coefficients(rounds)
-    return np.array([[column[i - j] if i >= j else 0.0 for j in range(rounds)] for i in range(rounds)])
+    return np.array(
+        [[column[i - j] if i >= j else 0.0 for j in range(rounds)] for i in range(rounds)]
+    )
 
 
 def patterns(rounds, apart, most):
     """Return all sets of up to ``most`` rounds that are ``apart``."""
     for count in range(1, most + 1):
         for chosen in combinations(range(rounds), count):
-            if all(b - a >= apart for a, b in zip(chosen, chosen[1:], strict=False)):
+            if all(b - a >= apart for a, b in pairwise(chosen)):
                 yield list(chosen)
 
 
