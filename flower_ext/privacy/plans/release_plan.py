@@ -456,7 +456,7 @@ class SpacedRelease(ReleaseMechanism):
         models = replace(
             models,
             source=f"{sampling}; one Gaussian mechanism of noise multiplier "
-            f"{self.noise_multiplier:.4g} for all rounds, of which {rounds} were",
+            f"{self.noise_multiplier:.4g} for all rounds; {rounds} rounds so far",
             assumptions=(*models.assumptions, *_SPACED),
         )
         return [models, replace(models, view=AdversaryView.MODELS_AND_COHORTS), *others]
