@@ -1,4 +1,4 @@
-"""Fixed and adaptive clipping norms, and Adam on the server, at one ε on one data set.
+"""Fixed and adaptive norms, Adam on the server, and correlated noise, at one ε on one data set.
 
     python -m benchmarks mechanisms --data-folder DATA --output RESULTS
 
@@ -50,6 +50,7 @@ CASES: dict[str, Config] = {
         "server-learning-rate": 0.03,
         "server-tau": 0.02,
     },
+    "known cohorts, correlated noise, fixed norm 0.5": {"noise": "correlated"},
 }
 HEADER = ("mechanism", "ε", "accuracy", "last norm", "seconds", "MB")
 

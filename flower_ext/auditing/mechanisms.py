@@ -39,6 +39,7 @@ from flower_ext.privacy import (
     AdaptiveClipping,
     AdversaryView,
     ClippedSteps,
+    CorrelatedNoise,
     FullParticipation,
     LocalObjective,
     ObjectivePerturbation,
@@ -51,8 +52,10 @@ from flower_ext.privacy import (
     Sampling,
     SecureScores,
     SecureSum,
+    SpacedSampling,
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5
@@ -140,6 +143,54 @@ _ADAPTIVE = replace(
 )
 
 
+_TURNS = SpacedSampling(population=2, size=1, rounds_apart=2, participations=3)
+
+
+def _in_turns(noise: float, rounds: int) -> ReleasePlan:
+    return ReleasePlan(
+        sampling=_TURNS,
+        correlation=CorrelatedNoise(),
+        clipping_norm=1.0,
+        noise_multiplier=0.5 * noise,
+        rounds=rounds,
+        delta=DELTA,
+        noise_placement="server",
+    )
+
+
+def _in_turns_matrix(rounds: int) -> StrategyMatrix:
+    matrix = _in_turns(1.0, rounds).mechanism().strategy_matrix
+    assert matrix is not None
+    return matrix
+
+
+def of_correlated(moves: Vector) -> Score:
+    """Return the score by which no other tells correlated noise better apart.
+
+    It undoes the correlation, and projects on the moves of each round's row, which the canary
+    causes in `StrategyMatrix` times the sums.
+    """
+    column = _in_turns_matrix(len(moves)).coefficients(len(moves))
+    weights = [float(column[: len(moves) - n] @ moves[n:]) for n in range(len(moves))]
+    return projected(axes(SIZE), signs=weights)
+
+
+_IN_TURN_ROUNDS = 5
+_CORRELATED = replace(
+    _CLIENT_NOISE,
+    name="correlated-noise",
+    plan=_in_turns,
+    # The canary takes part in rounds 1, 3 and 5, and pulls in the same direction.
+    score=of_correlated(
+        _in_turns_matrix(_IN_TURN_ROUNDS).row_moves(
+            _IN_TURN_ROUNDS, rounds_apart=2, participations=3
+        )
+    ),
+    views=(AdversaryView.RELEASED_MODELS, AdversaryView.MODELS_AND_COHORTS),
+    rounds=_IN_TURN_ROUNDS,
+)
+
+
 def _scored(*accuracies: float) -> ClientData:
     """Return a client's data whose training moves nothing and whose mean target is its score."""
     test = Examples(torch.zeros(len(accuracies), SIZE), torch.tensor(accuracies))
@@ -154,6 +205,7 @@ _OF_CLIENTS = (
         plan=_release_plans(FullParticipation(2), noise_placement="server"),
     ),
     replace(_CLIENT_NOISE, name="client-noise-mod", app=plain_app),
+    _CORRELATED,
     _ADAPTIVE,
     replace(
         _ADAPTIVE,

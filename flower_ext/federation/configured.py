@@ -44,6 +44,7 @@ from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     AdaptiveClipping,
     Budget,
+    CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
@@ -53,6 +54,7 @@ from flower_ext.privacy import (
     Sampling,
     SecureScores,
     SecureSum,
+    SpacedSampling,
     calibrate_noise_multiplier,
     size_for_rate,
 )
@@ -203,6 +205,8 @@ def release_plan(
         **changes,
     }
     epsilon = settings.target
+    if settings.noise == "correlated":
+        options |= _correlated(settings, sampling, of_users=of_users)
     with _naming_settings(settings):
         if settings.evaluation == "secure":
             options["queries"] = (_secure_scores(settings, options),)
@@ -217,6 +221,39 @@ def release_plan(
             sampling_rate=sampling.sampling_rate,
         )
         return ReleasePlan(noise_multiplier=multiplier, **options)
+
+
+def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
+    """Return the fields of a plan whose noise is correlated over rounds."""
+    if of_users:
+        raise UnfitSetting(
+            f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
+            "because no server counts a user's participations over silos"
+        )
+    if settings.aggregation != "plain":
+        raise UnfitSetting(
+            f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
+            "'plain', because a client that drops out would take its part of the noise along"
+        )
+    if settings.calibration == "published" and settings.target is not None:
+        raise UnfitSetting(
+            "run-config calibration='published' with noise='correlated': expected 'provable', "
+            "because the published bound is of independent noise"
+        )
+    clients = sampling.population
+    size = size_for_rate(clients, sampling.sampling_rate)
+    apart = settings.rounds_apart or clients // size
+    most = settings.participations or -(-settings.rounds // apart)
+    with _naming_settings(settings):
+        return {
+            "sampling": SpacedSampling(
+                population=clients, size=size, rounds_apart=apart, participations=most
+            ),
+            "correlation": CorrelatedNoise(
+                buffers=settings.noise_buffers, bands=settings.noise_bands
+            ),
+            "noise_placement": "server",
+        }
 
 
 def _clipping_norm(settings: ReleaseSettings, *, of_users: bool) -> float | AdaptiveClipping:
@@ -355,6 +392,7 @@ def start(
         budget=_budget(settings, plan),
         # Nodes whose frozen part differs are refused before the first round.
         frozen=task.fingerprint,
+        state_key_file=absolute_path(getattr(settings, "state_key_file", "")),
         **{name: getattr(settings, name) for name in same},
         **options,
     )

@@ -10,6 +10,7 @@ server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
 adaptive, all three    ✓          ✓      ✓         ✓          –
 ULDP-AVG, adaptive     ✓          ✓      ✓         ✓          ✓
+correlated noise       ✓          ✓      –         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
 scores, secure sum     ✓          ✓      (1 eval.)  count      –
@@ -34,6 +35,9 @@ whose data are zeroed out sends one; a user without records in a silo sends noth
 silo may count a whole side instead of the user's weight. The server noises updates by the norm of
 the next round. The number of answers in place of the expected cohort is no such fault: an answer
 depends on no data.
+
+Of correlated noise there are three more. The canary takes part in every round. Noise and accounts
+are for clients that take part once. A round has the noise of the round before.
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
 cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
@@ -74,6 +78,7 @@ MORE_NOISE = 2.0
 SMALL = (
     *(faults.weights_of_two, faults.pair_masks_left_out, faults.arrays_clipped_apart),
     *(SILENT, faults.zero_updates_within_the_norm, faults.sides_unweighted),
+    *(faults.turns_not_apart, faults.one_participation_counted),
 )
 """Faults that raise μ by √2 to 2: they show sooner where ε is larger, and by means of scores.
 
@@ -111,7 +116,11 @@ def planted():
             )
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, max(trials, MORE)
-        if name not in ("client-noise-poisson", "secure-scores"):
+        if name == "correlated-noise":
+            yield name, "turns not apart", faults.turns_not_apart, 1, 200
+            yield name, "one participation counted", faults.one_participation_counted, 1, 150
+            yield name, "noise of a round repeated", faults.noise_of_a_round_repeated, 1, FEW
+        elif name not in ("client-noise-poisson", "secure-scores"):
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name == "uldp-secure-sum":
             yield name, "users clipped together", faults.rows_clipped_together, 1, 300
@@ -141,6 +150,7 @@ DAILY = {
     "adaptive-clipping-side unnoised",
     "adaptive-clipping-zero updates within the norm",
     "adaptive-clipping-server-noise of the next norm",
+    "correlated-noise-noise of a round repeated",
     "secure-sum-clipping off",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
