@@ -20,6 +20,7 @@ EXPERIMENTS = {
     "paillier": "weighting.paillier",
     "ring-lwe": "weighting.ring_lwe",
     "secure-sums": "secure_sum",
+    "statistics": "released_statistics",
     "speed": "speed",
     "trainings": "speed.trainings",
     "memory": "speed.memory",

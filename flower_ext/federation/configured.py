@@ -196,7 +196,7 @@ def release_plan(
     secure = SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
     options: dict[str, Any] = {
         "sampling": sampling,
-        "clipping_norm": _clipping_norm(settings, of_users=of_users),
+        "clipping_norm": _clipping_norm(settings),
         "rounds": settings.rounds,
         "delta": settings.delta if of_users else _delta(settings, sampling),
         "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
@@ -219,14 +219,9 @@ def release_plan(
         return ReleasePlan(noise_multiplier=multiplier, **options)
 
 
-def _clipping_norm(settings: ReleaseSettings, *, of_users: bool) -> float | AdaptiveClipping:
+def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
     if settings.clipping == "fixed":
         return settings.clipping_norm
-    if of_users:
-        raise UnfitSetting(
-            f"run-config clipping='adaptive'{_with_method(settings)}: expected 'fixed', because "
-            "the norm follows updates of clients, and here silos clip their users' updates"
-        )
     if settings.calibration == "published" and settings.target is not None:
         raise UnfitSetting(
             "run-config calibration='published' with clipping='adaptive': expected 'provable', "

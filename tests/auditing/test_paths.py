@@ -397,7 +397,7 @@ PATHS = {
     ),
     "arrays, a few at a time": Path(
         run=partial(sent, memory_limit=1),
-        through=(CLIPPED, (InProcessGrid, "push_messages")),
+        through=(CLIPPED, (InProcessGrid, "_replies_to")),
     ),
     "arrays, as they are": Path(
         run=partial(sent, plan=NonPrivatePlan(sampling=EVERYONE)),

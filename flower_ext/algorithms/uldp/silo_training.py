@@ -19,8 +19,8 @@ from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import SumOfUnits
-from flower_ext.training import Job, Params, Task, attempt_groups
-from flower_ext.training.batched.descent import per_model
+from flower_ext.training import Job, Params, Task, attempt_groups, train_groups
+from flower_ext.training.batched.stack import per_model
 from flower_ext.training.params import flat_rows
 
 log = getLogger("flwr")
@@ -132,15 +132,16 @@ def users_updates(
     otherwise change the updates of others. If a user's training raises or diverges, the update is
     zero. An error in place of the silo's sum would remove all users of the silo.
     """
+    solve = partial(
+        train_groups, task, trained=trained, memory_limit=memory_limit, batch_invariant=True
+    )
     raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
     everyone.sort(key=lambda pair: (-len(jobs[pair[0]].users[pair[1]]), pair[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         trainings = [partial(jobs[silo].of, user) for silo, user in chosen]
-        for group, rows in attempt_groups(
-            task, trainings, trained=trained, memory_limit=memory_limit
-        ):
+        for group, rows in attempt_groups(solve, trainings):
             if isinstance(rows, Exception):
                 raised.append(rows)
                 silo, user = chosen[group[0]]

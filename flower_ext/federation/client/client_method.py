@@ -20,7 +20,13 @@ from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
-from flower_ext.training.side_by_side import Steps, Training, check_yielded
+from flower_ext.training.side_by_side import (
+    Steps,
+    Training,
+    check_yielded,
+    train_invariantly,
+    train_jobs,
+)
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
@@ -114,7 +120,11 @@ class ClientWork:
             noise=self.step_noise.get(phase),
         )
         return Training(
-            task=self.task, job=job, trained=trained, batch_invariant=self.batch_invariant
+            task=self.task,
+            job=job,
+            trained=trained,
+            solve=train_invariantly if self.batch_invariant else train_jobs,
+            returns_params=True,
         )
 
 
