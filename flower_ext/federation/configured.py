@@ -198,7 +198,7 @@ def release_plan(
     secure = SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
     options: dict[str, Any] = {
         "sampling": sampling,
-        "clipping_norm": _clipping_norm(settings, of_users=of_users),
+        "clipping_norm": _clipping_norm(settings),
         "rounds": settings.rounds,
         "delta": settings.delta if of_users else _delta(settings, sampling),
         "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
@@ -230,6 +230,11 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
             f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
             "because no server counts a user's participations over silos"
         )
+    if settings.noise_placement != "server":
+        raise UnfitSetting(
+            f"run-config noise-placement={settings.noise_placement!r} with noise='correlated': "
+            "expected 'server', because only the server knows the noise of earlier rounds"
+        )
     if settings.aggregation != "plain":
         raise UnfitSetting(
             f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
@@ -252,18 +257,12 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
             "correlation": CorrelatedNoise(
                 buffers=settings.noise_buffers, bands=settings.noise_bands
             ),
-            "noise_placement": "server",
         }
 
 
-def _clipping_norm(settings: ReleaseSettings, *, of_users: bool) -> float | AdaptiveClipping:
+def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
     if settings.clipping == "fixed":
         return settings.clipping_norm
-    if of_users:
-        raise UnfitSetting(
-            f"run-config clipping='adaptive'{_with_method(settings)}: expected 'fixed', because "
-            "the norm follows updates of clients, and here silos clip their users' updates"
-        )
     if settings.calibration == "published" and settings.target is not None:
         raise UnfitSetting(
             "run-config calibration='published' with clipping='adaptive': expected 'provable', "

@@ -86,8 +86,8 @@ def test_a_clipping_norm_that_adapts_begins_at_the_setting_of_a_fixed_one():
     assert plan.noise_multiplier == plan_of(release(epsilon=2.0)).noise_multiplier
     with pytest.raises(UnfitSetting, match="calibration='published' with clipping='adaptive'"):
         plan_of(release(epsilon=2.0, calibration="published", **chosen))
-    with pytest.raises(UnfitSetting, match="clipping='adaptive': expected 'fixed'"):
-        configured.release_plan(settings, configured.sampling(settings), of_users=True)
+    of_users = configured.release_plan(settings, configured.sampling(settings), of_users=True)
+    assert of_users.clipping_norm == expected
 
 
 def test_correlated_noise_is_one_setting():

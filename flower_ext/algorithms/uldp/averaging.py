@@ -84,7 +84,7 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 def users_of_round(
     work: ClientWork,
 ) -> tuple[dict[int, Examples], WeightedTotal | SiloPart | LostPart]:
-    """Return the examples of the silo's users who count in this round, and the total to add to.
+    """Return the users of this silo with a weight above 0, and the total that takes their updates.
 
     Raises
     ------

@@ -303,7 +303,11 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
             {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
         ).epsilon
     return user_claims(mechanism.delta).published(
-        view, epsilon, accountant=accountant, source=source, assumptions=assumptions
+        view,
+        epsilon,
+        accountant=accountant,
+        source=source,
+        assumptions=(*assumptions, *mechanism.assumptions),
     )
 
 
