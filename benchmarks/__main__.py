@@ -13,6 +13,7 @@ from pathlib import Path
 EXPERIMENTS = {
     "dp2-fedsam": "dp2_fedsam",
     "finetuning": "finetuning",
+    "mechanisms": "mechanisms",
     "upcycled-fl": "upcycled",
     "dp-ditto": "ditto",
     "uldp-fl": "uldp",

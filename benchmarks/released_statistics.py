@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -115,7 +115,12 @@ def coverage(
         arrays = strategy.start(InProcessGrid(app, len(silos)), initial, num_rounds=1).arrays
         return {RELEASED: arrays.to_torch_state_dict()[RELEASED].numpy()}
 
-    terms = {"sampling": FullParticipation(users), "rounds": 1, "delta": 1e-5, "clipping_norm": 1.0}
+    terms: dict[str, Any] = {
+        "sampling": FullParticipation(users),
+        "rounds": 1,
+        "delta": 1e-5,
+        "clipping_norm": 1.0,
+    }
     rng = np.random.default_rng(0)
     exact_plan = ReleasePlan(noise_multiplier=1e-5, **terms)
     exact = estimates(joint, released(exact_plan), method=method, plan=exact_plan, rng=rng)

@@ -8,7 +8,7 @@ canary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,20 +127,19 @@ def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int]
     return plan
 
 
+def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> Score:
+    """Return a score of updates and sides; a mean over silos is a part of the released mean."""
+    # The canary's update is as long as half of its side's weight; the next norm tells the side.
+    norm = 2 * math.sqrt(2) / _RATE / silos
+    direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
+    return projected(direction, signs=(1.0, -1.0), partitions=partitions)
+
+
 _ADAPTIVE = replace(
     _CLIENT_NOISE,
     name="adaptive-clipping",
     plan=_adaptive_plans(FullParticipation(2)),
-    # The canary's update is as long as half of its side's weight; the next norm tells the side.
-    score=projected(
-        {
-            **axes(SIZE),
-            SIDE: np.array([-math.sqrt(2)]),
-            NEXT_NORM: np.array([2 * math.sqrt(2) / _RATE]),
-        },
-        signs=(1.0, -1.0),
-        partitions=[0],
-    ),
+    score=_sided_score(partitions=[0]),
 )
 
 
@@ -272,6 +271,14 @@ _ULDP_AVG = LinearMechanism(
 )
 
 
+_ULDP_ADAPTIVE = replace(
+    _ULDP_AVG,
+    name="uldp-adaptive",
+    plan=_adaptive_plans(FullParticipation(3)),
+    score=_sided_score(silos=2),
+)
+
+
 def _grouped(local: DpSgdTraining) -> FederatedStrategy:
     method = UldpGroup(num_silos=2, num_users=2, group_size=2, local=local)
     return _run(method, method.plan(DELTA))
@@ -302,6 +309,17 @@ _OF_USERS = (
         # The canary has all its weight in one silo, as it may under encrypted weights.
         present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
         partitions=[0],
+    ),
+    _ULDP_ADAPTIVE,
+    replace(
+        _ULDP_ADAPTIVE,
+        name="uldp-adaptive-secure-sum",
+        plan=_adaptive_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+        strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
+        without=[_OTHER_USERS] * 3,
+        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
+        score=_sided_score(silos=3),
+        views=_MODELS,
     ),
     LinearMechanism(
         name="uldp-naive",

@@ -36,6 +36,7 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipWithSideToCells,
     ProtectedByServer,
     Protection,
+    SumOfUnits,
 )
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
@@ -208,12 +209,14 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             return self._spaced(method, sampling, terms, correlation)
         if not isinstance(norm := terms.pop("clipping_norm"), AdaptiveClipping):
             return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
-        if method.num_silos is not None or method.bounds_units:
+        if method.num_silos is not None and not method.bounds_units:
             raise InvalidValue(
-                f"clipping_norm={norm!r} with {method.name}: expected a number, because a user's "
-                "updates in several silos have no single norm to compare with a quantile"
+                f"clipping_norm={norm!r} with {method.name}: expected a number, because its silos "
+                "clip no single user's update, whose norm a quantile could follow; UldpAvg's do"
             )
-        return AdaptiveRelease(clipping=norm, update_norm=norm.initial, **terms)
+        return AdaptiveRelease(
+            clipping=norm, update_norm=norm.initial, **terms, silos=method.num_silos
+        )
 
     @staticmethod
     def _spaced(
@@ -353,6 +356,8 @@ class AdaptiveRelease(ReleaseMechanism):
         """Return the bounds of update and side, and one client's share of the noise."""
         usual = super().protection(run, cohort_size)
         sided = {"update_norm": self.update_norm, "side_weight": self.side_weight}
+        if isinstance(usual, SumOfUnits):
+            return type(usual)(**{**vars(usual), **sided})
         if isinstance(usual, ClipToCells):
             return ClipWithSideToCells(**vars(usual), **sided)
         return ClipWithSide(**vars(usual), **sided) if isinstance(usual, ClipUpdate) else usual
@@ -379,10 +384,10 @@ class AdaptiveRelease(ReleaseMechanism):
         """Return the mechanism with the norm of a checkpoint."""
         return replace(self, update_norm=state["clipping_norm"])
 
-    def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees of a fixed norm, with what they assume of the norm."""
-        claims = super().guarantees(run)
-        return [replace(claim, assumptions=(*claim.assumptions, _ADAPTIVE)) for claim in claims]
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumption on the norm."""
+        return (_ADAPTIVE,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,6 +454,11 @@ class SpacedRelease(ReleaseMechanism):
         made = {move: replace(self.release, noise_multiplier=m) for move, m in multipliers.items()}
         return [made[move] for move in moves]
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumptions on who takes part, and on the noise of earlier rounds."""
+        return _SPACED
+
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the guarantees: also against whoever sees who took part."""
         models, *others = super().guarantees(run)
@@ -457,7 +467,6 @@ class SpacedRelease(ReleaseMechanism):
             models,
             source=f"{sampling}; one Gaussian mechanism of noise multiplier "
             f"{self.noise_multiplier:.4g} for all rounds; {rounds} rounds so far",
-            assumptions=(*models.assumptions, *_SPACED),
         )
         return [models, replace(models, view=AdversaryView.MODELS_AND_COHORTS), *others]
 

@@ -93,6 +93,7 @@ def client_level_guarantees(
             ON_A_GRID if sums is None else DISCRETE,
             noise_assumption(run.secure_noise),
             *sharing,
+            *mechanism.assumptions,
         ),
         not_covered=run.not_covered,
     )

@@ -179,6 +179,7 @@ def uldp_avg_guarantees(
         "a user's training sees that user's records and the model, nothing of others",
         *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
+        *mechanism.assumptions,
         not_covered=run.not_covered,
     )
     sampling, sigma = mechanism.sampling.describe(), mechanism.noise_multiplier
