@@ -454,6 +454,11 @@ class SpacedRelease(ReleaseMechanism):
         made = {move: replace(self.release, noise_multiplier=m) for move, m in multipliers.items()}
         return [made[move] for move in moves]
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumptions on who takes part, and on the noise of earlier rounds."""
+        return _SPACED
+
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the guarantees: also against whoever sees who took part."""
         models, *others = super().guarantees(run)
@@ -462,7 +467,6 @@ class SpacedRelease(ReleaseMechanism):
             models,
             source=f"{sampling}; one Gaussian mechanism of noise multiplier "
             f"{self.noise_multiplier:.4g} for all rounds; {rounds} rounds so far",
-            assumptions=(*models.assumptions, *_SPACED),
         )
         return [models, replace(models, view=AdversaryView.MODELS_AND_COHORTS), *others]
 
