@@ -50,6 +50,10 @@ class Scale:
         See `search`.
     method_parameters : bool
         Search `PARAMETERS` with the learning rate of the plain method.
+    as_printed : bool
+        Figures 3 and 4 with the paper's settings; otherwise with such that bounds can hold.
+    private_learning_rates, clipping_norms : tuple[float, ...]
+        Rates to search, and every τ of output perturbation, for Figures 3 and 4.
     private_rounds : int
         Visible rounds of Figures 3 and 4, for plain and upcycled.
     timed_rounds : int
@@ -68,6 +72,10 @@ class Scale:
     coefficients: tuple[float, ...]
     private_datasets: tuple[str, ...]
     private_methods: tuple[str, ...]
+    as_printed: bool
+    private_learning_rates: tuple[float, ...]
+    clipping_norms: tuple[float, ...]
+    private_seeds: tuple[int, ...]
     private_rounds: int
     timed_rounds: int
 
@@ -92,6 +100,10 @@ DEFAULT = Scale(
     coefficients=(0.1, 0.5, 0.9),
     private_datasets=("synthetic-iid",),
     private_methods=("fedavg", "fedprox", "scaffold"),
+    as_printed=False,
+    private_learning_rates=(0.05,),
+    clipping_norms=(5.0,),
+    private_seeds=(1, 2, 3, 4),
     private_rounds=30,
     timed_rounds=10,
 )
@@ -106,6 +118,10 @@ FULL = Scale(
     coefficients=(0.1, 0.3, 0.5, 0.7, 0.9),
     private_datasets=tuple(SYNTHETIC),
     private_methods=tuple(METHODS),
+    as_printed=True,
+    private_learning_rates=(0.003, 0.03, 0.1),
+    clipping_norms=(2.0, 4.0),
+    private_seeds=tuple(range(1, 9)),
     private_rounds=80,
     timed_rounds=80,
 )
