@@ -25,6 +25,7 @@ EXPERIMENTS = {
     "memory": "speed.memory",
     "dp-sgd": "speed.dp_sgd",
     "faults": "faults",
+    "report": "report",
     "mutants": "mutants",
 }
 """Modules below ``benchmarks``, by the names of their experiments."""
