@@ -97,12 +97,15 @@ class Scale:
         Number of rounds; 0 for each problem's own number.
     all_panels : bool
         True to show a data set under each of the paper's numbers of users and distributions.
+    methods : tuple of str
+        Methods of Figures 4 to 7.
     """
 
     full: bool
     seeds: int
     rounds: int = 0
     all_panels: bool = False
+    methods: tuple[str, ...] = tuple(METHODS)
 
     def length(self, problem: Problem) -> int:
         """Return the number of rounds of a reported run."""

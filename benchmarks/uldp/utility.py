@@ -95,6 +95,11 @@ def utility(problems: Sequence[Problem]) -> Callable[[Experiment, Scale], str]:
     return draw
 
 
+def all_panels(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the paper's panels of a figure."""
+    return [panel for problem in problems for panel in _all_panels(problem)]
+
+
 def _all_panels(problem: Problem) -> list[Problem]:
     users = {"creditcard": (100, 1000), "mnist": (100, 10_000)}.get(problem.dataset, (50, 200))
     labels = (0, 2) if problem.dataset == "mnist" else (0,)
@@ -110,7 +115,7 @@ def _all_panels(problem: Problem) -> list[Problem]:
 def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     number = FIGURES[problem.dataset]
     missing = {label: why for label in METHODS if (why := _why_not(problem, label))}
-    labels = [label for label in METHODS if label not in missing]
+    labels = [label for label in METHODS if label not in missing and label in scale.methods]
     chosen = choose(experiment, scale, problem, labels)
     runs = run_methods(experiment, scale, problem, chosen, f"figure-{number}")
     figures = _draw(experiment, f"figure-{number}-{problem.name}", problem, runs)
@@ -120,6 +125,8 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     header += ("ε provable", "ε published", "settings")
     rows: list[Sequence[object]] = []
     for label in METHODS:
+        if label not in scale.methods:
+            continue
         if label in missing:
             rows.append((label, missing[label], *[""] * (len(header) - 2)))
             continue
@@ -146,10 +153,12 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
         "against released models for SGD and AVG, against a server that sees each upload for "
         f"NAIVE and GROUP. {search_text(scale, problem)}"
     )
+    pair = ("ULDP-AVG-w", "ULDP-AVG")
     notes += "".join(
         f" AVG-w − AVG by seed, mean and standard error: {name} "
-        f"{mean_and_error(differences(runs['ULDP-AVG-w'], runs['ULDP-AVG'], series))}."
+        f"{mean_and_error(differences(*(runs[label] for label in pair), series))}."
         for name, series in ((metric, problem.metric), ("loss", "loss_pooled"))
+        if all(label in runs for label in pair)
     )
     return "\n\n".join([title, table(header, rows), notes, *figures])
 
