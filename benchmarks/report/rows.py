@@ -156,6 +156,13 @@ def row_of(run: RunDirectory, columns: Columns) -> dict[str, str]:
     return row
 
 
+def keep(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table that comes from no run directories to the CSV file ``name``."""
+    with (FOLDER / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerows([header, *rows])
+
+
 def read(*names: str, folder: Path = FOLDER) -> list[Row]:
     """Return the rows of CSV files, in their order; a missing file has none."""
     rows: list[Row] = []

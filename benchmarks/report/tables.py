@@ -27,6 +27,12 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
     return mean_and_std(values, digits=digits) if values else "–"
 
 
+def kept(name: str) -> str:
+    """Return a table that came from no run directories, as it is."""
+    rows = read(name)
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def uldp_utility(figure: int) -> str:
     """Return utility and ε of every method in each panel of Uldp-FL's Figures 4 to 7."""
     rows = where(read(f"uldp-fl-figure-{figure}"), user_sampling_rate=1.0)
@@ -259,6 +265,8 @@ _LOSSES = {"training_loss_mean": 3, "training_loss_std": 3}
 _UTILITY = {"accuracy_mean": 3, "training_loss_std": 3}
 TABLES: dict[str, Callable[[], str]] = {
     **{f"uldp-figure-{number}": partial(uldp_utility, number) for number in USERS},
+    **{f"uldp-budgets-{number}": partial(kept, f"uldp-fl-budgets-{number}") for number in USERS},
+    "ditto-figure-2": partial(kept, "dp-ditto-figure-2"),
     "uldp-figure-8": uldp_weighting,
     "uldp-figure-10": uldp_sampling,
     "upcycled-table-1": partial(upcycled_accuracy, 0.9),

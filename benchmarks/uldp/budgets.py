@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks.report.rows import FOLDER
+from benchmarks.report.rows import keep
 from benchmarks.runs import APPS, Experiment
 from benchmarks.uldp.experiment import DELTA, METHODS, NOISE_MULTIPLIER, Problem
 from flower_ext.federation.engines.run_app import load_app
@@ -23,18 +22,15 @@ LABELS = tuple(label for label in METHODS if label != "DEFAULT")
 
 
 def budgets(experiment: Experiment, figure: int, panels: list[Problem]) -> str:
-    """Return published and provable ε at the paper's length, under one seed; write a CSV."""
+    """Return published and provable ε at the paper's length, under one seed; keep them."""
     rows = [
         {"panel": panel.name, "method": label, **budget_of(experiment, panel, label)}
         for panel in panels
         for label in LABELS
     ]
-    path = FOLDER / f"uldp-fl-budgets-{figure}.csv"
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return table(list(rows[0]), [list(row.values()) for row in rows])
+    header, cells = list(rows[0]), [list(row.values()) for row in rows]
+    keep(f"uldp-fl-budgets-{figure}", header, cells)
+    return table(header, cells)
 
 
 def budget_of(experiment: Experiment, panel: Problem, label: str) -> dict[str, str]:
