@@ -18,6 +18,7 @@ from dataclasses import replace
 from benchmarks.runs import Experiment, parser_of
 from benchmarks.uldp.budgets import budgets
 from benchmarks.uldp.experiment import DEFAULT, FULL, METHODS, SETTINGS, Scale
+from benchmarks.uldp.experiment import FIGURES as DATASETS
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
 from benchmarks.uldp.utility import PROBLEMS, all_panels, utility
@@ -39,6 +40,9 @@ def main() -> None:
     parser.add_argument("--all-panels", action="store_true", help="users and distributions")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="of Figures 4 to 7")
     parser.add_argument(
+        "--datasets", nargs="+", choices=DATASETS, help="of figures with several data sets"
+    )
+    parser.add_argument(
         "--budgets", action="store_true", help="the ε of all panels; nothing is trained"
     )
     parser.add_argument("--seeds", type=int, help="runs of each method")
@@ -50,6 +54,7 @@ def main() -> None:
         "seeds": arguments.seeds,
         "rounds": arguments.rounds,
         "all_panels": arguments.all_panels,
+        "datasets": arguments.datasets and tuple(arguments.datasets),
         "methods": arguments.methods and tuple(arguments.methods),
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value})

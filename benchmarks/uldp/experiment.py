@@ -99,6 +99,8 @@ class Scale:
         True to show a data set under each of the paper's numbers of users and distributions.
     methods : tuple of str
         Methods of Figures 4 to 7.
+    datasets : tuple of str
+        Data sets of Figures 7 and 10, which have two.
     """
 
     full: bool
@@ -106,6 +108,7 @@ class Scale:
     rounds: int = 0
     all_panels: bool = False
     methods: tuple[str, ...] = tuple(METHODS)
+    datasets: tuple[str, ...] = tuple(FIGURES)
 
     def length(self, problem: Problem) -> int:
         """Return the number of rounds of a reported run."""

@@ -24,8 +24,10 @@ BASES = ("provable", "published")
 
 def sampling_rates(experiment: Experiment, scale: Scale) -> str:
     """Run ULDP-AVG-w on Creditcard at five rates; with ``--full`` also on MNIST at four."""
-    parts = [_panel(experiment, scale, CREDITCARD, (0.1, 0.3, 0.5, 0.7, 1.0))]
-    if scale.full and scale.all_panels:
+    parts = []
+    if "creditcard" in scale.datasets:
+        parts.append(_panel(experiment, scale, CREDITCARD, (0.1, 0.3, 0.5, 0.7, 1.0)))
+    if scale.full and "mnist" in scale.datasets:
         many = replace(MNIST, users=10_000)
         parts.append(_panel(experiment, scale, many, (0.1, 0.3, 0.5, 1.0)))
     return "\n\n".join(["# Figure 10: sampled users", *parts])

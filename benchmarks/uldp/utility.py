@@ -88,6 +88,7 @@ def utility(problems: Sequence[Problem]) -> Callable[[Experiment, Scale], str]:
         panels = [
             panel
             for problem in problems
+            if problem.dataset in scale.datasets
             for panel in (_all_panels(problem) if scale.all_panels else [problem])
         ]
         return "\n\n".join(_panel(experiment, scale, panel) for panel in panels)
