@@ -33,9 +33,9 @@ def kept(name: str) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def uldp_utility(figure: int) -> str:
+def uldp_utility(figure: int, dataset: str) -> str:
     """Return utility and ε of every method in each panel of Uldp-FL's Figures 4 to 7."""
-    rows = where(read(f"uldp-fl-figure-{figure}"), user_sampling_rate=1.0)
+    rows = where(read(f"uldp-fl-figure-{figure}"), dataset=dataset, user_sampling_rate=1.0)
     panels = {
         f"{users}, {distribution}": where(rows, num_users=users, distribution=distribution)
         for users in USERS[figure]
@@ -264,7 +264,11 @@ def uldp_sampling() -> str:
 _LOSSES = {"training_loss_mean": 3, "training_loss_std": 3}
 _UTILITY = {"accuracy_mean": 3, "training_loss_std": 3}
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"uldp-figure-{number}": partial(uldp_utility, number) for number in USERS},
+    "uldp-figure-4": partial(uldp_utility, 4, "creditcard"),
+    "uldp-figure-5": partial(uldp_utility, 5, "mnist"),
+    "uldp-figure-6": partial(uldp_utility, 6, "heart-disease"),
+    "uldp-figure-7": partial(uldp_utility, 7, "tcga-brca"),
+    "uldp-figure-7-scaled": partial(uldp_utility, 7, "tcga-brca-scaled"),
     **{f"uldp-budgets-{number}": partial(kept, f"uldp-fl-budgets-{number}") for number in USERS},
     "ditto-figure-2": partial(kept, "dp-ditto-figure-2"),
     "uldp-figure-8": uldp_weighting,
