@@ -42,12 +42,23 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     OSError
         The file could not be written and keeps its old content; the message names it.
     """
+    with whole_file(path, sync=sync, private=private) as stream:
+        stream.write(content)
+
+
+@contextmanager
+def whole_file(path: Path, *, sync: bool = True, private: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file that replaces ``path`` at the end of the block, unless the block fails.
+
+    Parameters and errors are those of `write_whole`.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
     # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
         _remove_drafts_of_the_dead(path)
         try:
-            _write(draft, content, os.O_EXCL, sync, private=private)
+            with _opened(draft, os.O_EXCL, sync, private=private) as stream:
+                yield stream
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -77,7 +88,8 @@ def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
         The file could not be written; the message names it.
     """
     try:
-        _write(path, line + b"\n", os.O_APPEND, sync, private=True)
+        with _opened(path, os.O_APPEND, sync, private=True) as stream:
+            stream.write(line + b"\n")
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -169,10 +181,11 @@ def not_written(path: Path, error: OSError) -> OSError:
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 
-def _write(path: Path, content: bytes, how: int, sync: bool, *, private: bool) -> None:
+@contextmanager
+def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[bytes]]:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600 if private else 0o666)
     with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
+        yield stream
         stream.flush()
         if sync:
             os.fsync(descriptor)

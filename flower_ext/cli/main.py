@@ -31,6 +31,7 @@ COMMANDS = {
     "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "population_account",
+    "link": "link",
     "export": "export",
     "settings": "settings_table",
 }
@@ -64,8 +65,15 @@ def _function(name: str) -> str:
 
 
 def _loaded(name: str) -> click.Command:
+    module = import_module(f"flower_ext.cli.{COMMANDS[name]}")
+    if hasattr(module, "app"):  # a command of several steps
+        group = get_command(module.app)
+        assert isinstance(group, click.Group)
+        for step, step_command in group.commands.items():
+            _restore_help(step_command, getattr(module, step))
+        return group
     alone = typer.Typer(**_PLAIN)
-    function = getattr(import_module(f"flower_ext.cli.{COMMANDS[name]}"), _function(name))
+    function = getattr(module, _function(name))
     alone.command(name, cls=Command)(function)
     command = get_command(alone)
     _restore_help(command, function)

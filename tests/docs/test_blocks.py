@@ -85,7 +85,10 @@ def test_every_command_of_ours_exists_and_has_the_options_that_pages_give_it():
     assert len(found) > 40
     for block, (_, name, *words) in found:
         assert name in cli.COMMANDS, block.name
-        known = {option for p in cli._loaded(name).params for option in p.opts}
+        command = cli._loaded(name)
+        if steps := getattr(command, "commands", None):
+            command = steps[words[0]]
+        known = {option for p in command.params for option in p.opts}
         options = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert options <= known | {"--help"}, block.name
 

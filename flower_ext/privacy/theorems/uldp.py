@@ -34,10 +34,11 @@ from flower_ext.checks import (
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.approximation import with_approximation_error
-from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
+from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
-from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
@@ -209,6 +210,7 @@ def uldp_avg_guarantees(
             AdversaryView.RELEASED_MODELS,
             amplified,
             in_rounds,
+            _two_numbers(mechanism, rounds),
             "the server follows the protocol and keeps sums and uploads to itself",
             *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
             *_hidden_sample(mechanism, run.secure_cohorts or bool(hidden_draw)),
@@ -253,6 +255,34 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
     if isinstance(mechanism.sampling, FullParticipation):
         return ()
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
+
+
+def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
+    """Return what a person's privacy is if silos gave that person two numbers.
+
+    The numbers are two users, drawn independently, of whom each moves the sum by at most C. That is
+    a group of two records in DP-SGD.
+    """
+    epsilon = _epsilon_of_two_numbers(mechanism.release, rounds, mechanism.delta)
+    return (
+        "a person has one number; one whom silos know by two numbers, for example because of a "
+        f"misspelt name, has ε = {epsilon_text(epsilon)}"
+    )
+
+
+@lru_cache(maxsize=256)
+def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> float:
+    if rounds == 0:
+        return 0.0
+    releases = DpSgd(
+        noise_multiplier=release.noise_multiplier,
+        sampling_rate=release.sampling.sampling_rate,
+        steps=rounds,
+    )
+    # Two users have twice the error of one, so its square counts four times.
+    return with_approximation_error(
+        lambda delta: group_loss(releases, group_size=2, delta=delta), {release: 4 * rounds}, delta
+    ).epsilon
 
 
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:

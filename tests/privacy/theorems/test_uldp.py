@@ -264,3 +264,18 @@ def test_the_upload_of_a_single_silo_is_the_sum_whatever_its_weights():
             averaging_guarantees(plan(), num_silos=1, rounds=3, weighting=weighting)
         )
         assert alone[UPLOADS] == alone[SUMS] == pytest.approx(alone[MODELS])
+
+
+@pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
+def test_a_person_with_two_numbers_reads_the_epsilon_of_a_group_of_two(sampling):
+    (released,) = (
+        guarantee
+        for guarantee in averaging_guarantees(plan(sampling), rounds=100)
+        if guarantee.basis == "provable" and guarantee.view.value == "released-models"
+    )
+    (sentence,) = (text for text in released.assumptions if "two numbers" in text)
+    epsilon = float(sentence.rpartition("ε = ")[2])
+    assert epsilon > 1.8 * released.epsilon
+    if isinstance(sampling, FullParticipation):
+        twice_as_far = gaussian_loss(5.0 / 2, releases=100, delta=DELTA).epsilon
+        assert epsilon == pytest.approx(twice_as_far, rel=0.01)

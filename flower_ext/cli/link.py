@@ -1,0 +1,269 @@
+"""``flower-ext link``: give people the same number in every silo; see `data.linkage`."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flower_ext.cli.screen import Command, console, titled_table
+from flower_ext.data.linkage import (
+    IdentifierField,
+    Pseudonyms,
+    bucket,
+    expected_shared_pairs,
+    number_union,
+    read_key,
+    shared_counts,
+    write_key,
+)
+from flower_ext.data.record_files import RecordFile
+from flower_ext.errors import InvalidValue
+from flower_ext.files import whole_file, write_whole
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+USER = "user"
+"""Name of the column with a person's number."""
+_MAGIC = "flower-ext pseudonyms"
+_ROWS_PER_NOTICE = 100_000
+
+Table = Annotated[Path, typer.Argument(help="CSV or Parquet file of this silo.")]
+KeyFile = Annotated[Path, typer.Option("--key", help="Key of `link key`; equal in every silo.")]
+By = Annotated[
+    list[str] | None,
+    typer.Option("--by", metavar="COLUMN", help="Column of the identifier; may be repeated."),
+]
+ByDate = Annotated[
+    list[str] | None,
+    typer.Option("--by-date", metavar="COLUMN", help="Column with a date; may be repeated."),
+]
+DateFormat = Annotated[
+    str, typer.Option(help="Form of the dates, such as %d.%m.%Y; iso is 2001-12-31.")
+]
+Encoding = Annotated[str, typer.Option(help="Encoding of a CSV file.")]
+SkipUnusable = Annotated[
+    bool, typer.Option("--skip-unusable", help="Leave out rows whose identifier cannot be used.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
+
+
+@app.callback()
+def link() -> None:
+    """Give people the same number in every silo, without telling who they are.
+
+    Example: flower-ext link users patients.csv --by name --by-date born --key study.key --buckets
+    100000 -o linked.csv
+    """
+
+
+@app.command(cls=Command)
+def key(path: Annotated[Path, typer.Argument(help="File to create.")]) -> None:
+    """Make the secret key that all silos share. No server may have it."""
+    write_key(path)
+    _say(
+        f"{path} holds a new key. Bring it to every silo over a channel that you trust, and to no "
+        "server: with the key, anybody can test whether a person is among the pseudonyms."
+    )
+
+
+@app.command(cls=Command)
+def pseudonyms(
+    table: Table,
+    key: KeyFile,
+    output: Output,
+    by: By = None,
+    by_date: ByDate = None,
+    date_format: DateFormat = "iso",
+    encoding: Encoding = "utf-8",
+    skip_unusable: SkipUnusable = False,
+) -> None:
+    """Write this silo's pseudonyms, for the coordinator who numbers them (`link union`)."""
+    source = RecordFile(path=table, encoding=encoding)
+    form = _pseudonyms(key, by, by_date, date_format)
+    unusable: Counter[str] = Counter()
+    persons = {pseudonym for _, pseudonym in _watched(form.of_rows(source, unusable))}
+    _refuse(table, unusable, skip_unusable)
+    header = f"{_MAGIC} {form.fingerprint}"
+    lines = [header, *sorted(pseudonym.hex() for pseudonym in persons)]
+    write_whole(output, "\n".join(lines).encode() + b"\n")
+    _say(f"{output}: {len(persons):,} people, fingerprint {form.fingerprint}")
+
+
+@app.command(cls=Command)
+def union(
+    files: Annotated[list[Path], typer.Argument(help="Files of `link pseudonyms`, one a silo.")],
+    output_folder: Annotated[Path, typer.Option("--output-folder", "-o", help="Folder to fill.")],
+) -> None:
+    """Give numbers to the people of all silos; write one file of numbers for each silo."""
+    if len({path.name for path in files}) < len(files):
+        raise InvalidValue("files: expected files of different names, one for each silo")
+    contents = [_read_lines(path) for path in files]
+    fingerprint = contents[0][0]
+    if any(other != fingerprint for other, _ in contents):
+        raise InvalidValue(
+            "files: their fingerprints differ, so the silos used different keys, or kinds of "
+            "columns in another order; make the files again"
+        )
+    silos = [{bytes.fromhex(words[0]) for words in lines} for _, lines in contents]
+    numbered = number_union(silos)
+    total = len(set().union(*silos))
+    output_folder.mkdir(parents=True, exist_ok=True)
+    for path, numbers in zip(files, numbered, strict=True):
+        header = f"{_MAGIC} {fingerprint} {total}"
+        lines = [header, *(f"{person.hex()} {number}" for person, number in numbers.items())]
+        write_whole(output_folder / path.name, "\n".join(lines).encode() + b"\n")
+    seen = titled_table(f"{total:,} people, as the coordinator sees them", ("silos", "people"))
+    for owners, count in shared_counts(silos).items():
+        seen.add_row(" + ".join(files[silo].stem for silo in owners), f"{count:,}")
+    console.print(seen)
+    _say(f"Give each silo its file in {output_folder}, and set the number of users to {total}.")
+
+
+@app.command(cls=Command)
+def users(
+    table: Table,
+    key: KeyFile,
+    output: Output,
+    buckets: Annotated[
+        int | None, typer.Option(min=1, help="Number of buckets; equal in every silo.")
+    ] = None,
+    numbers: Annotated[
+        Path | None, typer.Option(help="This silo's file of `link union`, in place of buckets.")
+    ] = None,
+    people: Annotated[
+        int | None, typer.Option(min=1, help="People in all silos together; for buckets.")
+    ] = None,
+    by: By = None,
+    by_date: ByDate = None,
+    date_format: DateFormat = "iso",
+    encoding: Encoding = "utf-8",
+    skip_unusable: SkipUnusable = False,
+) -> None:
+    """Replace identifiers by the numbers of users: their buckets, or those of `link union`."""
+    pseudonyms = _pseudonyms(key, by, by_date, date_format)
+    if numbers is not None and buckets is None:
+        number_of = _given_numbers(numbers, pseudonyms)
+    elif buckets is not None and numbers is None:
+        number_of = partial(bucket, num_buckets=buckets)
+    else:
+        raise InvalidValue("buckets: expected either --buckets or --numbers")
+    persons = _rewrite(
+        RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
+    )
+    if buckets is not None:
+        everyone = people or persons
+        of_whom = "all silos together" if people else "this file alone; --people for all silos"
+        _say(
+            f"{expected_shared_pairs(everyone, buckets):.3g} pairs of {everyone:,} people are "
+            f"expected to share a bucket ({of_whom}). Such a pair counts as one user: protected, "
+            "under one bound."
+        )
+
+
+def _pseudonyms(
+    key: Path, by: list[str] | None, by_date: list[str] | None, date_format: str
+) -> Pseudonyms:
+    """Return the form of pseudonyms: texts first, then dates, each in the order given."""
+    texts = [IdentifierField(column=column) for column in by or []]
+    dates = [
+        IdentifierField(column=column, kind="date", date_format=date_format)
+        for column in by_date or []
+    ]
+    if not texts + dates:
+        raise InvalidValue("by: expected --by COLUMN or --by-date COLUMN, once for each column")
+    return Pseudonyms(read_key(key), (*texts, *dates))
+
+
+def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
+    """Return the function from a pseudonym to its number in a file of `link union`."""
+    fingerprint, lines = _read_lines(path)
+    if fingerprint != pseudonyms.fingerprint:
+        raise InvalidValue(f"numbers={path}: made with another key or other kinds of columns")
+    given = {bytes.fromhex(pseudonym): int(number) for pseudonym, number in lines}
+
+    def number(pseudonym: bytes) -> int:
+        if pseudonym not in given:
+            raise InvalidValue(
+                f"numbers={path}: a person of the table is missing; repeat `link pseudonyms` with "
+                "this table, and `link union`"
+            )
+        return given[pseudonym]
+
+    return number
+
+
+def _rewrite(
+    source: RecordFile,
+    pseudonyms: Pseudonyms,
+    number: Callable[[bytes], int],
+    output: Path,
+    skip_unusable: bool,
+) -> int:
+    """Write the table with numbers in place of the identifier; return the number of people."""
+    names = source.column_names()
+    if USER in names:
+        raise InvalidValue(f"{source.path}: has a column {USER!r} already; rename it")
+    identifier = set(source.positions([part.column for part in pseudonyms.fields]))
+    kept = [position for position in range(len(names)) if position not in identifier]
+    persons: set[bytes] = set()
+    unusable: Counter[str] = Counter()
+    num_rows = 0
+    with whole_file(output) as stream:
+        writer = csv.writer(codecs.getwriter("utf-8")(stream))
+        writer.writerow([USER, *(names[position] for position in kept)])
+        for row, pseudonym in _watched(pseudonyms.of_rows(source, unusable)):
+            persons.add(pseudonym)
+            writer.writerow([number(pseudonym), *(row[position] for position in kept)])
+            num_rows += 1
+        _refuse(source.path, unusable, skip_unusable)
+    _say(
+        f"{output}: {num_rows:,} rows of {len(persons):,} people. Fingerprint "
+        f"{pseudonyms.fingerprint}: if another silo's differs, numbers are not common."
+    )
+    _say(f"Columns kept: {', '.join(names[position] for position in kept)}")
+    return len(persons)
+
+
+def _watched(
+    rows: Iterator[tuple[Sequence[Any], bytes]],
+) -> Iterator[tuple[Sequence[Any], bytes]]:
+    """Yield rows, and show how many have been read."""
+    with console.status("") as status:
+        for number, row in enumerate(rows, 1):
+            if number % _ROWS_PER_NOTICE == 0:
+                status.update(f"{number:,} rows")
+            yield row
+
+
+def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
+    """Refuse a file with rows that cannot be linked, or say how many were left out."""
+    reasons = "; ".join(f"{count:,} rows: {reason}" for reason, count in unusable.items())
+    if unusable and not skip_unusable:
+        raise InvalidValue(
+            f"{path}: {reasons}. Mend them, set --date-format, or leave these rows out with "
+            "--skip-unusable"
+        )
+    if unusable:
+        _say(f"Left out: {reasons}")
+
+
+def _read_lines(path: Path) -> tuple[str, list[list[str]]]:
+    """Return the fingerprint of a file of pseudonyms, and the words of its other lines."""
+    try:
+        header, *lines = path.read_text(encoding="ascii").splitlines()
+        if header.startswith(_MAGIC):
+            return header.removeprefix(_MAGIC).split()[0], [line.split() for line in lines]
+    except (OSError, ValueError):
+        pass
+    raise InvalidValue(f"{path}: expected a file of `flower-ext link pseudonyms` or `link union`")
+
+
+def _say(text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)

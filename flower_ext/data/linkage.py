@@ -1,0 +1,227 @@
+"""Common numbers for people whose records lie in several silos, without telling who they are.
+
+User-level privacy across silos needs one number a person, equal in every silo. Silos that share a
+secret key turn an identifier, such as names and a date of birth, into a *pseudonym*:
+HMAC-SHA-256 of the normalised identifier, shortened to 128 bits. Numbers come from pseudonyms in
+one of two ways:
+
+* **Buckets** need no message: a number is the pseudonym modulo the number of buckets. Two people of
+  one bucket count as one user. Both stay protected, but they share one bound.
+* A **numbered union** needs a coordinator, who holds no key: silos send their pseudonyms, and the
+  coordinator numbers the union in random order. Sorted numbers would tell a silo that holds the key
+  which people are in no silo, because consecutive numbers leave no pseudonym between them.
+
+A person whose identifier is spelled in j ways has j numbers, and a guarantee for one user becomes
+one for a group of j.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from flower_ext.checks import require_at_least_one, require_one_of
+from flower_ext.data.record_files import RecordFile
+from flower_ext.errors import InvalidValue
+from flower_ext.files import write_whole
+
+KEY_BYTES, PSEUDONYM_BYTES = 32, 16
+_DECIMALS = re.compile(r"\s*[+-]?\d+[.,]\d*\s*")
+"""A number with decimals, such as the 4711.0 that some programs write for the number 4711."""
+
+
+class UnusableValue(InvalidValue):
+    """A value of an identifier is empty or not of its kind; the message does not show it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentifierField:
+    """A column of the identifier.
+
+    Parameters
+    ----------
+    column : str
+        The column's name in this silo's file. It may be another in another silo.
+    kind : {"text", "date"}
+        Texts are compared without case, spaces and punctuation, dates by their day.
+    date_format : str
+        Format of dates as in `datetime.strptime`; "iso" stands for all forms of ISO 8601.
+    """
+
+    column: str
+    kind: Literal["text", "date"] = "text"
+    date_format: str = "iso"
+
+    def __post_init__(self) -> None:
+        require_one_of("kind", self.kind, ("text", "date"))
+
+    def normalised(self, value: object) -> str:
+        """Return a value in the form in which silos compare it.
+
+        Raises
+        ------
+        UnusableValue
+            The value is empty, no date of the expected form, or a number with decimals.
+        """
+        text = "" if value is None else str(value)
+        if self.kind == "date":
+            if (day := _iso_date(text, self.date_format)) is None:
+                raise UnusableValue(
+                    f"column {self.column!r} has no date of the form {self.date_format}"
+                )
+            return day
+        if _DECIMALS.fullmatch(text):
+            raise UnusableValue(
+                f"column {self.column!r} has a number with decimals: store whole numbers or text"
+            )
+        if not (folded := _folded(text)):
+            raise UnusableValue(f"column {self.column!r} has no letter or digit")
+        return folded
+
+
+@lru_cache(maxsize=2**16)
+def _folded(text: str) -> str:
+    """Return the letters, digits and accents of a text without their case."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    folded = unicodedata.normalize("NFKC", folded)  # folding may have parted an accent
+    return "".join(sign for sign in folded if unicodedata.category(sign)[0] in "LMN")
+
+
+@lru_cache(maxsize=2**16)
+def _iso_date(text: str, form: str) -> str | None:
+    """Return a date as YYYY-MM-DD; None if it does not have the form."""
+    try:
+        if form == "iso":
+            return datetime.fromisoformat(text.strip()).date().isoformat()
+        return datetime.strptime(text.strip(), form).date().isoformat()
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Pseudonyms:
+    """The way in which the silos of one study make pseudonyms.
+
+    Parameters
+    ----------
+    key : bytes
+        32 secret bytes that all silos share and no server sees (`read_key`).
+    fields : sequence of IdentifierField
+        Columns of the identifier, in the same order in every silo.
+    """
+
+    key: bytes = field(repr=False)
+    fields: Sequence[IdentifierField]
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise InvalidValue(f"key: expected {KEY_BYTES} bytes, as `write_key` makes them")
+        if not self.fields:
+            raise InvalidValue("fields: expected at least one column of the identifier")
+
+    def of(self, values: Sequence[object]) -> bytes:
+        """Return the pseudonym of the person with these values of the fields.
+
+        Raises
+        ------
+        UnusableValue
+            A value is empty or not of its field's kind; the message names the column.
+        """
+        message = b"pseudonym"
+        for part, value in zip(self.fields, values, strict=True):
+            normalised = part.normalised(value).encode()
+            # Lengths keep ("ab", "c") and ("a", "bc") apart.
+            message += len(normalised).to_bytes(4, "big") + normalised
+        return hmac.digest(self.key, message, "sha256")[:PSEUDONYM_BYTES]
+
+    def of_rows(
+        self, table: RecordFile, unusable: Counter[str]
+    ) -> Iterator[tuple[Sequence[Any], bytes]]:
+        """Yield the rows of a file, each with its person's pseudonym.
+
+        A row whose identifier cannot be used is left out and counted in ``unusable``, by reason.
+        """
+        positions = table.positions([part.column for part in self.fields])
+        for row in table.rows():
+            try:
+                yield row, self.of([row[position] for position in positions])
+            except UnusableValue as reason:
+                unusable[str(reason)] += 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits that are equal where the key and the kinds of fields are."""
+        kinds = ",".join(part.kind for part in self.fields)
+        return hmac.digest(self.key, f"fingerprint {kinds}".encode(), "sha256")[:4].hex()
+
+
+def write_key(path: Path) -> None:
+    """Write a new secret key to a file that only its owner can read.
+
+    Raises
+    ------
+    InvalidValue
+        The file exists: another key would make other pseudonyms.
+    """
+    if path.exists():
+        raise InvalidValue(f"{path}: expected a file that does not exist yet")
+    write_whole(path, secrets.token_hex(KEY_BYTES).encode() + b"\n")
+
+
+def read_key(path: Path) -> bytes:
+    """Return the secret key in a file.
+
+    Raises
+    ------
+    InvalidValue
+        There is no such file, other users of this machine can read it, or it holds no key.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise InvalidValue(f"{path}: expected a file that only its owner can read: chmod 600")
+        content = path.read_text(encoding="ascii")
+    except (OSError, UnicodeError):
+        content = ""
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\s*", content):
+        raise InvalidValue(f"{path}: expected a file that `flower-ext link key` wrote")
+    return bytes.fromhex(content)
+
+
+def bucket(pseudonym: bytes, num_buckets: int) -> int:
+    """Return the bucket of a pseudonym, a number below ``num_buckets``."""
+    return int.from_bytes(pseudonym, "big") % num_buckets
+
+
+def expected_shared_pairs(num_people: int, num_buckets: int) -> float:
+    """Return the expected number of pairs of people who share a bucket: N (N − 1) / (2 B)."""
+    require_at_least_one("num_buckets", num_buckets)
+    return num_people * (num_people - 1) / (2 * num_buckets)
+
+
+def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
+    """Return a number below N for every pseudonym of each silo, where N is the size of the union.
+
+    The numbers are in a secret random order, so a silo learns from them N and nothing else.
+    """
+    union = sorted(set().union(*silos))
+    secrets.SystemRandom().shuffle(union)
+    numbers = {pseudonym: number for number, pseudonym in enumerate(union)}
+    return [{pseudonym: numbers[pseudonym] for pseudonym in silo} for silo in silos]
+
+
+def shared_counts(silos: Sequence[Collection[bytes]]) -> dict[tuple[int, ...], int]:
+    """Return the number of people in exactly each set of silos: what the coordinator learns."""
+    homes: dict[bytes, tuple[int, ...]] = {}
+    for silo, pseudonyms in enumerate(silos):
+        for pseudonym in set(pseudonyms):
+            homes[pseudonym] = (*homes.get(pseudonym, ()), silo)
+    return dict(sorted(Counter(homes.values()).items(), key=lambda item: (len(item[0]), item[0])))

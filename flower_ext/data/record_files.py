@@ -1,0 +1,144 @@
+"""Tables of records in CSV and Parquet files, read row by row in bounded memory."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from flower_ext.errors import InvalidValue
+
+DELIMITERS = ",;\t|"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFile:
+    """A CSV file with a line of names, or a Parquet file (extra ``parquet``).
+
+    No error shows a value of the file, nor its first line: in a file without a line of names, that
+    is a person's.
+
+    Parameters
+    ----------
+    path : Path
+        A name that ends in .parquet is a Parquet file's; any other file is CSV.
+    encoding : str
+        Of a CSV file. A byte order mark is understood.
+    """
+
+    path: Path
+    encoding: str = "utf-8"
+
+    @property
+    def is_parquet(self) -> bool:
+        """True for a Parquet file."""
+        return self.path.suffix == ".parquet"
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns.
+
+        Raises
+        ------
+        InvalidValue
+            The file cannot be read, is empty, or has two columns of one name.
+        """
+        if self.is_parquet:
+            return list(_open_parquet(self.path).schema_arrow.names)
+        with self._text() as stream:
+            names = next(self._lines(stream), [])
+        if not any(names) or len(set(names)) < len(names):
+            raise InvalidValue(f"{self.path}: expected a first line of names, each another")
+        return names
+
+    def positions(self, columns: Sequence[str]) -> list[int]:
+        """Return where columns stand in a row.
+
+        Raises
+        ------
+        InvalidValue
+            The file lacks one of ``columns``.
+        """
+        names = self.column_names()
+        if missing := [column for column in columns if column not in names]:
+            raise InvalidValue(
+                f"{self.path}: no column {', '.join(map(repr, missing))} among {len(names)} in its "
+                "first line; names must agree in case and spaces"
+            )
+        return [names.index(column) for column in columns]
+
+    def rows(self) -> Iterator[Sequence[Any]]:
+        """Yield the rows: texts of a CSV file, values of a Parquet file.
+
+        Raises
+        ------
+        InvalidValue
+            A line has another number of fields than the first, or other bytes than the encoding.
+        """
+        if self.is_parquet:
+            for batch in _open_parquet(self.path).iter_batches(batch_size=2**14):
+                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+            return
+        width = len(self.column_names())
+        with self._text() as stream:
+            lines = self._lines(stream)
+            next(lines)
+            for number, row in enumerate(lines, 2):
+                if len(row) != width:
+                    if not row:
+                        continue  # an empty line
+                    raise InvalidValue(
+                        f"{self.path}: row {number} has {len(row)} fields and the first line has "
+                        f"{width}; put quotes around fields that contain the delimiter"
+                    )
+                yield row
+
+    @contextmanager
+    def _text(self) -> Iterator[IO[str]]:
+        encoding = self.encoding
+        try:
+            with self.path.open("rb") as stream:
+                mark = stream.read(3)
+            if mark[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                encoding = "utf-16"
+            elif mark == b"\xef\xbb\xbf":
+                encoding = "utf-8-sig"
+            with self.path.open(encoding=encoding, newline="") as text:
+                yield text
+        except UnicodeError:
+            raise InvalidValue(
+                f"{self.path}: not every byte is {encoding}; give the file's encoding, often "
+                "cp1252 or latin-1"
+            ) from None
+        except LookupError:
+            raise InvalidValue(
+                f"encoding={self.encoding!r}: expected one that Python knows"
+            ) from None
+        except csv.Error as error:
+            raise InvalidValue(f"{self.path}: not a CSV file: {error}") from None
+        except OSError as error:
+            raise InvalidValue(f"{self.path}: cannot be read; {error.strerror}") from None
+
+    def _lines(self, stream: IO[str]) -> Iterator[list[str]]:
+        """Yield the fields of lines, apart by the delimiter that the first line has most often."""
+        first = stream.readline()
+        stream.seek(0)
+        return csv.reader(stream, delimiter=max(DELIMITERS, key=first.count), strict=True)
+
+
+def _open_parquet(path: Path) -> Any:
+    """Open a Parquet file with pyarrow."""
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise InvalidValue(
+            f"{path}: Parquet files need pyarrow: pip install 'flower-ext[parquet]'"
+        ) from None
+    try:
+        return parquet.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise InvalidValue(f"{path}: not a Parquet file: {error}") from None
+    except OSError as error:
+        raise InvalidValue(f"{path}: cannot be read; {error.strerror or error}") from None
