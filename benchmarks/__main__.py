@@ -18,6 +18,7 @@ EXPERIMENTS = {
     "uldp-fl": "uldp",
     "private-weighting": "weighting.rounds",
     "paillier": "weighting.paillier",
+    "weighting-figures": "weighting.figures",
     "ring-lwe": "weighting.ring_lwe",
     "secure-sums": "secure_sum",
     "speed": "speed",

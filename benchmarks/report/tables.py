@@ -271,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "uldp-figure-7-scaled": partial(uldp_utility, 7, "tcga-brca-scaled"),
     **{f"uldp-budgets-{number}": partial(kept, f"uldp-fl-budgets-{number}") for number in USERS},
     "ditto-figure-2": partial(kept, "dp-ditto-figure-2"),
+    **{f"uldp-figure-{number}": partial(kept, f"uldp-fl-figure-{number}") for number in (11, 12)},
     "uldp-figure-8": uldp_weighting,
     "uldp-figure-10": uldp_sampling,
     "upcycled-table-1": partial(upcycled_accuracy, 0.9),

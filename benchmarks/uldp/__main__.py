@@ -6,8 +6,8 @@ The default is scaled down: one allocation of records per data set, few rounds a
 rates from a short search on another seed. It takes about a quarter of an hour on one idle core,
 mostly for Figures 5 and 8. ``--full`` takes the paper's setting, with the rates of its authors'
 scripts. Runs in the output folder are kept, so an interrupted figure continues.
-The experiments ``private-weighting`` and ``paillier`` make Figures 11 and 12. Figure 13 is in the
-report of a run of the app.
+The experiment ``weighting-figures`` makes Figures 11 and 12. Figure 13 is in the report of a run of
+the app.
 """
 
 from __future__ import annotations
