@@ -1,34 +1,32 @@
-"""Write the tables of all settings: ``python docs/assets/settings_page.py`` writes settings.md."""
+"""Add the tables of all settings to settings.md when MkDocs builds the site.
+
+The defaults are in each app's ``pyproject.toml``, the meanings in its ``settings.py``, or in
+``flower_ext/runs/shared_settings.py`` for the settings that apps share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flower_ext.cli.settings_table import rows_of
 from flower_ext.runs.page import Markup, escaped, table
 
+if TYPE_CHECKING:
+    from mkdocs.structure.pages import Page
+
 ROOT = Path(__file__).parents[2]
-HEAD = """# Settings
-
-Each is a `--set name=value` of `flower-ext run`, and a name in `[tool.flwr.app.config]` of an app
-of your own whose class of settings declares it (see [Let settings
-choose](guides/drop-in.md#let-settings-choose)).
-
-Written by `python docs/assets/settings_page.py` from the defaults in each app's `pyproject.toml`
-and the texts in its `settings.py`, or in `flower_ext/runs/shared_settings.py` for the settings that
-apps share: change them there.
-"""
 Rows = Mapping[str, Mapping[str, tuple[str, str, str]]]
 """Default, choices and meaning of each setting, by app and setting."""
 
 
-def page(apps: Rows) -> str:
-    """Return a Markdown page: the settings of several apps, then those of each app alone."""
+def tables(apps: Rows) -> str:
+    """Return tables in Markdown: the settings of several apps, then those of each app alone."""
     settings = dict.fromkeys(setting for rows in apps.values() for setting in rows)
     users = {name: [app for app in sorted(apps) if name in apps[app]] for name in settings}
     shared = {name: using for name, using in users.items() if len(using) > 1}
-    parts = [HEAD, section("Of several apps", apps, shared, everyone=len(apps))]
+    parts = [section("Of several apps", apps, shared, everyone=len(apps))]
     for app in sorted(apps):
         if alone := {name: using for name, using in users.items() if using == [app]}:
             parts.append(section(f"Of {app} alone", apps, alone, everyone=1))
@@ -65,11 +63,12 @@ def by_app(texts: Mapping[str, str]) -> Markup:
     return Markup("<br>".join(f"*{', '.join(apps[text])}*: {text}" for text in apps if text))
 
 
-def of_apps() -> str:
-    """Return the page of the apps in this checkout."""
+def tables_of_apps() -> str:
+    """Return the tables of the apps in this checkout."""
     folders = sorted(path.parent for path in (ROOT / "apps").glob("*/pyproject.toml"))
-    return page({folder.name: rows_of(folder) for folder in folders})
+    return tables({folder.name: rows_of(folder) for folder in folders})
 
 
-if __name__ == "__main__":
-    (ROOT / "docs" / "settings.md").write_text(of_apps(), encoding="utf-8")
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Return the page, with the tables if it is that of the settings. MkDocs calls this hook."""
+    return f"{markdown}\n{tables_of_apps()}" if page.file.src_uri == "settings.md" else markdown

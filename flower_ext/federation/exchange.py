@@ -1,4 +1,8 @@
-"""The clients of a run: messages to them by partition, and their checked answers."""
+"""The clients of a run: messages to them by partition, and their checked answers.
+
+Round, type, node and message id of a reply must match its request, because a stale upload must not
+count. `arrays` reads NumPy's format alone, so that no reply can run code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The clients that a round asks, and the privacy units whose data the round uses."""
+"""The clients that a round asks, and the privacy units whose data the round uses.
+
+One object draws units, names the nodes to ask and counts whose data were used. One implementation
+of a round and its accounting then serves users in silos as well as clients.
+"""
 
 from __future__ import annotations
 

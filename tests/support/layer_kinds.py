@@ -436,9 +436,9 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
 INTRODUCTION = """# Layers of your own model
 
-`python -m tests.support.layer_kinds docs/layers.md` measures every cell of this table, and writes
-the page. The columns are for a client that trains alone, for a batch of clients that train
-together, and for DP-SGD. The cells say how a model with such layers trains:
+The columns are for a client that trains alone, for a batch of clients, and for DP-SGD. The cells
+say how a model with such layers trains (`python -m tests.support.layer_kinds docs/layers.md`
+measures them):
 
 * *equal*: the trained model equals that of a plain loop of PyTorch, up to rounding. For DP-SGD, the
   sum of clipped gradients equals the sum over single examples.

@@ -1,4 +1,8 @@
-"""A client's node: what its owner permits, and the task on the owner's device."""
+"""A client's node: what its owner permits, and the task on the owner's device.
+
+The owner sets limits, because the server chooses the plan and a client cannot check it: a client
+does not know how many other clients there are. It never takes a path from the server.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 The server's process forks them, so they share what it has loaded. A client with a state stays in
 its process for the whole run; a client without one goes to the process with the least work. Each
 process has one thread, because many small trainings gain more from processes than from threads.
+
+Processes only train. The server alone checks, bounds and adds each update, in the order of
+partitions, and discards it. Memory therefore stays bounded, and no bit of the sum depends on the
+number of processes.
 """
 
 from __future__ import annotations
