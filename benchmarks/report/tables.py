@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from flower_ext.runs.page import table
 
 Panel = Mapping[str, object]
 USERS = {4: (100, 1000), 5: (100, 10_000), 6: (50, 200), 7: (50, 200)}
+SAME_BUDGET = ("ULDP-SGD", "ULDP-AVG")
 METRICS = {4: "accuracy_pooled", 5: "accuracy_pooled", 6: "accuracy_pooled", 7: "concordance_mean"}
 
 
@@ -33,8 +35,27 @@ def kept(name: str) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def uldp_budgets(figure: int) -> str:
+    """Return ε, published / provable, by method and panel; SGD, AVG and AVG-w have the same."""
+    rows = [row for row in read(f"uldp-fl-budgets-{figure}") if row["method"] not in SAME_BUDGET]
+    panels = dict.fromkeys(row["panel"] for row in rows)
+    cells = [
+        [
+            method.removeprefix("ULDP-"),
+            *(
+                f"{row['published']} / {row['provable']}"
+                for row in where(rows, method=method)
+                if row["panel"] in panels
+            ),
+        ]
+        for method in dict.fromkeys(row["method"] for row in rows)
+    ]
+    labels = [re.sub(r"^\D+-(\d+)-(\w+)-?", r"\1, \2 ", panel).strip() for panel in panels]
+    return table(("users, records", *labels), cells)
+
+
 def uldp_utility(figure: int, dataset: str) -> str:
-    """Return utility and ε of every method in each panel of Uldp-FL's Figures 4 to 7."""
+    """Return the utility of every method in each panel of Uldp-FL's Figures 4 to 7."""
     rows = where(read(f"uldp-fl-figure-{figure}"), dataset=dataset, user_sampling_rate=1.0)
     panels = {
         f"{users}, {distribution}": where(rows, num_users=users, distribution=distribution)
@@ -46,15 +67,6 @@ def uldp_utility(figure: int, dataset: str) -> str:
 
     def utility(runs: Sequence[Row]) -> str:
         return mean(numbers(runs, metric))
-
-    def budgets(runs: Sequence[Row]) -> str:
-        values = [
-            [value for value in numbers(runs, f"epsilon_{basis}") if not math.isnan(value)]
-            for basis in ("published", "provable")
-        ]
-        if not all(values):
-            return "–"
-        return " / ".join(epsilon_text(max(each)) for each in values)
 
     counts = {len(_of_label(members, "ULDP-AVG-w")) for members in panels.values()}
     text = (
@@ -75,19 +87,7 @@ def uldp_utility(figure: int, dataset: str) -> str:
         ),
         ["AVG-w − AVG", *difference],
     ]
-    second = [
-        [label, *(budgets(_of_label(members, label)) for members in panels.values())]
-        for label in shown
-        if label != "DEFAULT"
-    ]
-    return "\n\n".join(
-        [
-            text,
-            table(("users, records", *panels), first),
-            "ε of the same runs, published / provable:",
-            table(("users, records", *panels), second),
-        ]
-    )
+    return f"{text}\n\n{table(('users, records', *panels), first)}"
 
 
 def _of_label(rows: Iterable[Row], label: str) -> list[Row]:
@@ -269,13 +269,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "uldp-figure-6": partial(uldp_utility, 6, "heart-disease"),
     "uldp-figure-7": partial(uldp_utility, 7, "tcga-brca"),
     "uldp-figure-7-scaled": partial(uldp_utility, 7, "tcga-brca-scaled"),
-    **{f"uldp-budgets-{number}": partial(kept, f"uldp-fl-budgets-{number}") for number in USERS},
+    **{f"uldp-budgets-{number}": partial(uldp_budgets, number) for number in USERS},
     "ditto-figure-2": partial(kept, "dp-ditto-figure-2"),
     **{f"uldp-figure-{number}": partial(kept, f"uldp-fl-figure-{number}") for number in (11, 12)},
     "uldp-figure-8": uldp_weighting,
     "uldp-figure-10": uldp_sampling,
     "upcycled-table-1": partial(upcycled_accuracy, 0.9),
     "upcycled-table-3": partial(upcycled_accuracy, 0.3),
+    **{f"upcycled-by-rate-{r:g}": partial(kept, f"upcycled-fl-by-rate-{r:g}") for r in PAPER},
     "upcycled-figure-5": partial(upcycled_losses, 0.9, tuple(SYNTHETIC)),
     "upcycled-figure-6": partial(upcycled_losses, 0.3, tuple(SYNTHETIC)),
     "upcycled-figure-3-tau-2": partial(upcycled_private, "output-2"),

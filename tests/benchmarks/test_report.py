@@ -1,12 +1,11 @@
 """Result tables: pages agree with the rows in ``benchmarks/results``, and rows with their runs."""
 
-import json
-
 import pytest
 
 from benchmarks.report.pages import names, pages, with_tables
 from benchmarks.report.rows import COLUMNS, collect, curve, gains, numbers, read, where
 from benchmarks.report.tables import TABLES
+from flower_ext.runs import RunDirectory
 from tests.support.pages import ROOT
 
 PAPERS = {
@@ -45,34 +44,32 @@ def test_every_table_and_figure_of_the_papers_has_one_row():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     for paper, places in PAPERS.items():
         section = text.partition(f"## {paper}\n")[2].partition("\n## ")[0]
-        rows = [line.split("|")[1].strip() for line in section.splitlines() if "|" in line]
+        rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
         assert rows[2:] == list(places), paper
 
 
-def a_run(folder, name, seed, loss, status="completed"):
+def a_run(path, seed, loss, status="completed"):
     """Write a run directory of the app ``uldp-fl`` with two rounds."""
-    path = folder / name
-    path.mkdir(parents=True)
     config = dict.fromkeys(COLUMNS["uldp-fl"].settings, "x") | {"seed": seed, "rounds": 2}
-    metadata = {"id": name, "config": config, "status": status, "started": "", "starts": []}
-    (path / "run.json").write_text(json.dumps(metadata))
-    lines = [{"round": 1, "seconds": 2.0, "loss_pooled": 1.0}, {"round": 2, "seconds": 3.0}]
-    lines[1]["loss_pooled"] = loss
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = RunDirectory.create(path, config)
+    run.log(1, seconds=2.0, loss_pooled=1.0)
+    run.log(2, seconds=3.0, loss_pooled=loss)
+    run.finish(status)
+    run.close()
 
 
 def test_completed_runs_become_rows_beside_those_of_other_machines(tmp_path):
     runs, results = tmp_path / "runs", tmp_path / "results"
-    a_run(runs, "figure-6/a-1", 1, 0.5)
-    a_run(runs, "figure-6/a-2", 2, 0.25, status="failed")
-    a_run(runs, "search/figure-6/a-1001", 1001, 0.75)
+    a_run(runs / "figure-6/a-1", 1, 0.5)
+    a_run(runs / "figure-6/a-2", 2, 0.25, status="failed")
+    a_run(runs / "search/figure-6/a-1001", 1001, 0.75)
     (path,) = collect("uldp-fl", runs, results)
     assert path.name == "uldp-fl-figure-6.csv"
     (row,) = read("uldp-fl-figure-6", folder=results)
     assert (row["run"], row["loss_pooled"], row["seconds"]) == ("a-1", "0.5", "5")
     assert (row["accuracy_pooled"], curve(row, "loss_pooled")) == ("", {1: 1.0, 2: 0.5})
 
-    a_run(tmp_path / "elsewhere", "figure-6/a-2", 2, 0.125)
+    a_run(tmp_path / "elsewhere/figure-6/a-2", 2, 0.125)
     collect("uldp-fl", tmp_path / "elsewhere", results)
     rows = read("uldp-fl-figure-6", folder=results)
     assert numbers(rows, "loss_pooled") == [0.5, 0.125]
