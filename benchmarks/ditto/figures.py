@@ -65,14 +65,16 @@ def figure_2(experiment: Experiment, scale: Scale) -> str:
                     line = intercept + slope * candidates
                     below = f"{float((values - line).min()):.3g}"
                     if seed == scale.seeds[0]:
-                        lines[f"line, {basis}, η = {rate:g}"] = [(candidates, line)]
+                        lines[f"line, {basis}, η = {rate:g}"] = [
+                            (candidates.tolist(), line.tolist())
+                        ]
                 if seed == scale.seeds[0]:
-                    lines[f"h, {basis}, η = {rate:g}"] = [(candidates, values)]
+                    lines[f"h, {basis}, η = {rate:g}"] = [(candidates.tolist(), values.tolist())]
                 rates = f"{bound.personal_rate:.5f}, {bound.global_rate:.5f}"
                 rows.append((f"{rate:g}", basis, seed, rates, best, *shown, below))
     experiment.draw("figure-2", "h(T, λ)", "h", lines, xlabel="T", log=True)
-    header = ("η", "bound", "seed", "ε_L, ε_G", "T*", "h(0)", "h(1)", "h(80)", f"h({most})")
-    header += ("least distance to the line",)
+    header = ["η", "bound", "seed", "ε_L, ε_G", "T*", "h(0)", "h(1)", "h(80)", f"h({most})"]
+    header.append("least distance to the line")
     keep("dp-ditto-figure-2", header, rows)
     return f"# Figure 2\n\n{table(header, rows)}"
 

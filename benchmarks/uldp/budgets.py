@@ -39,9 +39,9 @@ def budget_of(experiment: Experiment, panel: Problem, label: str) -> dict[str, s
     rounds, method = int(settings["rounds"]), str(METHODS[label]["method"])
     if method != "uldp-group":
         shares = 2 if method == "uldp-naive" else 1
-        published = uldp_closed_form(noise_multiplier=NOISE_MULTIPLIER, rounds=rounds, delta=DELTA)
+        closed = uldp_closed_form(noise_multiplier=NOISE_MULTIPLIER, rounds=rounds, delta=DELTA)
         loss = gaussian_loss(NOISE_MULTIPLIER / shares, releases=rounds, delta=DELTA)
-        return _cells("", published, loss.epsilon)
+        return _cells("", closed, loss.epsilon)
     rate = float(settings["record-sampling-rate"])
     size = group_size(experiment, panel, str(METHODS[label]["group-size"]))
     steps = max(1, round(int(settings["local-epochs"]) / rate)) * rounds

@@ -154,12 +154,12 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
         "against released models for SGD and AVG, against a server that sees each upload for "
         f"NAIVE and GROUP. {search_text(scale, problem)}"
     )
-    pair = ("ULDP-AVG-w", "ULDP-AVG")
+    weighted, equal = runs.get("ULDP-AVG-w"), runs.get("ULDP-AVG")
     notes += "".join(
         f" AVG-w − AVG by seed, mean and standard error: {name} "
-        f"{mean_and_error(differences(*(runs[label] for label in pair), series))}."
+        f"{mean_and_error(differences(weighted, equal, series))}."
         for name, series in ((metric, problem.metric), ("loss", "loss_pooled"))
-        if all(label in runs for label in pair)
+        if weighted and equal
     )
     return "\n\n".join([title, table(header, rows), notes, *figures])
 

@@ -137,7 +137,11 @@ def table_config(dataset: str, method: str, straggler_ratio: float) -> Config:
     table = 3 if straggler_ratio == 0.3 else 1
     name = f"upcycled-table{table}-{SYNTHETIC.get(dataset, 'syniid')}"
     settings = paper("upcycled-fl", name, method=method)
-    changes = {"dataset": dataset, "clients": DEVICES[dataset], "straggler-ratio": straggler_ratio}
+    changes: Config = {
+        "dataset": dataset,
+        "clients": DEVICES[dataset],
+        "straggler-ratio": straggler_ratio,
+    }
     return {**settings, **method_config(method), **changes}
 
 
