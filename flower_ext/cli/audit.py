@@ -15,6 +15,7 @@ from rich.progress import Progress
 from flower_ext import auditing
 from flower_ext.auditing import Audit, Experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
+from flower_ext.auditing.released_statistics import STATISTICS
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
@@ -85,10 +86,13 @@ def experiment_of(target: str) -> Experiment:
     """
     if target in MECHANISMS:
         return MECHANISMS[target].experiment()
+    if target in STATISTICS:
+        return STATISTICS[target]()
     module, separator, name = target.partition(":")
     if not separator:
         raise InvalidValue(
-            f"target={target!r}: expected module:function, or one of {', '.join(MECHANISMS)}"
+            f"target={target!r}: expected module:function, or one of "
+            f"{', '.join([*MECHANISMS, *STATISTICS])}"
         )
     # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:

@@ -32,6 +32,7 @@ COMMANDS = {
     "audit": "audit",
     "ledger": "population_account",
     "link": "link",
+    "stats": "stats",
     "export": "export",
     "settings": "settings_table",
 }

@@ -153,7 +153,7 @@ def draw_lines(
     from_zero : bool
         Begin the vertical axis at zero, unless a value is negative.
     """
-    figure, axes = _canvas(title, xlabel, ylabel)
+    figure, axes = canvas(title, xlabel, ylabel)
     faint = 0.15 if len(lines) <= 6 else 0.05
     rows: list[tuple[str, float, float, float]] = []
     labels = labels or list(lines)
@@ -188,15 +188,15 @@ def draw_lines(
         axes.legend(frameon=False)
     columns = ("line", xlabel, ylabel, "std")
     if all(len(runs) == 1 for runs in lines.values()):
-        return _save(figure, folder, name, columns[:3], [row[:3] for row in rows])
-    return _save(figure, folder, name, columns, rows)
+        return save_figure(figure, folder, name, columns[:3], [row[:3] for row in rows])
+    return save_figure(figure, folder, name, columns, rows)
 
 
 def _histogram(
     folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
 ) -> None:
     """Draw a histogram of the clients' scores, given each client's (partition, score)."""
-    figure, axes = _canvas(title, xlabel, "clients")
+    figure, axes = canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
     # The same bins for every run, so that histograms can be compared, unless a score needs more.
     bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
@@ -205,10 +205,11 @@ def _histogram(
     axes.axvline(mean, color=COLOURS[1], linestyle="dashed", label=f"mean {mean:.3f}")
     axes.legend(frameon=False)
     rows = [(f"{partition:.0f}", score) for partition, score in scores]
-    _save(figure, folder, name, ("partition", xlabel), rows)
+    save_figure(figure, folder, name, ("partition", xlabel), rows)
 
 
-def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+def canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """Return an empty figure and its axes, in the style of all figures."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -225,13 +226,14 @@ def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _save(
+def save_figure(
     figure: Figure,
     folder: Path,
     name: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[object]],
 ) -> Path:
+    """Write a figure as ``name.svg``, and its numbers as ``name.csv``; return the SVG's path."""
     folder.mkdir(parents=True, exist_ok=True)
     if figure.legends:  # a legend beside the axes: measuring its room takes long
         figure.set_layout_engine("constrained")

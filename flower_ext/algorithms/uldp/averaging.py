@@ -44,6 +44,7 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
+from flower_ext.data import Examples
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -62,6 +63,7 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
+from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
@@ -80,15 +82,23 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
 
-def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
+def users_of_round(
+    work: ClientWork,
+) -> tuple[dict[int, Examples], WeightedTotal | SiloPart | LostPart]:
+    """Return the examples of the silo's users who count in this round, and the total to add to."""
     num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
     data = owned(work.data, num_users)
     total = work.weighted_part(num_users, bound) or WeightedTotal(
         work.received, bound, read_weights(work).tolist(), work.settings.get(CELL)
     )
     users = {user: records for user, records in data.by_user().items() if total.counts(user)}
-    yield users_training(work, users, total, num_users)
+    return users, total
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
+    users, total = users_of_round(work)
+    yield users_training(work, users, total, int(work.settings[USERS]))
     return LocalResult(update=total.value)
 
 

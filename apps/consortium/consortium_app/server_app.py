@@ -1,0 +1,42 @@
+"""Server side: a run releases statistics, or trains a model, and leaves a directory."""
+
+from dataclasses import replace
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from consortium_app.settings import Settings
+from consortium_app.tables import num_users_of
+from consortium_app.task import joint_of, scales_of, task_of
+from flower_ext.algorithms import UldpAvg
+from flower_ext.federation import configured
+from flower_ext.privacy import FullParticipation
+from flower_ext.statistics import StatisticsFiles, UserStatistics
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Release the statistics or train the model that the settings name."""
+    settings, task = configured.settings(Settings, context), task_of(context)
+    everyone, silos = FullParticipation(num_users_of(settings)), settings.num_silos
+    if settings.method == "statistics":
+        # One round, and parts of norm 1, whatever the settings of the training.
+        once = replace(settings, rounds=1, clipping_norm=1.0)
+        plan = configured.release_plan(once, everyone, of_users=True)
+        statistics, unscored = UserStatistics(num_silos=silos), replace(settings, evaluate_every=0)
+        files = StatisticsFiles(joint_of(settings), statistics, plan)
+        options = {"planned_rounds": 1, "callbacks": [files]}
+        configured.start(grid, context, unscored, task, statistics, plan, **options)
+        return
+    scales_of(settings)  # refuses misspelt features before the run
+    rate = settings.server_learning_rate * silos  # of the mean over users, not over silos, too
+    method = UldpAvg(
+        num_silos=silos,
+        weighting="by-records",
+        local=configured.training(settings),
+        **configured.server(settings, learning_rate=rate),
+    )
+    plan = configured.release_plan(settings, everyone, of_users=True)
+    configured.start(grid, context, settings, task, method, plan)

@@ -1,0 +1,119 @@
+"""Released statistics as experiments: one person, or one client, moves a sum as far as possible.
+
+The canary's age is far above the public bound, so its part has norm 1 and lies in cells of its own.
+All other people have no known age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+from flower_ext.auditing.experiment import Experiment, World, projected
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.federation import FederatedStrategy, Method
+from flower_ext.privacy import AdversaryView, FullParticipation, ReleasePlan, SecureSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
+from flower_ext.statistics import (
+    ClientStatistics,
+    UserStatistics,
+    read_statistics,
+    statistics_task,
+)
+from flower_ext.statistics.release import RELEASED
+
+JOINT = read_statistics("mean age 20:90; histogram age 20:90:2")
+_UNKNOWN, _CANARY = float("nan"), 1e9
+_UNITS = 3
+
+
+def _aged(*ages: float) -> Examples:
+    return Examples({"age": torch.tensor(ages)}, torch.zeros(len(ages), dtype=torch.long))
+
+
+def _client(*ages: float) -> ClientData:
+    return ClientData(train=_aged(*ages), test=_aged(_UNKNOWN))
+
+
+def _silo(owners: Sequence[int], *ages: float) -> SiloData:
+    return SiloData(train=_aged(*ages), test=_aged(_UNKNOWN), owners=torch.tensor(owners))
+
+
+def canary_part() -> NDArray[np.float64]:
+    """Return the canary's part (size,), of norm 1."""
+    return JOINT.part(_aged(_CANARY))
+
+
+def _experiment(
+    name: str,
+    method: Method,
+    without: Sequence[ClientData],
+    present: Sequence[ClientData],
+    placement: NoisePlacement | SecureSum = "client",
+    views: Sequence[AdversaryView] = tuple(AdversaryView),
+    *,
+    noise: float = 1.0,
+) -> Experiment:
+    """Return two worlds of a method, with ``noise`` times half a clipping norm of noise."""
+    plan = ReleasePlan(
+        sampling=FullParticipation(_UNITS),
+        clipping_norm=1.0,
+        noise_multiplier=0.5 * noise,
+        rounds=1,
+        delta=1e-5,
+        noise_placement=placement,
+    )
+
+    def world(data: Sequence[ClientData]) -> World:
+        task = statistics_task(JOINT, data.__getitem__)
+        return World(
+            strategy=partial(FederatedStrategy, method, plan, evaluate_every=0),
+            client_app=method.client_app(task),
+            num_clients=len(data),
+        )
+
+    return Experiment(
+        name=name,
+        without=world(without),
+        present=world(present),
+        initial=ArrayRecord({RELEASED: Array(np.zeros(JOINT.size, np.float32))}),
+        score=projected({RELEASED: canary_part()}, partitions=[0]),
+        views=views,
+    )
+
+
+_OTHERS = _silo([1, 2], _UNKNOWN, _UNKNOWN)
+_NOBODY, _SOMEBODY = _client(), _client(_CANARY, _CANARY)
+
+STATISTICS: Mapping[str, Callable[..., Experiment]] = {
+    "statistics-users": partial(
+        _experiment,
+        "statistics-users",
+        UserStatistics(num_silos=2),
+        [_OTHERS, _OTHERS],
+        # The canary has two records, all in one silo.
+        [_silo([0, 0, 1, 2], _CANARY, _CANARY, _UNKNOWN, _UNKNOWN), _OTHERS],
+    ),
+    "statistics-clients": partial(
+        _experiment,
+        "statistics-clients",
+        ClientStatistics(),
+        [_NOBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
+        [_SOMEBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
+    ),
+    "statistics-secure-sum": partial(
+        _experiment,
+        "statistics-secure-sum",
+        ClientStatistics(),
+        [_NOBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
+        [_SOMEBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
+        SecureSum(colluding=0.0, dropouts=0.0),
+        (AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
+    ),
+}
+"""Functions that make the experiments, by their names in ``flower-ext audit``."""

@@ -1,0 +1,84 @@
+"""``flower-ext stats``: release statistics of an app's data, and print them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_ext.cli.preparing import RunOptions, prepare
+from flower_ext.cli.processes import signals_as_interrupts
+from flower_ext.cli.run_command import launch
+from flower_ext.cli.screen import console, titled_table
+from flower_ext.runs.directory import RUNS_VARIABLE
+from flower_ext.runs.settings import UnfitSetting
+from flower_ext.statistics import read_statistics
+from flower_ext.statistics.results import HEADER, PAGE, STANDARDISE, TABLE
+
+
+def stats(
+    app_folder: Annotated[
+        Path,
+        typer.Argument(metavar="APP", help="Folder of an app with the method statistics."),
+    ],
+    statistics: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="STATISTIC…",
+            help='Such as count, "mean age 20:90", "variance age 20:90", "histogram age 20:90:7", '
+            '"quantiles age 20:90", "table sex 0:2:2 age 20:90:7", "survival days event 0:99:9".',
+        ),
+    ],
+    epsilon: Annotated[float, typer.Option(help="ε of all these statistics together.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override of a setting, name=value; repeatable."),
+    ] = None,
+    superlink: Annotated[
+        str | None,
+        typer.Option(help="Connection of Flower's configuration; by default the simulation."),
+    ] = None,
+    runs: Annotated[
+        Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
+    ] = Path("runs"),
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Run in one process, without Ray.")
+    ] = False,
+) -> None:
+    """Release statistics with a guarantee: print them, and leave a run directory with a page.
+
+    Example: flower-ext stats apps/consortium "mean age 20:90" count --epsilon 0.2 --in-process
+    """
+    text = "; ".join(statistics)
+    read_statistics(text)  # refuses a misspelt one before anything starts
+    options = RunOptions(
+        app=app_folder,
+        superlink=superlink,
+        settings=(
+            "method=statistics",
+            f"statistics={text}",
+            f"epsilon={epsilon:g}",
+            *(settings or ()),
+        ),
+        runs=runs if superlink is None else None,
+        in_process=in_process,
+    )
+    with signals_as_interrupts():
+        path = launch(prepare(options))
+    if path is None or superlink is not None:
+        return
+    if not (path / TABLE).exists():
+        raise UnfitSetting(f"{path}: the round released nothing; report.html says why")
+    with (path / TABLE).open(encoding="utf-8", newline="") as stream:
+        rows = [*csv.reader(stream)][1:]
+    table = titled_table(f"Statistics at ε = {epsilon:g}", HEADER[1:])
+    for row in rows:
+        table.add_row(row[1], *(f"{float(number):.4g}" for number in row[2:]))
+    console.print(table)
+    console.print(f"Page: {path / PAGE}", soft_wrap=True)
+    if (path / STANDARDISE).exists():
+        console.print(
+            f"To standardise: flower-ext run … --settings {path / STANDARDISE}", soft_wrap=True
+        )

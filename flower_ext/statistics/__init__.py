@@ -1,0 +1,43 @@
+"""Statistics of people in several silos, with a guarantee: counts, means, histograms, survival.
+
+Begin with `JointStatistics`, which one noised sum releases, and with `ClientStatistics`
+or `UserStatistics`, the methods that release it.
+"""
+
+from flower_ext.statistics.cells import (
+    Bins,
+    ContingencyTable,
+    Histogram,
+    Quantiles,
+    SurvivalCurve,
+)
+from flower_ext.statistics.moments import Count, Mean, Variance
+from flower_ext.statistics.notation import read_statistics
+from flower_ext.statistics.release import (
+    ClientStatistics,
+    UserStatistics,
+    estimates,
+    statistics_task,
+)
+from flower_ext.statistics.results import StatisticsFiles
+from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
+
+__all__ = [
+    "Bins",
+    "ClientStatistics",
+    "ContingencyTable",
+    "Count",
+    "Estimate",
+    "Histogram",
+    "JointStatistics",
+    "Mean",
+    "Quantiles",
+    "Statistic",
+    "StatisticsFiles",
+    "SurvivalCurve",
+    "UserStatistics",
+    "Variance",
+    "estimates",
+    "read_statistics",
+    "statistics_task",
+]

@@ -1,0 +1,342 @@
+"""Statistics that count people by cells: histograms, tables of two columns, quantiles, survival.
+
+A record is in one cell, so its vector has norm 1. Quantiles count it once on each level of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.checks import require_at_least_one
+from flower_ext.errors import InvalidValue
+from flower_ext.statistics.moments import check_bounds
+from flower_ext.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Bins of equal width between public bounds; values outside and missing ones have their own.
+
+    Parameters
+    ----------
+    column : str
+    lower, upper : float
+        The last bin includes ``upper``.
+    count : int
+        Number of bins between the bounds.
+    """
+
+    column: str
+    lower: float
+    upper: float
+    count: int
+
+    def __post_init__(self) -> None:
+        check_bounds(self.column, self.lower, self.upper)
+        require_at_least_one("count", self.count)
+
+    @property
+    def edges(self) -> NDArray[np.float64]:
+        """Edges of the bins, (count + 1,)."""
+        edges: NDArray[np.float64] = np.linspace(self.lower, self.upper, self.count + 1)
+        return edges
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the bins: those between the bounds, then below, above and missing."""
+        between = [
+            f"[{low:g}, {high:g}{']' if last else ')'}"
+            for low, high, last in zip(
+                self.edges, self.edges[1:], np.arange(1, self.count + 1) == self.count, strict=False
+            )
+        ]
+        return [*between, f"below {self.lower:g}", f"above {self.upper:g}", "missing"]
+
+    def of(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the number of each value's bin, in the order of `names`."""
+        bins = np.searchsorted(self.edges, values, side="right") - 1
+        bins = np.where(values == self.upper, self.count - 1, bins)
+        bins = np.where(values < self.lower, self.count, bins)
+        bins = np.where(values > self.upper, self.count + 1, bins)
+        return np.where(np.isnan(values), self.count + 2, bins)
+
+
+class _Cells(Statistic):
+    """Counts of people by cell; a subclass says in which cell a record is."""
+
+    norm = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return len(self.names)
+
+    def vectors(self, columns: Columns) -> NDArray[np.float64]:
+        """Return a one in each record's cell."""
+        cells = self.cells(columns)
+        ones = np.zeros((len(cells), self.size))
+        ones[np.arange(len(cells)), cells] = 1.0
+        return ones
+
+    def cells(self, columns: Columns) -> NDArray[np.int64]:
+        """Return each record's cell."""
+        raise NotImplementedError
+
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the totals: unbiased, and therefore sometimes below 0."""
+        return totals
+
+
+@dataclass(frozen=True)
+class Histogram(_Cells):
+    """Numbers of people by bins of one column."""
+
+    bins: Bins
+
+    @property
+    def title(self) -> str:
+        """The statistic in words."""
+        return f"histogram of {self.bins.column}"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The one column."""
+        return (self.bins.column,)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The bins."""
+        return self.bins.names
+
+    def cells(self, columns: Columns) -> NDArray[np.int64]:
+        """Return each record's bin."""
+        return self.bins.of(columns[self.bins.column])
+
+
+@dataclass(frozen=True)
+class ContingencyTable(_Cells):
+    """Numbers of people by bins of two columns."""
+
+    first: Bins
+    second: Bins
+
+    @property
+    def title(self) -> str:
+        """The statistic in words."""
+        return f"table of {self.first.column} by {self.second.column}"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Both columns."""
+        return self.first.column, self.second.column
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Pairs of bins."""
+        return [
+            f"{self.first.column} {one}, {self.second.column} {other}"
+            for one in self.first.names
+            for other in self.second.names
+        ]
+
+    def cells(self, columns: Columns) -> NDArray[np.int64]:
+        """Return each record's pair of bins."""
+        one = self.first.of(columns[self.first.column])
+        return one * len(self.second.names) + self.second.of(columns[self.second.column])
+
+
+@dataclass(frozen=True)
+class SurvivalCurve(Statistic):
+    """Kaplan–Meier's curve: shares of people without an event at the end of each interval.
+
+    People are counted by interval and by event or censoring. Those at risk in an interval are all
+    people of this and later intervals, so nothing else has to be released. Within an interval,
+    events count before censorings.
+
+    Parameters
+    ----------
+    times : Bins
+        Intervals of the column with the time to event or censoring. Later times are censored at
+        the end of the last interval.
+    event : str
+        Column with 1 for an event, 0 for censoring.
+    """
+
+    times: Bins
+    event: str
+    norm = 1.0
+
+    @property
+    def title(self) -> str:
+        """The statistic in words."""
+        return f"Kaplan–Meier curve of {self.times.column}"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Times and events."""
+        return self.times.column, self.event
+
+    @property
+    def size(self) -> int:
+        """Events by interval, then censorings by interval, then the people after the last one."""
+        return 2 * self.times.count + 1
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Survival beyond the end of each interval."""
+        return [f"survival beyond {end:g}" for end in self.times.edges[1:]]
+
+    def vectors(self, columns: Columns) -> NDArray[np.float64]:
+        """Return a one in each record's cell; zeros if the time or the event is not known."""
+        times, events = columns[self.times.column], columns[self.event]
+        intervals = self.times.of(times)
+        cells = np.where(events == 1, intervals, intervals + self.times.count)
+        cells = np.where(intervals == self.times.count + 1, 2 * self.times.count, cells)
+        is_known = (intervals < self.times.count) | (intervals == self.times.count + 1)
+        is_known &= (events == 0) | (events == 1)
+        ones = np.zeros((len(times), self.size))
+        ones[np.flatnonzero(is_known), cells[is_known]] = 1.0
+        return ones
+
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the product of 1 − events / people at risk, up to each interval."""
+        count = self.times.count
+        events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
+        at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factors: NDArray[np.float64] = np.where(at_risk > 0, 1 - events / at_risk, np.nan)
+        return np.asarray(np.cumprod(factors, axis=1), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Quantiles(Statistic):
+    """Quantiles of a column, from counts on every level of a binary tree of bins.
+
+    Any range of bins is a sum of few counts of the tree, so its noise grows with the logarithm of
+    the number of bins. Counts of one level are also sums of counts of the next; least squares
+    combines all of them (Hay et al. 2010).
+
+    Parameters
+    ----------
+    column : str
+    lower, upper : float
+        Public bounds. Values outside are moved to the nearer bound.
+    probabilities : tuple of float
+        In (0, 1), such as 0.5 for the median.
+    depth : int
+        The finest level has 2^depth bins, between which quantiles are interpolated.
+    """
+
+    column: str
+    lower: float
+    upper: float
+    probabilities: tuple[float, ...] = (0.25, 0.5, 0.75)
+    depth: int = 7
+
+    def __post_init__(self) -> None:
+        check_bounds(self.column, self.lower, self.upper)
+        if not self.probabilities or not all(0 < p < 1 for p in self.probabilities):
+            raise InvalidValue(f"probabilities={self.probabilities!r}: expected numbers in (0, 1)")
+        if not 1 <= self.depth <= 10:
+            raise InvalidValue(f"depth={self.depth!r}: expected 1 to 10")
+
+    @property
+    def title(self) -> str:
+        """The statistic in words, with its bounds."""
+        return (
+            f"quantiles of {self.column}, values clamped to [{self.lower:g}, {self.upper:g}], to "
+            f"{(self.upper - self.lower) / 2**self.depth:g}"
+        )
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The one column."""
+        return (self.column,)
+
+    @property
+    def size(self) -> int:
+        """Nodes of the tree."""
+        return (2 << self.depth) - 1
+
+    @property
+    def norm(self) -> float:
+        """A record is in one node of each level."""
+        return float((self.depth + 1) ** 0.5)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The quantiles."""
+        return [f"{p:g} quantile of {self.column}" for p in self.probabilities]
+
+    def vectors(self, columns: Columns) -> NDArray[np.float64]:
+        """Return a one in each record's node on every level; zeros for a missing value."""
+        values = columns[self.column]
+        is_known = ~np.isnan(values)
+        bins = Bins(self.column, self.lower, self.upper, 2**self.depth)
+        leaves = bins.of(np.clip(values[is_known], self.lower, self.upper))
+        nodes = np.zeros((len(values), self.size))
+        for level in range(self.depth + 1):
+            nodes[np.flatnonzero(is_known), 2**level - 1 + (leaves >> (self.depth - level))] = 1.0
+        return nodes
+
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the quantiles of the distribution function that fits the totals best."""
+        wanted = np.asarray(self.probabilities)
+        return np.stack(
+            [self._inverted(function, wanted) for function in self._distributions(totals)]
+        )
+
+    def intervals(
+        self,
+        total: NDArray[np.float64],
+        moved_totals: NDArray[np.float64],
+        values: NDArray[np.float64],
+        errors: NDArray[np.float64],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return where the distribution function may reach each probability, within its error."""
+        (function,) = self._distributions(total[np.newaxis])
+        half = NORMAL_QUANTILE * np.std(self._distributions(moved_totals), axis=0)
+        wanted = np.asarray(self.probabilities)
+        highest, lowest = _rising(function + half)[0], _rising(function - half)[1]
+        return self._inverted(highest, wanted), self._inverted(lowest, wanted)
+
+    @property
+    def _edges(self) -> NDArray[np.float64]:
+        return np.linspace(self.lower, self.upper, 2**self.depth + 1)
+
+    def _distributions(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return values of the distribution function at the edges, (draws, 2^depth + 1)."""
+        sums = np.cumsum(totals @ _tree_inverse(self.depth).T, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares = np.where(sums[:, -1:] > 0, sums / sums[:, -1:], np.nan)
+        above, below = _rising(np.column_stack([np.zeros(len(totals)), shares]))
+        return (above + below) / 2  # leans to neither side
+
+    def _inverted(
+        self, function: NDArray[np.float64], probabilities: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        if np.isnan(function).any():
+            return np.full(len(probabilities), np.nan)
+        return np.interp(probabilities, function, self._edges)
+
+
+def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the least rising functions above these, and the largest below them (…, edges)."""
+    below = np.minimum.accumulate(functions[..., ::-1], axis=-1)[..., ::-1]
+    return np.maximum.accumulate(functions, axis=-1), below
+
+
+@cache
+def _tree_inverse(depth: int) -> NDArray[np.float64]:
+    """Return the matrix from the counts of a binary tree to the best counts of its leaves."""
+    leaves = np.arange(2**depth)
+    levels = [
+        np.arange(2**level)[:, np.newaxis] == leaves >> (depth - level)
+        for level in range(depth + 1)
+    ]
+    return np.linalg.pinv(np.concatenate(levels).astype(np.float64))

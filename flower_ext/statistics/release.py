@@ -1,0 +1,197 @@
+"""Methods that release statistics: a round of training whose update is a unit's vector.
+
+The "model" of such a run has one parameter, the mean of all units' parts; it is zero before the
+round. Sums, noise, masks, weights, ledger, guarantees and resume are those of every other method.
+
+* `ClientStatistics`: the unit is a client, under any `ReleasePlan` that asks all clients.
+* `UserStatistics`: the unit is a person with records in several silos, under a plan of users.
+  With weights by records a person counts as one; with equal weights, as the share of silos that
+  know the person. For records as units, give every record a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_ext.algorithms.uldp.averaging import UldpAvg, users_of_round
+from flower_ext.algorithms.uldp.weights import answer_server
+from flower_ext.data import ClientData
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import (
+    Arrays,
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Memory,
+    Method,
+    Released,
+    State,
+    Summation,
+)
+from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
+from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.theorems.uldp import Weighting
+from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
+from flower_ext.training import LocalTraining, Task
+
+RELEASED = "released"
+"""Name of the parameter that receives the mean of all units' parts."""
+_USERS_AT_A_TIME = 1024
+
+
+class _Released(nn.Module):
+    """The place of the released mean, in the form of a model without layers."""
+
+    def __init__(self, joint: JointStatistics) -> None:
+        super().__init__()
+        self.joint = joint
+        self.released = nn.Parameter(torch.zeros(joint.size))
+
+
+def statistics_task(joint: JointStatistics, data: Callable[[int], ClientData]) -> Task:
+    """Return the task of a run that releases statistics of the training examples of ``data``."""
+    return Task(model=partial(_Released, joint), data=data, metrics={})
+
+
+def _joint(work: ClientWork) -> JointStatistics:
+    model = work.task.model()
+    if not isinstance(model, _Released):
+        raise InvalidValue(
+            f"model={type(model).__name__}: expected the Task that `statistics_task` returns"
+        )
+    return model.joint
+
+
+def client_part(work: ClientWork) -> LocalResult:
+    """Return the client's part; zeros for a client without examples."""
+    joint, examples = _joint(work), work.data.train
+    part = joint.part(examples) if len(examples) else np.zeros(joint.size)
+    return LocalResult(update={RELEASED: torch.from_numpy(part).float()})
+
+
+def users_parts(work: ClientWork) -> LocalResult:
+    """Return the weighted sum of the parts of the silo's users."""
+    joint = _joint(work)
+    users, total = users_of_round(work)
+    numbers = list(users)
+    for start in range(0, len(numbers), _USERS_AT_A_TIME):
+        chosen = numbers[start : start + _USERS_AT_A_TIME]
+        rows = np.stack([joint.part(users[user]) for user in chosen])
+        total.add(chosen, {RELEASED: torch.from_numpy(rows)})
+    return LocalResult(update=total.value)
+
+
+def _check_plan(plan: PrivacyPlan) -> None:
+    """Refuse a plan that samples units, or bounds parts by another norm than 1."""
+    if not isinstance(plan, ReleasePlan):
+        raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan")
+    if not isinstance(plan.sampling, FullParticipation):
+        raise InvalidValue(
+            "sampling of the plan: expected FullParticipation, because a sample would add an error "
+            "of its own to every statistic"
+        )
+    if plan.clipping_norm != 1.0:
+        raise InvalidValue(
+            f"clipping_norm={plan.clipping_norm!r} of the plan: expected 1, the norm of a unit's "
+            "part"
+        )
+    if plan.rounds != 1:
+        raise InvalidValue(
+            f"rounds={plan.rounds!r} of the plan: expected 1, because one round releases all "
+            "statistics"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientStatistics(Method):
+    """Statistics over clients: each client counts as one, whatever its number of records."""
+
+    client = ClientMethod(name="client_statistics", local_update=client_part, memory=Memory.NONE)
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan that cannot release statistics."""
+        _check_plan(plan)
+
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
+        """Return the released mean."""
+        return dict(released.mean), state
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserStatistics(UldpAvg):
+    """Statistics over people with records in several silos.
+
+    Parameters
+    ----------
+    num_silos : int
+    weighting : {"by-records", "equal"}
+        See `UldpAvg`. Only "by-records" counts every person as one.
+    """
+
+    client = ClientMethod(
+        name="user_statistics",
+        local_update=users_parts,
+        answer=answer_server,
+        memory=Memory.NONE,
+        takes_weighted_sums=True,
+    )
+
+    weighting: Weighting = "by-records"
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """No training."""
+        return {}
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan that cannot release statistics of users."""
+        super().check(plan)
+        _check_plan(plan)
+
+    def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
+        """Return the released mean over users."""
+        return dict(released.mean), state
+
+    def mean_noise(self, mechanism: RoundMechanism) -> float:
+        """Return the standard deviation of the noise in an element of the released mean."""
+        return mechanism.mean_noise_stddev
+
+    def claims(
+        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
+    ) -> list[Guarantee]:
+        """Return what is provable; the paper's theorem is about trainings."""
+        claims = super().claims(plan, run, state, summation)
+        return [claim for claim in claims if claim.basis == "provable"]
+
+
+def estimates(
+    joint: JointStatistics,
+    model: Mapping[str, Any],
+    *,
+    method: Method,
+    plan: PrivacyPlan,
+    rng: np.random.Generator,
+) -> dict[Statistic, list[Estimate]]:
+    """Return the estimates from the model that a run of ``method`` under ``plan`` returned.
+
+    Parameters
+    ----------
+    model : Mapping[str, ndarray or Tensor]
+        The run's arrays.
+    rng : numpy.random.Generator
+        Draws noise again to find standard errors; see `Statistic.estimates`.
+    """
+    released = model[RELEASED]
+    mean = released.numpy() if isinstance(released, Tensor) else np.asarray(released)
+    mechanism = method.mechanism(plan)
+    units = mechanism.sampling.population
+    stddev = units * method.mean_noise(mechanism)
+    return joint.estimates(units * mean.astype(np.float64), stddev, rng)

@@ -1,0 +1,154 @@
+"""The results of a run that released statistics: a table, figures and a page in its directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flower_ext.files import write_rows, write_whole
+from flower_ext.privacy import PrivacyPlan, seeded_generator
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.callbacks import Callback
+from flower_ext.runs.figures import COLOURS, canvas, save_figure
+from flower_ext.runs.page import write_page
+from flower_ext.statistics.cells import Histogram, SurvivalCurve
+from flower_ext.statistics.moments import Variance
+from flower_ext.statistics.release import estimates
+from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from flower_ext.federation import Method
+
+HEADER = ("statistic", "name", "estimate", "standard error", "lower", "upper")
+TABLE, PAGE, STANDARDISE = "statistics.csv", "statistics.html", "standardise.toml"
+"""Files in a run directory: the estimates, the page, and settings by which to standardise columns.
+
+The last one is for apps with a setting ``standardise``, and is written if the statistics have
+variances.
+"""
+
+
+class StatisticsFiles(Callback):
+    """Write the estimates when the run ends: ``statistics.csv``, figures and ``statistics.html``.
+
+    Parameters
+    ----------
+    joint : JointStatistics
+    method : Method
+    plan : PrivacyPlan
+        Those of the run.
+    """
+
+    def __init__(self, joint: JointStatistics, method: Method, plan: PrivacyPlan) -> None:
+        self._joint, self._method, self._plan = joint, method, plan
+
+    def end(self, run: RunDirectory) -> None:
+        """Write the files of a run whose round was not discarded."""
+        if run.status != "completed" or any(row.get("discarded") for row in run.metrics()):
+            return
+        from safetensors.numpy import load_file
+
+        results = estimates(
+            self._joint,
+            load_file(run.path / "model.safetensors"),
+            method=self._method,
+            plan=self._plan,
+            rng=seeded_generator(0, "standard errors"),  # draws no noise that protects anybody
+        )
+        write_statistics(run, results)
+
+
+def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimate]]) -> Path:
+    """Write the estimates of a run as a table, figures and a page; return the page's path."""
+    rows = [
+        (statistic.title, each.name, each.value, each.standard_error, each.lower, each.upper)
+        for statistic, own in results.items()
+        for each in own
+    ]
+    write_rows(run.path / TABLE, HEADER, rows)
+    if scales := _scales(results):
+        content = f'title = "Centres and deviations"\n\n[settings]\nstandardise = "{scales}"\n'
+        write_whole(run.path / STANDARDISE, content.encode())
+    figures = {}
+    for number, (statistic, own) in enumerate(results.items(), 1):
+        if isinstance(statistic, Histogram | SurvivalCurve):
+            name = f"statistic-{number}"
+            _draw(run.path / "figures", name, statistic, own)
+            figures[f"{name}.svg"] = statistic.title
+    proved = [each for each in run.guarantees() if each.basis == "provable"]
+    return write_page(
+        run.path,
+        "statistics",
+        title="Statistics",
+        results={
+            statistic.title: [(each.name, *_shown(each)) for each in own]
+            for statistic, own in results.items()
+        },
+        figures=figures,
+        guarantees=[each.statement() for each in proved],
+    )
+
+
+def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
+    """Return centre and deviation of columns, of which a variance above 0 was released."""
+    scales = [
+        f"{statistic.column} {mean.value:.6g} {math.sqrt(variance.value):.6g}"
+        for statistic, released in results.items()
+        if isinstance(statistic, Variance)
+        for _, mean, variance in [released]
+        if variance.value > 0
+    ]
+    return "; ".join(scales)
+
+
+def _shown(estimate: Estimate) -> tuple[str, str, str]:
+    """Return value, standard error and interval with digits that the error leaves."""
+    if math.isnan(estimate.value):
+        return "too much noise", "–", "–"
+    error = estimate.standard_error
+    digits = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 3
+    value, low, high = (
+        f"{number:,.{digits}f}" for number in (estimate.value, estimate.lower, estimate.upper)
+    )
+    return value, f"{error:,.{digits}f}", f"{low} to {high}"
+
+
+def _draw(folder: Path, name: str, statistic: Statistic, own: list[Estimate]) -> None:
+    is_curve = isinstance(statistic, SurvivalCurve)
+    axis = statistic.columns[0]
+    figure, axes = canvas(statistic.title, axis, "share of people" if is_curve else "people")
+    if isinstance(statistic, SurvivalCurve):
+        _draw_curve(axes, statistic, own)
+    else:
+        places = range(len(own))
+        axes.bar(places, [each.value for each in own], color=COLOURS[0])
+        half = [(each.upper - each.lower) / 2 for each in own]
+        axes.errorbar(places, [each.value for each in own], half, fmt="none", ecolor="black")
+        axes.set_xticks(list(places), [each.name for each in own], rotation=30, ha="right")
+        axes.tick_params(axis="x", labelsize=7)
+        figure.subplots_adjust(bottom=0.3)
+    rows = [(each.name, each.value, each.lower, each.upper) for each in own]
+    save_figure(figure, folder, name, ("name", "estimate", "lower", "upper"), rows)
+
+
+def _draw_curve(axes: Axes, curve: SurvivalCurve, own: list[Estimate]) -> None:
+    """Draw the survival curve as steps, with its 95 % intervals."""
+    times = [curve.times.lower, *curve.times.edges[1:].tolist()]
+
+    def from_one(values: list[float]) -> list[float]:
+        return [1.0, *(min(1.0, max(0.0, value)) for value in values)]
+
+    axes.fill_between(
+        times,
+        from_one([each.lower for each in own]),
+        from_one([each.upper for each in own]),
+        step="post",
+        alpha=0.25,
+        color=COLOURS[0],
+    )
+    axes.step(times, from_one([each.value for each in own]), where="post", color=COLOURS[0])
+    axes.set_ylim(0, 1.02)

@@ -1,0 +1,222 @@
+"""A statistic as a sum of bounded vectors, and estimates with the error that the noise gives them.
+
+Every record makes a vector of bounded norm from the columns that the statistic reads. A privacy
+unit's part is the mean of its records' vectors, so each unit counts as one, whatever its number of
+records. The noised sum of all parts is released; whatever is computed from it costs no privacy.
+
+Errors of estimates come from that noise alone, not from the choice of people: they say how far an
+estimate may be from the same statistic of all records without noise. `Statistic.estimates` draws
+the noise again many times and looks at how the estimates move, which works for sums, ratios and
+curves alike.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue, tellable
+
+Columns = Mapping[str, NDArray[np.float64]]
+DRAWS = 1000
+"""Draws of the noise for standard errors, which are then exact to about two percent."""
+NORMAL_QUANTILE = 1.959964
+"""Half the width of a 95 % interval, in standard errors."""
+_MOST_UNDEFINED = 1e-3
+"""An estimate is given up if a larger share of the draws leaves it undefined."""
+LABEL = "label"
+"""Name of a column of targets that are one tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One released number.
+
+    Parameters
+    ----------
+    name : str
+        What the number is, such as "mean of age".
+    value : float
+        NaN if the noise is too large to say anything.
+    standard_error : float
+        Standard deviation that the noise gives to the estimate.
+    lower, upper : float
+        A 95 % interval for the same number without noise.
+    """
+
+    name: str
+    value: float
+    standard_error: float
+    lower: float
+    upper: float
+
+
+class Statistic(ABC):
+    """A statistic of the people in all silos together; subclasses are frozen dataclasses."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The statistic in words, with its bounds."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> Sequence[str]:
+        """Names of the columns that the statistic reads."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of elements of a record's vector."""
+
+    @property
+    @abstractmethod
+    def norm(self) -> float:
+        """Largest L2 norm of a record's vector."""
+
+    @abstractmethod
+    def vectors(self, columns: Columns) -> NDArray[np.float64]:
+        """Return the records' vectors, (records, size).
+
+        A value may be anything, NaN included, and changes the row of its own record only.
+        """
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Names of the estimates."""
+
+    @abstractmethod
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the estimates (draws, names) from totals over all units (draws, size)."""
+
+    def estimates(
+        self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator
+    ) -> list[Estimate]:
+        """Return the estimates from the noised total, with standard errors and intervals.
+
+        Parameters
+        ----------
+        total : ndarray
+            The noised sum over all units, (size,).
+        stddev : float
+            Standard deviation of the noise in each element.
+        rng : numpy.random.Generator
+            Draws noise again to see how far the estimates move.
+        """
+        values = self.estimate(total[np.newaxis])[0]
+        moved_totals = total + stddev * rng.standard_normal((DRAWS, self.size))
+        moved = self.estimate(moved_totals)
+        is_lost = np.isnan(values) | (np.isnan(moved).mean(axis=0) > _MOST_UNDEFINED)
+        moved[:, is_lost] = 0.0
+        values = np.where(is_lost, np.nan, values)
+        errors = np.where(is_lost, np.nan, np.nanstd(moved, axis=0))
+        lower, upper = self.intervals(total, moved_totals, values, errors)
+        columns = (values.tolist(), errors.tolist(), lower.tolist(), upper.tolist())
+        return [
+            Estimate(name=name, value=value, standard_error=error, lower=low, upper=high)
+            for name, value, error, low, high in zip(self.names, *columns, strict=True)
+        ]
+
+    def intervals(
+        self,
+        total: NDArray[np.float64],
+        moved_totals: NDArray[np.float64],
+        values: NDArray[np.float64],
+        errors: NDArray[np.float64],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return both ends of the 95 % intervals; by default those of normal errors."""
+        half = NORMAL_QUANTILE * errors
+        return values - half, values + half
+
+
+@dataclass(frozen=True)
+class JointStatistics:
+    """Several statistics that one sum releases together.
+
+    Each gets an equal share of the privacy: the vectors are scaled to norm 1/√m for m statistics,
+    so that all of them together have norm 1 at most.
+    """
+
+    statistics: tuple[Statistic, ...]
+
+    def __post_init__(self) -> None:
+        if not self.statistics:
+            raise InvalidValue("statistics: expected at least one")
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all vectors together."""
+        return sum(statistic.size for statistic in self.statistics)
+
+    def part(self, examples: Examples) -> NDArray[np.float64]:
+        """Return one unit's part (size,), of L2 norm at most 1: the mean over its records.
+
+        Raises
+        ------
+        InvalidValue
+            The examples lack a column.
+        """
+        columns = columns_of(examples)
+        for statistic in self.statistics:
+            if missing := [name for name in statistic.columns if name not in columns]:
+                # The names of columns are no record's.
+                raise tellable(
+                    InvalidValue(
+                        f"statistic {statistic.title!r}: no column {', '.join(missing)} in a "
+                        f"silo's data, which have {', '.join(columns)}"
+                    )
+                )
+        return np.concatenate(
+            [
+                statistic.vectors(columns).mean(axis=0) / self._unit(statistic)
+                for statistic in self.statistics
+            ]
+        )
+
+    def estimates(
+        self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator
+    ) -> dict[Statistic, list[Estimate]]:
+        """Return every statistic's estimates from the noised sum of all units' parts.
+
+        Parameters are those of `Statistic.estimates`.
+        """
+        ends = np.cumsum([statistic.size for statistic in self.statistics])
+        return {
+            statistic: statistic.estimates(
+                own * self._unit(statistic), stddev * self._unit(statistic), rng
+            )
+            for statistic, own in zip(self.statistics, np.split(total, ends[:-1]), strict=True)
+        }
+
+    def _unit(self, statistic: Statistic) -> float:
+        return statistic.norm * math.sqrt(len(self.statistics))
+
+
+def columns_of(examples: Examples) -> dict[str, NDArray[np.float64]]:
+    """Return the columns of examples by name.
+
+    A mapping of features or targets names its columns. A table of features (n, d) has the columns
+    x0, x1, …, and a tensor of targets is the column `LABEL`.
+    """
+    columns: dict[str, Tensor] = {}
+    if isinstance(examples.features, Mapping):
+        columns.update(examples.features)
+    elif isinstance(examples.features, Tensor) and examples.features.dim() == 2:
+        columns.update({f"x{i}": column for i, column in enumerate(examples.features.unbind(1))})
+    if isinstance(examples.targets, Mapping):
+        columns.update(examples.targets)
+    elif isinstance(examples.targets, Tensor):
+        columns[LABEL] = examples.targets
+    return {
+        name: column.detach().cpu().numpy().astype(np.float64)
+        for name, column in columns.items()
+        if column.dim() == 1
+    }

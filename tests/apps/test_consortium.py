@@ -1,0 +1,138 @@
+"""The consortium's app: one account over statistics and training, and tables of its silos' own."""
+
+import csv
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from flower_ext.cli.main import app as cli
+from flower_ext.federation import run_in_process
+from flower_ext.privacy import Ledger
+from flower_ext.privacy.shared_ledger import total_spent
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.presets import SettingsFile
+from flower_ext.statistics.results import STANDARDISE, TABLE
+from tests.support.apps import APPS as FOLDER
+from tests.support.apps import App
+
+CONSORTIUM = App(folder=FOLDER / "consortium", small={"seeded-noise": True})
+PEOPLE = 300
+
+
+def run(path, **changes):
+    server, client = CONSORTIUM.parts()
+    config = CONSORTIUM.small_config(run_directory=str(path), **changes)
+    run_in_process(server, client, num_clients=config["num-silos"], run_config=config)
+    return RunDirectory.open(path)
+
+
+def released(directory):
+    """Return the rows of the table of statistics by name."""
+    with (directory.path / TABLE).open(encoding="utf-8", newline="") as stream:
+        return {row["name"]: row for row in csv.DictReader(stream)}
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """Write silos as hospitals export them: with words, empty fields, and columns in any order."""
+    rng = np.random.default_rng(1)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    columns = [("user", "age", "sick", "note"), ("age", "user", "note", "sick")]
+    ages = rng.uniform(20, 80, PEOPLE)
+    for silo in range(5):
+        names = columns[silo % 2]
+        with (folder / f"silo-{silo}.csv").open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, names)
+            writer.writeheader()
+            for user in rng.integers(PEOPLE, size=200).tolist():
+                age = "" if rng.random() < 0.05 else f"{ages[user]:.1f}"
+                sick = int(ages[user] + rng.normal(0, 5) > 50)
+                writer.writerow({"user": user, "age": age, "sick": sick, "note": "well, thanks"})
+    return {"dataset": "files", "data_folder": str(folder), "num_users": PEOPLE}
+
+
+def test_statistics_and_training_share_one_account_and_one_epsilon(tables, tmp_path):
+    account = {"budget_ledger": str(tmp_path / "study.jsonl"), "population_delta": 1e-5}
+    account |= {"population_epsilon": 8.0, **tables}
+    first = run(
+        tmp_path / "first",
+        method="statistics",
+        statistics="variance age 0:100",
+        epsilon=4.0,
+        **account,
+    )
+    rows = released(first)
+    mean = float(rows["mean of age"]["estimate"])
+    assert mean == pytest.approx(50, abs=6)
+    file = SettingsFile.read(first.path / STANDARDISE)
+    column, centre, deviation = file.shared["standardise"].split()
+    assert (column, float(centre)) == ("age", pytest.approx(mean, rel=1e-4))
+    assert 5 < float(deviation) < 40
+    second = run(
+        tmp_path / "second",
+        rounds=4,
+        epsilon=6.0,
+        features="age 0:100",
+        outcome="sick",
+        standardise=file.shared["standardise"],
+        evaluate_every=4,
+        **account,
+    )
+    assert second.metrics()[-1]["accuracy_mean"] > 0.7
+    total = total_spent(Ledger.read(tmp_path / "study.jsonl"), 1e-5)
+    assert 6.0 < total < 8.0  # less than the sum, because Gaussians compose
+    third = run(tmp_path / "third", method="statistics", statistics="count", epsilon=7.9, **account)
+    assert third.status == "budget-exhausted"
+    assert not (third.path / TABLE).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": "age 0-100"}, "COLUMN LOWER:UPPER"),
+        ({"features": ""}, "COLUMN LOWER:UPPER"),
+        ({"standardise": "weight 1 2"}, "COLUMN CENTRE DEVIATION"),
+        ({"standardise": "age 1 0"}, "deviations above 0"),
+        ({"num_users": 0}, "num-users=0"),
+        ({"method": "statistics", "statistics": "mode age"}, "expected one of count, mean"),
+    ],
+)
+def test_a_mistake_in_a_setting_ends_the_run_before_it_begins(tables, tmp_path, changes, message):
+    settings = {**tables, "features": "age 0:100", "outcome": "sick", **changes}
+    with pytest.raises(Exception, match=message):
+        run(tmp_path / "run", **settings)
+
+
+def test_a_column_that_no_silo_has_is_named_to_the_researcher(tables, tmp_path):
+    with pytest.raises(Exception, match="no column weight"):
+        run(tmp_path / "run", method="statistics", statistics="mean weight 0:200", **tables)
+    assert not (tmp_path / "run" / TABLE).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": "weight 0:200"}, "column weight is missing"),
+        ({"features": "age 0:100", "data_folder": ""}, "data-folder=''"),
+        ({"features": "age 0:100", "user_column": "id"}, "no column 'id'"),
+    ],
+)
+def test_a_silo_without_its_file_or_column_says_so_in_the_log(tables, tmp_path, changes, message):
+    """It trains on nothing, like a silo without records, so that the round does not show why."""
+    once = {"outcome": "sick", "rounds": 1, "evaluate_every": 1}
+    directory = run(tmp_path / "run", **{**tables, **once, **changes})
+    assert message in "".join(str(row["refusals"]) for row in directory.missing())
+
+
+def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["stats", str(CONSORTIUM.folder), "mean age 20:90", "--epsilon", "1", "--in-process"]
+    done = CliRunner().invoke(cli, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "mean of age" in done.output
+    assert "statistics.html" in done.output
+    refused = CliRunner().invoke(cli, [*words[:2], "mode age", *words[3:]])
+    assert refused.exit_code == 2
+    assert "expected one of count, mean" in " ".join(refused.output.replace("│", " ").split())

@@ -1,0 +1,74 @@
+"""No ε of released statistics that an attack exceeds; and each planted fault shows as exceeded.
+
+A bound by records in place of people is `summed_over_records`, with the clipping behind it off.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flower_ext.auditing import audit
+from flower_ext.auditing.experiment import projected
+from flower_ext.auditing.released_statistics import JOINT, STATISTICS, canary_part
+from flower_ext.statistics import JointStatistics
+from flower_ext.statistics.release import RELEASED
+from flower_ext.statistics.statistic import columns_of
+from tests.support import planted_faults as faults
+
+CONFIDENCE, OF_A_FAULT = 1 - 1e-6, 0.999
+FEW, MORE, MANY = 48, 100, 2_500
+
+
+def summed_over_records(patch, experiment):
+    """Bound records and not people: a part is the sum over a person's records."""
+
+    def part(self, examples):
+        columns = columns_of(examples)
+        sums = [each.vectors(columns).sum(axis=0) / self._unit(each) for each in self.statistics]
+        return 4 * np.concatenate(sums)
+
+    patch.setattr(JointStatistics, "part", part)
+    return faults.clipping_off(patch, experiment)
+
+
+def count_in_the_clear(patch, experiment):
+    """Leave a silo's number of people without noise; the attack looks at that number alone."""
+    first = np.eye(1, JOINT.size)[0]
+    seen = projected({RELEASED: first}, partitions=[0])
+    return replace(faults.part_unnoised(patch, experiment), score=seen)
+
+
+FAULTS = {
+    "unbounded": (summed_over_records, FEW),
+    "σ/4": (faults.less_noise(4), MORE),
+    "count in the clear": (count_in_the_clear, FEW),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_no_bound_exceeds_what_is_reported(name):
+    found = audit(STATISTICS[name](noise=2.0), trials=FEW, confidence=CONFIDENCE)
+    assert not found.broken, found.to_dict()
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(name, fault, monkeypatch):
+    plant, trials = FAULTS[fault]
+    experiment = plant(monkeypatch, STATISTICS[name](noise=2.0))
+    found = audit(experiment, trials=trials, confidence=OF_A_FAULT)
+    assert found.broken, found.to_dict()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", STATISTICS)
+def test_with_more_trials_the_bounds_stay_below_and_come_near(name):
+    found = audit(STATISTICS[name](), trials=MANY, confidence=CONFIDENCE)
+    assert not found.broken, found.to_dict()
+    assert max(view.best.epsilon / view.best.terms.reported for view in found.views) > 0.5
+
+
+def test_the_canary_s_part_has_the_largest_norm():
+    assert np.linalg.norm(canary_part()) == pytest.approx(1.0)

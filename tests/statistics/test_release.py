@@ -1,0 +1,172 @@
+"""Runs that release statistics: right numbers, bounded people, refusals, and the run's files."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.recording import record
+from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan, SecureSum
+from flower_ext.runs import RunDirectory
+from flower_ext.statistics import (
+    ClientStatistics,
+    StatisticsFiles,
+    UserStatistics,
+    estimates,
+    read_statistics,
+    statistics_task,
+)
+from flower_ext.statistics.results import TABLE
+
+USERS, SILOS = 60, 5
+TEXT = "count; mean age 0:100; histogram age 0:100:4; survival age event 0:100:5"
+
+
+def silos(change=None):
+    """Return silos with people in common; ``change`` edits ages and events."""
+    rng = np.random.default_rng(4)
+    ages, events = rng.uniform(20, 90, 300), (rng.random(300) < 0.5).astype(float)
+    owners, places = rng.integers(0, USERS, 300), rng.integers(0, SILOS, 300)
+    if change is not None:
+        change(owners, ages, events)
+
+    def data(silo):
+        rows = np.flatnonzero(places == silo)
+        features = {"age": torch.tensor(ages[rows]), "event": torch.tensor(events[rows])}
+        train = Examples(features, torch.zeros(len(rows), dtype=torch.long))
+        return SiloData(train=train, test=train.subset([]), owners=torch.tensor(owners[rows]))
+
+    return data, owners, ages
+
+
+def plan_of(population=USERS, sigma=1e-6, **options):
+    fields = {"sampling": FullParticipation(population), "rounds": 1, "delta": 1e-5}
+    fields |= {"clipping_norm": 1.0, "noise_multiplier": sigma, "noise_placement": "client"}
+    return ReleasePlan(**{**fields, **options})
+
+
+def run(method, plan, data, nodes=SILOS, text=TEXT):
+    """Return the run's strategy and its model."""
+    task = statistics_task(read_statistics(text), data)
+    strategy = FederatedStrategy(method, plan, evaluate_every=0, seed=1, seeded_noise=True)
+    app = type(method).client_app(task, allow_seeded_noise=True)
+    model = ArrayRecord(task.initial_params(0))
+    result = strategy.start(InProcessGrid(app, nodes), model, num_rounds=1)
+    return strategy, result.arrays.to_torch_state_dict()
+
+
+def values_of(method, plan, model, text=TEXT):
+    results = estimates(
+        read_statistics(text), model, method=method, plan=plan, rng=np.random.default_rng(0)
+    )
+    return [[each.value for each in own] for own in results.values()]
+
+
+@pytest.mark.parametrize("placement", ["client", SecureSum()])
+def test_every_person_counts_as_one_over_all_silos(placement):
+    data, owners, ages = silos()
+    method, plan = UserStatistics(num_silos=SILOS), plan_of(sigma=1e-3, noise_placement=placement)
+    _, model = run(method, plan, data)
+    count, mean, _, _ = values_of(method, plan, model)
+    people = np.unique(owners)
+    of_people = [ages[owners == person].mean() for person in people]
+    assert count == [pytest.approx(len(people), abs=0.05)]
+    assert mean == [pytest.approx(len(people), abs=0.05), pytest.approx(np.mean(of_people), abs=1)]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300, -5.0])
+def test_one_person_moves_the_sum_by_one_at_most_whatever_their_data(value):
+    def spoil(owners, ages, events):
+        ages[owners == 7] = value
+        events[owners == 7] = value
+
+    method, plan = UserStatistics(num_silos=SILOS), plan_of()
+    sums = []
+    for change in (None, spoil, lambda owners, ages, events: None):
+        data, *_ = silos(change)
+        _, model = run(method, plan, data)
+        sums.append(USERS * model["released"].double().numpy())
+    np.testing.assert_array_equal(sums[0], sums[2])
+    moved = sums[0] - sums[1]
+    assert np.isfinite(sums[1]).all()
+    assert 0 < np.linalg.norm(moved) <= 2 * (1 + 1e-4)  # replaced: out and in
+
+
+def test_clients_count_as_one_and_one_without_records_adds_nothing():
+    rng = np.random.default_rng(2)
+
+    def data(client):
+        rows = 0 if client == 3 else 1 + client
+        features = {"age": torch.tensor(rng.uniform(0, 100, rows)), "event": torch.ones(rows)}
+        train = Examples(features, torch.zeros(rows, dtype=torch.long))
+        return ClientData(train=train, test=train.subset([]))
+
+    method = ClientStatistics()
+    plan = plan_of(population=10, noise_placement="server")
+    _, model = run(method, plan, data, nodes=10)
+    assert values_of(method, plan, model)[0] == [pytest.approx(9, abs=1e-3)]
+
+
+def test_the_noise_is_that_of_the_plan():
+    data, *_ = silos()
+    text, sigma = "histogram age 0:100:400", 5.0
+    method, plan = UserStatistics(num_silos=SILOS), plan_of(sigma=sigma)
+    _, model = run(method, plan, data, text=text)
+    _, exact = run(method, plan_of(), data, text=text)
+    noise = USERS * (model["released"] - exact["released"]).double().numpy()
+    assert abs(noise.std() / sigma - 1) < 5 / (2 * len(noise)) ** 0.5
+    results = estimates(
+        read_statistics(text), model, method=method, plan=plan, rng=np.random.default_rng(0)
+    )
+    errors = [each.standard_error for own in results.values() for each in own]
+    assert abs(np.mean(errors) / sigma - 1) < 0.02
+
+
+def test_guarantees_are_provable_ones_of_one_user_in_one_release():
+    data, *_ = silos()
+    fields = {"sampling": FullParticipation(USERS), "rounds": 1, "clipping_norm": 1.0}
+    plan = ReleasePlan.for_target(epsilon=0.5, delta=1e-5, noise_placement="client", **fields)
+    strategy, _ = run(UserStatistics(num_silos=SILOS), plan, data)
+    guarantees = strategy.guarantees()
+    assert {each.basis for each in guarantees} == {"provable"}
+    released = next(each for each in guarantees if each.view.value == "released-models")
+    assert 0.49 < released.epsilon <= 0.5
+    assert released.unit.value == "user"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": PoissonSampling(USERS, 0.5)}, "FullParticipation"),
+        ({"clipping_norm": 2.0}, "clipping_norm=2.0 of the plan: expected 1"),
+        ({"rounds": 2}, "rounds=2 of the plan: expected 1"),
+    ],
+)
+@pytest.mark.parametrize("method", [UserStatistics(num_silos=SILOS), ClientStatistics()])
+def test_a_plan_that_cannot_release_statistics_is_refused(method, changes, message):
+    with pytest.raises(InvalidValue, match=message):
+        FederatedStrategy(method, plan_of(**changes))
+
+
+def test_a_run_leaves_a_table_figures_and_a_page_with_the_guarantees(tmp_path):
+    data, *_ = silos()
+    joint, method = read_statistics(TEXT), UserStatistics(num_silos=SILOS)
+    plan, task = plan_of(sigma=3.0), statistics_task(read_statistics(TEXT), data)
+    directory = RunDirectory.create(tmp_path / "run", config={"method": "statistics"})
+    strategy = FederatedStrategy(method, plan, evaluate_every=0, seed=1, seeded_noise=True)
+    grid = InProcessGrid(UserStatistics.client_app(task, allow_seeded_noise=True), SILOS)
+    record(directory, strategy, grid, ArrayRecord(task.initial_params(0)), num_rounds=1)
+    StatisticsFiles(joint, method, plan).end(directory)
+    with (tmp_path / "run" / TABLE).open(encoding="utf-8", newline="") as stream:
+        rows = [*csv.DictReader(stream)]
+    assert len(rows) == 1 + 2 + 7 + 5
+    assert all(float(row["lower"]) < float(row["upper"]) for row in rows[:10])
+    page = (tmp_path / "run" / "statistics.html").read_text(encoding="utf-8")
+    assert page.count("<figure>") == 2
+    assert "ε = " in page
+    assert "mean of age, values clamped to [0, 100]" in page
