@@ -43,7 +43,7 @@ def main() -> None:
         action=argparse.BooleanOptionalAction,
         help="search each method's own parameter, too",
     )
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="of the accuracy tables")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="of tables and figures")
     parser.add_argument(
         "--straggler-ratios", nargs="+", type=float, help="0.9 for Table 1, 0.3 for Table 3"
     )
@@ -59,6 +59,7 @@ def main() -> None:
         "joint_search": arguments.joint_search,
         "method_parameters": arguments.method_parameters,
         "methods": arguments.methods and tuple(arguments.methods),
+        "private_methods": arguments.methods and tuple(arguments.methods),
         "straggler_ratios": arguments.straggler_ratios and tuple(arguments.straggler_ratios),
         "learning_rates": arguments.learning_rates and tuple(arguments.learning_rates),
         "private_rounds": arguments.private_rounds,
