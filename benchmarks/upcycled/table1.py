@@ -121,10 +121,9 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
         title = f"{dataset}, {straggler_ratio:.0%} stragglers"
         write_comparison(scored, folder / dataset, title=title)
     draw(folder / "differences.svg", pairs)
-    keep(
-        f"upcycled-fl-by-rate-{straggler_ratio:g}",
-        *by_rate(experiment.folder / "runs" / "search" / name),
-    )
+    if scale.joint_search:  # else upcycled methods ran at one learning rate alone
+        searched = experiment.folder / "runs" / "search" / name
+        keep(f"upcycled-fl-by-rate-{straggler_ratio:g}", *by_rate(searched))
     title = f"# {straggler_ratio:.0%} stragglers, {rounds[0]} training rounds"
     experiment.write(name, title, *written(pairs))
 
