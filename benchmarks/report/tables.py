@@ -68,6 +68,9 @@ def uldp_utility(figure: int, dataset: str) -> str:
     def utility(runs: Sequence[Row]) -> str:
         return mean(numbers(runs, metric))
 
+    def after(runs: Sequence[Row], rounds: int) -> str:
+        return mean([curve(run, metric)[rounds] for run in runs])
+
     counts = {len(_of_label(members, "ULDP-AVG-w")) for members in panels.values()}
     text = (
         f"{metric.partition('_')[0].capitalize()} after {rows[0]['rounds']} rounds, "
@@ -87,7 +90,13 @@ def uldp_utility(figure: int, dataset: str) -> str:
         ),
         ["AVG-w − AVG", *difference],
     ]
-    return f"{text}\n\n{table(('users, records', *panels), first)}"
+    early = int(rows[0]["rounds"]) // 5
+    second = [
+        [label, *(after(_of_label(members, label), early) for members in panels.values())]
+        for label in shown
+    ]
+    head = ("users, records", *panels)
+    return "\n\n".join([text, table(head, first), f"After {early} rounds:", table(head, second)])
 
 
 def _of_label(rows: Iterable[Row], label: str) -> list[Row]:
